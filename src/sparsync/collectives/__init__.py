@@ -1,0 +1,8 @@
+"""How selected entries are summed over ranks: one collective per file."""
+
+from sparsync.collectives.allgather import Allgather
+from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.dense import Dense
+from sparsync.collectives.oktopk import OkTopk, OkTopkState
+
+__all__ = ["Allgather", "Collective", "Dense", "OkTopk", "OkTopkState", "Reduced"]

@@ -1,0 +1,70 @@
+"""The seam of the collectives: how selected entries are summed over ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from sparsync.errors import ConfigurationError
+from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.state import Stateful
+from sparsync.transports.base import Communicator
+
+__all__ = ["Collective", "Reduced", "as_sparse", "capped", "most_entries"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """The result of a collective.
+
+    Attributes:
+        total: the sum over ranks of what was delivered, bit-identical on every rank.
+        delivered: this rank's share of it: values with their own support.  What was *selected* and
+            is not in here was dropped on the way and belongs into the residual.
+
+    The law: ``sum over ranks(delivered) == total``.
+    """
+
+    total: Vector
+    delivered: Vector
+
+
+class Collective(Stateful):
+    """Sums one vector per rank.  Its memory (boundaries, thresholds) is ``self.state``.
+
+    One instance serves one unit: ``size`` is the same on every call.
+    """
+
+    @abstractmethod
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Sum ``selected`` over the ranks of ``comm``; every rank calls it with the same k and step.
+
+        Args:
+            comm: the group; any ``world_size >= 1``.
+            selected: this rank's contribution, ``size`` equal on all ranks; not modified.
+            k: the number of entries asked for, per rank and in the total.
+            step: 0-based; a period p opens when ``step % p == 0``.
+        """
+
+
+def as_sparse(vector: Vector) -> SparseVector:
+    """Return a sparse vector as it is, a dense one by its non-zero elements."""
+    return SparseVector.from_dense(vector.values) if isinstance(vector, DenseVector) else vector
+
+
+def most_entries(k: int, cap: float | None, size: int) -> int:
+    """Return how many of ``size`` entries may be taken: ``cap * k``, or all if ``cap`` is None."""
+    return size if cap is None else min(size, math.floor(cap * k))
+
+
+def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
+    """Keep the largest ``cap * k`` entries; what is cut off is not delivered."""
+    sparse = as_sparse(vector)
+    return sparse.top(most_entries(k, cap, sparse.size))
+
+
+def check_cap(cap: float | None, where: str) -> None:
+    """Refuse a cap that is not a positive factor or None."""
+    if cap is not None and not cap > 0:
+        raise ConfigurationError(f"{where}: cap is {cap}; give a factor > 0 of k, or None")

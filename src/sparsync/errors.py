@@ -1,0 +1,56 @@
+"""Every error that sparsync raises on purpose.
+
+::
+
+    SparsyncError
+     ├─ ConfigurationError (ValueError)      an argument that cannot work; says what to do instead
+     ├─ WireFormatError (ValueError)         bytes that are not a message of this library
+     ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
+     └─ CommunicationError (RuntimeError)
+         ├─ PeerError                        a peer died, or ranks disagree; names rank, phase and step
+         ├─ DeadlineError (TimeoutError)     a wait ran past its deadline; names rank, phase and step
+         └─ DeadlockError                    the simulator found ranks that wait for each other
+"""
+
+__all__ = [
+    "CommunicationError",
+    "ConfigurationError",
+    "DeadlineError",
+    "DeadlockError",
+    "NonFiniteGradientError",
+    "PeerError",
+    "SparsyncError",
+    "WireFormatError",
+]
+
+
+class SparsyncError(Exception):
+    """Base of every error raised on purpose by sparsync."""
+
+
+class ConfigurationError(SparsyncError, ValueError):
+    """An argument that cannot work: what came, what was expected, what to do."""
+
+
+class WireFormatError(SparsyncError, ValueError):
+    """Bytes that are not a valid message: truncated, corrupted, or of another version."""
+
+
+class NonFiniteGradientError(SparsyncError, ArithmeticError):
+    """A reduced gradient holds NaN or Inf: every rank refuses the step, residuals untouched."""
+
+
+class CommunicationError(SparsyncError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class PeerError(CommunicationError):
+    """A peer died, closed its connection, or disagrees about the call."""
+
+
+class DeadlineError(CommunicationError, TimeoutError):
+    """A wait ran past its deadline."""
+
+
+class DeadlockError(CommunicationError):
+    """Simulated ranks wait for each other and no message is under way."""

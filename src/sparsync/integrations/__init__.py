@@ -1,0 +1,1 @@
+"""Thin adapters to training loops; no algorithm lives here."""

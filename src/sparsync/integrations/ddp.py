@@ -1,0 +1,271 @@
+"""DistributedDataParallel: ``sync = sparsync.attach(ddp_model, "oktopk", density=0.01)``.
+
+The hook copies each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When
+a unit is complete its exchange goes to the engine thread; behind the last one goes the commit, which
+writes the averages into the buckets and completes their futures.  So all residuals are written
+together, after every total of the step is known to be finite.
+"""
+
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync import kernels
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.integrations.base import (
+    agree_on_reducer,
+    load_reducer_state,
+    reducer_state,
+    reducer_stats,
+)
+from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.reducer import Reducer
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.base import run
+from sparsync.transports.engine import Engine
+from sparsync.transports.torch import TorchCommunicator
+from sparsync.units import Slot, plan_units
+
+__all__ = ["DdpSync", "attach"]
+
+Nonfinite = Literal["raise", "skip", "propagate"]
+
+
+def attach(
+    model: DistributedDataParallel,
+    algorithm: str | Algorithm = "oktopk",
+    *,
+    density: float = 0.01,
+    unit_bytes: int | None = None,
+    warmup_steps: int = 0,
+    nonfinite: Nonfinite = "raise",
+    timeout: float = 300.0,
+    **options: Any,
+) -> "DdpSync":
+    """Exchange a DDP model's gradients sparsely; the training loop stays as it is.
+
+    Args:
+        model: a ``DistributedDataParallel`` module without a communication hook.
+        algorithm: "oktopk", "oktopk-paper", "allgather", "dense", or an ``Algorithm``.
+        density: fraction k / n of every unit that is exchanged, in (0, 1].
+        unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
+            the whole model (None: the papers' semantics).
+        warmup_steps: the first steps run dense.
+        nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
+            "skip" (gradients become None: the optimizer passes), or "propagate" (every rank's
+            gradient gets it, so that a GradScaler skips on all).  Residuals stay as they were.
+        timeout: seconds that any wait may take before ``backward()`` raises.
+        options: of the preset, e.g. ``cap=None``, ``threshold_period=128``.
+
+    Returns:
+        A handle with ``stats()``, ``state_dict()``, ``load_state_dict()``, ``close()``.
+
+    Raises:
+        ConfigurationError: not DDP, a second attach, unknown algorithm or option, bad density.
+        PeerError: ranks disagree on any of it.
+
+    Cost: one thread and one gloo process group; memory 2 n elements.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
+            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+        )
+    if nonfinite not in ("raise", "skip", "propagate"):
+        raise ConfigurationError(
+            f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
+        )
+    if warmup_steps < 0:
+        raise ConfigurationError(f"warmup_steps is {warmup_steps}; give at least 0")
+    chosen, density = resolve(algorithm, **options), check_density(density)
+    if getattr(model, "_comm_hooks", None):
+        raise ConfigurationError(
+            "this model already has a communication hook; attach once, to a freshly wrapped model "
+            "(a hook cannot be removed from DDP)"
+        )
+    return DdpSync(model, chosen, density, unit_bytes, warmup_steps, nonfinite, timeout)
+
+
+class DdpSync:
+    """What ``attach`` returns: the state of one model's sparse synchronisation on this rank."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        algorithm: Algorithm,
+        density: float,
+        unit_bytes: int | None,
+        warmup_steps: int,
+        nonfinite: Nonfinite,
+        timeout: float,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._nonfinite = nonfinite
+        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+        trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
+        units = plan_units(trained, unit_bytes)
+        parameters = dict(trained)
+        self._place: dict[Tensor, tuple[int, Slot]] = {
+            parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
+        }
+        comm = TorchCommunicator(_own_group(model, timeout), timeout=timeout)
+        self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
+        agree_on_reducer(self.reducer)
+        self._engine = Engine(algorithm.name)
+        self._round = _Round(len(units))
+        model.register_comm_hook(self, _hook)
+
+    # ---- for the user --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: steps, skipped steps, bytes per step and phase, residual norms."""
+        return reducer_stats(self.reducer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to be saved per rank; see ``load_state_dict``."""
+        return reducer_state(self.reducer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
+        load_reducer_state(self.reducer, state)
+
+    def close(self) -> None:
+        """End the engine thread.  The hook stays: use the model no more."""
+        self._engine.close()
+
+    # ---- the hook, on autograd's thread --------------------------------------------------------
+
+    def on_bucket(self, bucket: Any) -> "torch.futures.Future[Tensor]":
+        """Accumulate a bucket; submit the units that it completes."""
+        if bucket.index() == 0:
+            self._round = _Round(len(self.reducer.units))
+        this, buffer = self._round, bucket.buffer()
+        if buffer.is_cuda:  # the engine's thread has streams of its own
+            torch.cuda.current_stream(buffer.device).synchronize()
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        this.buckets.append((future, buffer))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            unit, slot = self._place[parameter]
+            self.reducer.accumulate(unit, slot.start, gradient.detach().reshape(-1))
+            this.gradients[unit][slot] = (parameter, gradient)
+            if len(this.gradients[unit]) == len(self.reducer.units[unit].slots):
+                this.jobs.append(self._engine.submit(partial(self._exchange, this, unit)))
+        if bucket.is_last():
+            this.finished = self._engine.submit(lambda: self._finish(this))
+            # raised inside a callback of a callback, an error comes out of backward() itself
+            engine = Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(lambda: self._after(this)))
+        return future
+
+    # ---- on the engine's thread ------------------------------------------------------------------
+
+    def _exchange(self, this: "_Round", unit: int) -> None:
+        if this.failed:  # the group is broken: do not wait for every unit's deadline
+            return
+        try:
+            run(self.reducer.exchange(unit))
+        except BaseException:
+            this.failed = True
+            raise
+
+    def _finish(self, this: "_Round") -> None:
+        try:
+            for job in this.jobs:
+                job.result()
+            averages = self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
+            for unit, average in enumerate(averages):
+                _write(average, this.gradients[unit])
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            raise
+        except BaseException:
+            self.reducer.refuse()
+            raise
+        finally:
+            for future, buffer in this.buckets:
+                future.set_result(buffer)
+
+    # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
+
+    def _after(self, this: "_Round") -> None:
+        try:
+            assert this.finished is not None
+            this.finished.result()
+        except NonFiniteGradientError:
+            if self._nonfinite != "skip":
+                raise
+            for parameter in self._place:
+                parameter.grad = None  # every optimizer passes over it, momentum included
+            return
+        model = self._model()
+        if model is not None and model.find_unused_parameters:
+            _deliver_to_unused(this)
+
+
+class _Round:
+    """One backward pass: its buckets and where each unit's averages go."""
+
+    def __init__(self, units: int) -> None:
+        self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in range(units)]
+        self.jobs: list[Future[None]] = []
+        self.failed = False
+        self.finished: Future[None] | None = None
+
+
+def _hook(sync, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
+    return sync.on_bucket(bucket)
+
+
+def _own_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGroup:
+    """Make a gloo group of the model's ranks: the engine's traffic never meets DDP's own."""
+    ranks = dist.get_process_group_ranks(model.process_group)
+    group = dist.new_group(
+        ranks,
+        backend="gloo",
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _write(average: Vector, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
+    """Write a unit's average into its gradients, each a view of a bucket."""
+    slots = sorted(gradients, key=lambda slot: slot.start)
+    if isinstance(average, DenseVector):
+        for slot in slots:
+            view = gradients[slot][1]
+            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
+        return
+    boundaries = [*(slot.start for slot in slots), average.size]
+    for slot, part in zip(slots, average.split(boundaries), strict=True):
+        view = gradients[slot][1]
+        if view.is_contiguous():
+            kernels.scatter_(view.view(-1), part.indices, part.values)
+        else:  # channels_last and the like: a bucket keeps the parameter's strides
+            view.copy_(part.to_dense().view(view.shape))
+
+
+def _deliver_to_unused(this: _Round) -> None:
+    """Give parameters that no rank used the residual mass that was delivered to them.
+
+    DDP leaves their gradients alone; dropped here, that mass would be lost to the model.
+    """
+    for gradients in this.gradients:
+        for parameter, average in gradients.values():
+            average = average.view(parameter.shape)
+            if parameter.grad is None and bool(average.any()):
+                parameter.grad = average.clone()
+            elif parameter.grad is not None:
+                parameter.grad.copy_(average)

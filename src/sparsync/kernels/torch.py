@@ -1,0 +1,111 @@
+"""The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit.
+
+Magnitudes are compared as the integer bits of ``|x|``.  That orders finite floats like ``abs``, puts
+Inf above them and NaN above Inf: a NaN is selected (and seen), never silently lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["above", "accumulate", "key_range", "magnitude_keys", "merge", "scatter_", "top"]
+
+_INTEGER_OF = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+_MANTISSA_BITS = {torch.float32: 23, torch.float64: 52, torch.float16: 10, torch.bfloat16: 7}
+
+
+def accumulate(gradient: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
+    """``out = residual + gradient``; ``residual=None`` stands for zeros.  Returns ``out``."""
+    if residual is None:
+        return out.copy_(gradient)
+    return torch.add(residual, gradient, out=out)
+
+
+def magnitude_keys(x: Tensor) -> Tensor:
+    """Return integers ordered as ``|x|``, same shape; 0 only for zero.
+
+    Example:
+        >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))
+        >>> keys.argsort().tolist()
+        [0, 2, 1, 4, 3]
+    """
+    if x.dtype not in _INTEGER_OF:
+        raise ConfigurationError(
+            f"magnitudes of {x.dtype} are not defined; use one of "
+            f"{', '.join(str(d).removeprefix('torch.') for d in _INTEGER_OF)}"
+        )
+    integer = _INTEGER_OF[x.dtype]
+    return x.contiguous().view(integer) & torch.iinfo(integer).max
+
+
+def key_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Return ``(stop, octave)``: all keys are below ``stop``; doubling |x| adds ``octave``."""
+    return torch.iinfo(_INTEGER_OF[dtype]).max + 1, 1 << _MANTISSA_BITS[dtype]
+
+
+def top(x: Tensor, k: int) -> Tensor:
+    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
+
+    Ties go to the lower position.  Cost: a ``torch.topk`` over all n elements.
+
+    Example:
+        >>> top(torch.tensor([1.0, -3.0, 0.0, 1.0]), 2).tolist()
+        [0, 1]
+    """
+    k = min(k, x.numel())
+    if k <= 0:
+        return torch.empty(0, dtype=torch.int64, device=x.device)
+    keys = magnitude_keys(x)
+    kth = torch.topk(keys, k, sorted=False).values.min().clamp(min=1)  # zeros are never selected
+    positions = (keys >= kth).nonzero().flatten()
+    surplus = positions.numel() - k
+    if surplus > 0:  # more elements tie at the k-th magnitude than fit: the highest positions go
+        ties = (keys[positions] == kth).nonzero().flatten()
+        keep = torch.ones(positions.numel(), dtype=torch.bool, device=x.device)
+        keep[ties[ties.numel() - surplus :]] = False
+        positions = positions[keep]
+    return positions
+
+
+def above(x: Tensor, threshold_key: int, limit: int | None) -> Tensor:
+    """Return the ascending positions with ``magnitude_keys(x) >= threshold_key``.
+
+    At most ``limit`` of them (``None``: no limit): the largest, ties to the lower position.
+    """
+    positions = (magnitude_keys(x) >= max(threshold_key, 1)).nonzero().flatten()
+    if limit is not None and positions.numel() > limit:
+        positions = positions[top(x[positions], limit)]
+    return positions
+
+
+def merge(streams: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
+
+    The fold is ``((s0 + s1) + s2) + ...`` per index, on every device: no atomics.
+    """
+    union = torch.unique(torch.cat([indices for indices, _ in streams]))
+    total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
+    for indices, values in streams:
+        at = torch.searchsorted(union, indices)
+        total[at] = total[at] + values
+    stored = total != 0
+    if bool(stored.all()):
+        return union, total
+    return union[stored], total[stored]
+
+
+def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``dense = 0; dense[indices] = values``, in place.  Returns ``dense``."""
+    dense.zero_()
+    dense[indices] = values.to(dense.dtype)
+    return dense

@@ -1,0 +1,150 @@
+"""THE STORY: the life of a gradient, from ``accumulate`` to ``commit``.
+
+::
+
+    gradient --accumulate--> accumulated --select--> selected --exchange--> total --apply--> average
+                 ^                                      |   (encode, move, merge, choose, decode)
+                 |                                      v
+              residual <------------retain---------- delivered
+
+The law, on every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from sparsync.collectives.base import Reduced
+from sparsync.errors import NonFiniteGradientError
+from sparsync.presets import Algorithm, dense
+from sparsync.residual import Residual
+from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.transports.base import Communicator
+from sparsync.units import Unit
+
+__all__ = ["Reducer"]
+
+
+@final
+class Reducer:
+    """Averages the gradients of all units over the ranks of a communicator, step by step.
+
+    Args:
+        comm: the group.
+        units: what is selected and exchanged together; equal on all ranks.
+        algorithm: which selector and which collective.
+        density: k / n of every unit, in (0, 1].
+        warmup_steps: the first steps run dense; default none.
+
+    A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        units: Sequence[Unit],
+        algorithm: Algorithm,
+        density: float,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.comm, self.units, self.algorithm = comm, list(units), algorithm
+        self.density, self.warmup_steps = density, warmup_steps
+        self.step = 0  # 0-based number of the open step
+        self.skipped = 0  # steps that were refused because of NaN or Inf
+        self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
+        self.selectors = [algorithm.make_selector() for _ in units]
+        self.collectives = [algorithm.make_collective() for _ in units]
+        self._warmup = dense()
+        self._reduced: dict[int, Reduced] = {}
+        self.settle()
+
+    def accumulate(self, unit: int, start: int, gradient: Tensor) -> None:
+        """``accumulated = residual + gradient``, for one run of elements; residuals stay as they are."""
+        self.residuals[unit].accumulate(start, gradient)
+
+    async def exchange(self, unit: int) -> None:
+        """Select, then sum over ranks; the result waits for the commit."""
+        accumulated = self.residuals[unit].accumulated
+        k = self.units[unit].entries(self.density)
+        selector, collective = self.selectors[unit], self.collectives[unit]
+        if self.step < self.warmup_steps:
+            selector, collective = self._warmup.make_selector(), self._warmup.make_collective()
+        selected = selector.select(accumulated, k, self.step)
+        self._reduced[unit] = await collective.reduce(self.comm, selected, k, self.step)
+
+    def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
+        """Close the step: write every residual, return every unit's average.
+
+        Totals are identical on all ranks, and NaN or Inf is always selected: so all ranks see the
+        same totals and come to the same decision, without another message.
+
+        Raises:
+            NonFiniteGradientError: a total holds NaN or Inf.  Nothing was changed; call ``refuse``.
+        """
+        reduced = [self._reduced[unit] for unit in range(len(self.units))]
+        broken = self._first_nonfinite([r.total for r in reduced])
+        if broken and not propagate_nonfinite:
+            raise NonFiniteGradientError(
+                f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank; "
+                "no rank applied it and all residuals are as before. Lower the learning rate, clip, "
+                "or pass nonfinite='skip' (with a GradScaler: 'propagate')"
+            )
+        averages = [self._average(result.total) for result in reduced]
+        if broken:
+            self.skip()
+        else:
+            for residual, result in zip(self.residuals, reduced, strict=True):
+                residual.retain(result.delivered)  # residual = accumulated - delivered
+            self.settle()
+            self._close_step()
+        return averages
+
+    def refuse(self) -> None:
+        """Forget the open step: residuals, thresholds and boundaries are as before it."""
+        for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
+            part.state = state
+        self._reduced.clear()
+
+    def skip(self) -> None:
+        """Refuse the open step and go on to the next."""
+        self.refuse()
+        self.skipped += 1
+        self._close_step()
+
+    async def reduce(self, gradients: Sequence[Tensor]) -> list[Vector]:
+        """Do a whole step: one flat gradient per unit in, one average per unit out."""
+        for unit, gradient in enumerate(gradients):
+            self.accumulate(unit, 0, gradient)
+        for unit in range(len(self.units)):
+            await self.exchange(unit)
+        return self.commit()
+
+    def _average(self, total: Vector) -> Vector:
+        """``average = total / world_size``."""
+        values = total.values / self.comm.world_size
+        if isinstance(total, SparseVector):
+            return SparseVector(total.indices, values, total.size)
+        return DenseVector(values)
+
+    def _first_nonfinite(self, totals: Sequence[Vector]) -> str | None:
+        """Return the name of the first parameter with a non-finite entry, None if all are finite."""
+        for unit, total in zip(self.units, totals, strict=True):
+            finite = total.isfinite()
+            if not bool(finite.all()):
+                at = int((~finite).nonzero()[0])
+                return unit.name_at(
+                    int(total.indices[at]) if isinstance(total, SparseVector) else at
+                )
+        return None
+
+    def settle(self) -> None:
+        """Make the present thresholds and boundaries those that ``refuse`` returns to."""
+        self._settled = [part.state for part in (*self.selectors, *self.collectives)]
+
+    def _close_step(self) -> None:
+        self._reduced.clear()
+        self.step += 1
+        self.comm.ledger.begin_step(self.step)

@@ -1,0 +1,79 @@
+"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.errors import ConfigurationError
+from sparsync.selection.base import Selector
+from sparsync.sparse import SparseVector
+
+__all__ = ["Reused", "ReusedState"]
+
+
+@dataclass(frozen=True)
+class ReusedState:
+    """What is carried from step to step.
+
+    Attributes:
+        threshold_key: magnitude of the k-th largest entry at the last exact step, as the integer
+            of ``kernels.magnitude_keys``; None before the first exact step with a non-zero entry.
+    """
+
+    threshold_key: int | None = None
+
+
+@final
+class Reused(Selector):
+    """Selects what is at least as large as the k-th largest was at the last exact step.
+
+    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts (gradients shrink,
+    residuals pile up), so at most ``cap * k`` are taken: the largest; the rest stays in the residual.
+
+    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps.
+    State: ``ReusedState``.
+    Differs from the paper: the cap (``cap=None`` is the paper); steps are 0-based.
+
+    Example:
+        >>> import torch
+        >>> selector = Reused(threshold_period=32)
+        >>> selector.select(torch.tensor([3.0, 2.0, 1.0]), k=2, step=0).nnz
+        2
+        >>> selector.select(torch.tensor([0.3, 0.2, 9.0]), k=2, step=1).indices.tolist()
+        [2]
+
+    References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2-4.
+    """
+
+    def __init__(self, threshold_period: int = 32, cap: float | None = 1.0) -> None:
+        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT) and the cap."""
+        if threshold_period < 1:
+            raise ConfigurationError(
+                f"Reused: threshold_period is {threshold_period}; give at least 1 step"
+            )
+        if cap is not None and not cap > 0:
+            raise ConfigurationError(f"Reused: cap is {cap}; give a factor > 0 of k, or None")
+        self.threshold_period, self.cap = threshold_period, cap
+        self.state = ReusedState()
+
+    def select(self, accumulated: Tensor, k: int, step: int) -> SparseVector:
+        """Return the entries above the threshold, which is renewed when the period opens."""
+        if k > 0 and (step % self.threshold_period == 0 or self.state.threshold_key is None):
+            positions = kernels.top(accumulated, k)
+            self.state = ReusedState(smallest_key(accumulated[positions]))
+        elif k > 0 and self.state.threshold_key is not None:
+            limit = None if self.cap is None else math.floor(self.cap * k)
+            positions = kernels.above(accumulated, self.state.threshold_key, limit)
+        else:
+            positions = kernels.top(accumulated, 0)
+        return SparseVector(positions, accumulated[positions], accumulated.numel())
+
+
+def smallest_key(values: Tensor) -> int | None:
+    """Return the smallest magnitude as a key, None if there is no value."""
+    return int(kernels.magnitude_keys(values).min()) if values.numel() else None

@@ -1,0 +1,189 @@
+"""The seam between algorithms and networks: ``Communicator`` and the awaitable ``Operation``.
+
+Algorithms are ``async def`` over these calls and never learn who drives them:
+
+* ``run(coroutine)`` blocks until each awaited operation is done (real transports);
+* the engine (``transports/engine.py``) does the same on one ordered background thread;
+* the simulator (``transports/sim``) interleaves many ranks on one event queue.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Generator, Sequence
+from typing import Any, Literal, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.transports import primitives
+from sparsync.transports.framing import Framing
+from sparsync.transports.ledger import Ledger
+
+__all__ = ["Communicator", "Finished", "Operation", "ReduceOp", "Subgroup", "run"]
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "max", "min"]
+
+
+class Operation(ABC):
+    """A send or receive under way.  ``await`` it for its result: the bytes received, or None."""
+
+    done: bool = False
+    result: Tensor | None = None
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until done (real transports); raise a ``CommunicationError`` if it cannot be."""
+
+    def __await__(self) -> Generator[Operation, None, Any]:
+        if not self.done:
+            yield self
+        return self.result
+
+
+@final
+class Finished(Operation):
+    """An operation that needed no network."""
+
+    def __init__(self, result: Tensor | None = None) -> None:
+        self.done, self.result = True, result
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def run(coroutine: Coroutine[Operation, None, T]) -> T:
+    """Drive an algorithm to its end, blocking at each operation that it awaits."""
+    error: BaseException | None = None
+    while True:
+        try:
+            operation = coroutine.throw(error) if error else coroutine.send(None)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        error = None
+        try:
+            operation.wait()
+        except BaseException as caught:
+            error = caught
+
+
+class Communicator(ABC):
+    """One rank's handle on a group: point-to-point calls, and the collectives built from them.
+
+    Attributes:
+        rank: this rank, in ``[0, world_size)``.
+        world_size: number of ranks P; 1 is legal and never communicates.
+        device: where payloads must live (CUDA tensors are staged to it).
+        ledger: what was sent and received.
+
+    All payloads are 1-D ``torch.uint8``.  Messages between two ranks arrive in the order sent.
+    Ranks call collectives in the same order.  Cost: each method says so in `primitives`.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.ledger = Ledger()
+
+    # ---- what a transport provides -------------------------------------------------------------
+
+    @abstractmethod
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Begin to send; the payload must not change until the operation is done."""
+
+    @abstractmethod
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Begin to receive at most ``capacity`` bytes."""
+
+    def work(self, nbytes: int) -> Operation:
+        """Account for reducing ``nbytes``: costs virtual time in the simulator, nothing elsewhere."""
+        return Finished()
+
+    # ---- point to point ------------------------------------------------------------------------
+
+    def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send without waiting.  Await the result before changing ``payload``."""
+        self._check_peer(dest, "send to")
+        payload = payload.to(self.device)
+        self.ledger.sent(phase, payload.numel(), framing.parts(payload))
+        return self.start_send(payload, dest, phase, framing)
+
+    def irecv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive without waiting.  Await the result for exactly the bytes that were sent."""
+        self._check_peer(source, "receive from")
+        return self.start_recv(source, capacity, phase, framing)
+
+    def _check_peer(self, peer: int, verb: str) -> None:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ConfigurationError(
+                f"rank {self.rank} cannot {verb} rank {peer}; "
+                f"name another rank in [0, {self.world_size})"
+            )
+
+    # ---- collectives, from point-to-point; a transport may override them with a native call -----
+
+    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+        """Reduce element-wise over ranks; `[m]`, any dtype.  Returns a new tensor, equal on all."""
+        return await primitives.allreduce(self, tensor, phase, op)
+
+    async def allgather(self, tensor: Tensor, phase: str) -> list[Tensor]:
+        """Collect one tensor of the same shape and dtype from every rank, in rank order."""
+        return await primitives.allgather(self, tensor, phase)
+
+    async def allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order."""
+        return await primitives.dissemination_allgatherv(self, payload, capacities, phase, framing)
+
+    async def ring_allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Do as ``allgatherv``, on a ring: P - 1 rounds, but nobody sends more than the total."""
+        return await primitives.ring_allgatherv(self, payload, capacities, phase, framing)
+
+    async def alltoallv(
+        self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order."""
+        return await primitives.alltoallv(self, payloads, capacities, phase, framing)
+
+    async def barrier(self) -> None:
+        """Return when every rank has called."""
+        await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
+
+    async def split(self, color: int, key: int = 0) -> Subgroup:
+        """Form one group per ``color``; ranks inside are ordered by ``(key, rank)``."""
+        mine = torch.tensor([color, key], dtype=torch.int64)
+        entries = [t.tolist() for t in await self.allgather(mine, "split")]
+        members = [r for r in range(self.world_size) if entries[r][0] == color]
+        return Subgroup(self, sorted(members, key=lambda r: (entries[r][1], r)))
+
+
+@final
+class Subgroup(Communicator):
+    """Some ranks of a parent communicator, renumbered; shares its links and its ledger."""
+
+    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
+        if parent.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise ConfigurationError(
+                f"Subgroup: ranks {list(ranks)} must be distinct and contain rank {parent.rank}"
+            )
+        super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
+        self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send through the parent."""
+        return self.parent.start_send(payload, self.ranks[dest], phase, framing)
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive through the parent."""
+        return self.parent.start_recv(self.ranks[source], capacity, phase, framing)
+
+    def work(self, nbytes: int) -> Operation:
+        """Account through the parent."""
+        return self.parent.work(nbytes)

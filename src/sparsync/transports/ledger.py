@@ -1,0 +1,128 @@
+"""The ledger: every byte that a rank sends or receives, by phase and by step.
+
+It counts payload bytes handed to the transport, headers of the wire format included (a transport's
+own framing, TCP's for one, is not), and never synchronises with a device or a peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Ledger", "Parts", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of one payload by what they are for."""
+
+    header: int = 0
+    index: int = 0
+    value: int = 0
+    control: int = 0
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            self.header + other.header,
+            self.index + other.index,
+            self.value + other.value,
+            self.control + other.control,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes of the payload."""
+        return self.header + self.index + self.value + self.control
+
+
+@dataclass
+class Traffic:
+    """Bytes and messages of one rank over some span (a phase, a step, a run)."""
+
+    sent: int = 0
+    received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    parts: Parts = field(default_factory=Parts)  # of what was sent
+
+    def add(self, other: Traffic) -> None:
+        """Accumulate another span into this one."""
+        self.sent += other.sent
+        self.received += other.received
+        self.messages_sent += other.messages_sent
+        self.messages_received += other.messages_received
+        self.parts = self.parts + other.parts
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        return {
+            "sent": self.sent,
+            "received": self.received,
+            "messages_sent": self.messages_sent,
+            "messages_received": self.messages_received,
+            "sent_parts": asdict(self.parts),
+        }
+
+
+class Ledger:
+    """Counts the traffic of one communicator.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.sent("split", 24, Parts(header=8, index=8, value=8)); ledger.begin_step(1)
+        >>> ledger.total().sent, ledger.last_step.sent, ledger.phases
+        (24, 24, {})
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.phases: dict[str, Traffic] = {}  # of the current step
+        self.last_step = Traffic()
+        self.sent_max = 0  # bytes, over finished steps
+        self.received_max = 0
+        self._finished: dict[str, Traffic] = {}  # per phase, over finished steps
+
+    def begin_step(self, step: int) -> None:
+        """Close the books of the current step and open those of ``step`` (0-based)."""
+        if self.phases:
+            self.last_step = self.current_step()
+            self.sent_max = max(self.sent_max, self.last_step.sent)
+            self.received_max = max(self.received_max, self.last_step.received)
+            for phase, traffic in self.phases.items():
+                self._finished.setdefault(phase, Traffic()).add(traffic)
+            self.phases = {}
+        self.step = step
+
+    def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
+        """Record what this rank sent."""
+        self._of(phase).add(Traffic(sent=nbytes, messages_sent=messages, parts=parts))
+
+    def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
+        """Record what this rank received."""
+        self._of(phase).add(Traffic(received=nbytes, messages_received=messages))
+
+    def current_step(self) -> Traffic:
+        """Sum the current step over its phases."""
+        return _summed(self.phases)
+
+    def by_phase(self) -> dict[str, Traffic]:
+        """Sum the whole run per phase, the current step included."""
+        result: dict[str, Traffic] = {}
+        for phases in (self._finished, self.phases):
+            for phase, traffic in phases.items():
+                result.setdefault(phase, Traffic()).add(traffic)
+        return result
+
+    def total(self) -> Traffic:
+        """Sum the whole run, the current step included."""
+        return _summed(self.by_phase())
+
+    def _of(self, phase: str) -> Traffic:
+        return self.phases.setdefault(phase, Traffic())
+
+
+def _summed(phases: dict[str, Traffic]) -> Traffic:
+    result = Traffic()
+    for traffic in phases.values():
+        result.add(traffic)
+    return result

@@ -1,0 +1,188 @@
+"""The ``Communicator`` over ``torch.distributed``: gloo, and NCCL by the same calls."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.base import Communicator, Operation, ReduceOp
+from sparsync.transports.framing import Framing
+from sparsync.transports.ledger import Parts
+
+__all__ = ["TorchCommunicator"]
+
+_LENGTH_BYTES = 8
+
+
+@final
+class TorchCommunicator(Communicator):
+    """One rank of a process group.
+
+    Args:
+        group: a process group; None for the default one.
+        timeout: seconds that any wait may take before it fails with an error.
+        announce_lengths: send each message's length ahead of it.  NCCL needs that (both sides must
+            name the same size); gloo does not (it receives into a larger buffer).  Default: by
+            backend.
+
+    CUDA tensors are staged through host memory when the backend is gloo.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 300.0,
+        announce_lengths: bool | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "torch.distributed is not initialised; call init_process_group() first, "
+                "or run under torchrun"
+            )
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout is {timeout}; give seconds > 0")
+        backend = dist.get_backend(group)
+        on_gpu = backend == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
+        self.group, self.timeout = group, timeout
+        self.announce_lengths = on_gpu if announce_lengths is None else announce_lengths
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Start ``isend``, behind the length where that is announced."""
+        where = f"send to rank {dest} in phase '{phase}'"
+        payload = payload.contiguous()
+        works = []
+        with _named(self, where):
+            if self.announce_lengths and framing.variable:
+                length = torch.tensor([payload.numel()], device=self.device)
+                self.ledger.sent(phase, _LENGTH_BYTES, Parts(header=_LENGTH_BYTES), messages=0)
+                works.append(dist.isend(length, group=self.group, group_dst=dest))
+            if payload.numel():
+                works.append(dist.isend(payload, group=self.group, group_dst=dest))
+        return _Send(self, where, works, payload)
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Start ``irecv`` into a buffer of ``capacity`` bytes, or into the announced length."""
+        where = f"message from rank {source} in phase '{phase}'"
+        return _Receive(self, where, source, capacity, phase, framing)
+
+    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+        """Use the native allreduce; booked as 2 n (P - 1) / P sent and received."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return tensor.clone()
+        result = tensor.to(self.device, copy=True)
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        where = f"allreduce in phase '{phase}'"
+        with _named(self, where):
+            work = dist.all_reduce(result, op=reduce_op[op], group=self.group, async_op=True)
+        await _Send(self, where, [work], result)
+        nbytes = -(-2 * result.numel() * result.itemsize * (self.world_size - 1) // self.world_size)
+        kind = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
+        messages = 2 * (self.world_size - 1).bit_length()
+        self.ledger.sent(phase, nbytes, kind, messages)
+        self.ledger.received(phase, nbytes, messages)
+        return result.to(tensor.device)
+
+
+@final
+class _named:
+    """Turns what torch raises into an error that names rank, phase and step."""
+
+    def __init__(self, comm: TorchCommunicator, where: str) -> None:
+        self.comm, self.where = comm, where
+
+    def __enter__(self) -> None:
+        self.started = time.monotonic()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+            return
+        rank, step = self.comm.rank, self.comm.ledger.step
+        seconds = time.monotonic() - self.started
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        place = f"rank {rank}, step {step}: {self.where}"
+        if "imed out" in first_line or "timeout" in first_line.lower():
+            raise DeadlineError(
+                f"{place} did not complete within {self.comm.timeout:g} s; is that rank alive? "
+                "Raise timeout= if it is only slow"
+            ) from error
+        raise PeerError(
+            f"{place} failed after {seconds:.1f} s: the peer is gone or broke off ({first_line})"
+        ) from error
+
+
+@final
+class _Send(Operation):
+    """One or more native requests; keeps their buffer alive."""
+
+    def __init__(self, comm: TorchCommunicator, where: str, works: list[Any], keep: Tensor) -> None:
+        self.comm, self.where, self.works, self.keep = comm, where, works, keep
+
+    def wait(self) -> None:
+        with _named(self.comm, self.where):
+            for work in self.works:
+                work.wait(timedelta(seconds=self.comm.timeout))
+        self.done = True
+
+
+@final
+class _Receive(Operation):
+    """A posted receive; the length is known from the framing or from its announcement."""
+
+    def __init__(
+        self,
+        comm: TorchCommunicator,
+        where: str,
+        source: int,
+        capacity: int,
+        phase: str,
+        framing: Framing,
+    ) -> None:
+        self.comm, self.where, self.source = comm, where, source
+        self.capacity, self.phase, self.framing = capacity, phase, framing
+        self.announced = comm.announce_lengths and framing.variable
+        self.work: Any = None
+        if self.announced:
+            self.buffer = torch.zeros(1, dtype=torch.int64, device=comm.device)
+        else:
+            self.buffer = torch.empty(capacity, dtype=torch.uint8, device=comm.device)
+        self._post()
+
+    def _post(self) -> None:
+        if self.buffer.numel():
+            with _named(self.comm, self.where):
+                self.work = dist.irecv(self.buffer, group=self.comm.group, group_src=self.source)
+
+    def _finish(self) -> None:
+        if self.work is not None:
+            with _named(self.comm, self.where):
+                self.work.wait(timedelta(seconds=self.comm.timeout))
+        self.work = None
+
+    def wait(self) -> None:
+        self._finish()
+        if self.announced:
+            length = int(self.buffer)
+            if not 0 <= length <= self.capacity:
+                raise PeerError(
+                    f"rank {self.comm.rank}, step {self.comm.ledger.step}: {self.where} announces "
+                    f"{length} bytes where at most {self.capacity} can be"
+                )
+            self.buffer = torch.empty(length, dtype=torch.uint8, device=self.comm.device)
+            self._post()
+            self._finish()
+            extra = _LENGTH_BYTES
+        else:
+            length = self.framing.length(self.buffer) if self.framing.variable else self.capacity
+            extra = 0
+        self.result = self.buffer[:length]
+        self.comm.ledger.received(self.phase, length + extra)
+        self.done = True

@@ -1,0 +1,92 @@
+"""Units: the fixed runs of parameters that are selected and exchanged together.
+
+They follow registration order and are ours, whatever DDP's buckets are and however it rebuilds
+them.  One unit = the whole model is the papers' semantics.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["Slot", "Unit", "plan_units"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its unit: elements ``[start, start + size)``."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run of parameters of one dtype on one device.
+
+    Attributes:
+        slots: the parameters, in registration order.
+        dtype: of the gradients.
+        device: of the gradients.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Number of elements n."""
+        return self.slots[-1].start + self.slots[-1].size if self.slots else 0
+
+    def name_at(self, index: int) -> str:
+        """Return the name of the parameter that holds element ``index``."""
+        starts = [slot.start for slot in self.slots]
+        return self.slots[bisect_right(starts, index) - 1].name
+
+    def entries(self, density: float) -> int:
+        """Return k for a density: ``density * n`` rounded, at least 1, at most n.
+
+        Example:
+            >>> unit, = plan_units([("w", torch.zeros(300))])
+            >>> unit.entries(0.01), unit.entries(1e-9), unit.entries(1.0)
+            (3, 1, 300)
+        """
+        return min(self.size, max(1, round(density * self.size)))
+
+
+def plan_units(
+    parameters: Iterable[tuple[str, Tensor]], unit_bytes: int | None = None
+) -> list[Unit]:
+    """Group named parameters into units, in the order given.
+
+    Args:
+        parameters: names and tensors; gradients have their shapes, dtypes and devices.
+        unit_bytes: a unit is closed when it holds this many bytes; None: one unit per dtype and
+            device.  A parameter is never divided.
+
+    Example:
+        >>> a, b = torch.zeros(6), torch.zeros(4)
+        >>> [[s.name for s in u.slots] for u in plan_units([("a", a), ("b", b)], unit_bytes=16)]
+        [['a'], ['b']]
+    """
+    if unit_bytes is not None and unit_bytes < 1:
+        raise ConfigurationError(f"unit_bytes is {unit_bytes}; give at least 1, or None")
+    units: list[Unit] = []
+    open_runs: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    for name, tensor in parameters:
+        kind = (tensor.dtype, tensor.device)
+        run = open_runs.setdefault(kind, [])
+        start = run[-1].start + run[-1].size if run else 0
+        run.append(Slot(name, start, tensor.numel()))
+        if unit_bytes is not None and (start + tensor.numel()) * tensor.itemsize >= unit_bytes:
+            units.append(Unit(tuple(open_runs.pop(kind)), *kind))
+    units.extend(Unit(tuple(run), *kind) for kind, run in open_runs.items())
+    return units

@@ -69,11 +69,11 @@ class OkTopk(Collective):
     Example:
         >>> from sparsync.transports.sim import simulate
         >>> async def program(comm):
-        ...     mine = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0, comm.rank + 1.0]))
+        ...     mine = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0, comm.rank + 2.0]))
         ...     reduced = await OkTopk().reduce(comm, mine, k=1, step=0)
         ...     return reduced.total.to_dense().tolist()
         >>> simulate(program, world_size=3).results[0]
-        [0.0, 0.0, 0.0, 6.0]
+        [0.0, 0.0, 0.0, 9.0]
 
     References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
     PPoPP 2022, https://doi.org/10.1145/3503221.3508399.

@@ -107,7 +107,7 @@ class _named:
             return
         rank, step = self.comm.rank, self.comm.ledger.step
         seconds = time.monotonic() - self.started
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
         place = f"rank {rank}, step {step}: {self.where}"
         if "imed out" in first_line or "timeout" in first_line.lower():
             raise DeadlineError(

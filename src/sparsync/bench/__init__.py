@@ -1,0 +1,1 @@
+"""What the command line runs: training, benchmarks, and the launcher of local ranks."""

@@ -1,0 +1,174 @@
+"""Run one function on P local processes over gloo, or inside the ranks that a launcher started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
+
+__all__ = ["RankError", "launch", "launched"]
+
+_HOST = "127.0.0.1"
+
+
+class RankError(CommunicationError):
+    """One or more local ranks failed; lists what each of them said."""
+
+
+def launched() -> bool:
+    """Tell whether torchrun (or the like) started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 300.0,
+    grace: float = 20.0,
+) -> Any:
+    """Call ``function(*args)`` on every rank, with ``torch.distributed`` (gloo) initialised.
+
+    Args:
+        function: importable from its module (processes are spawned).
+        world_size: number of local processes; under torchrun it must be torchrun's.
+        args: picklable.
+        timeout: seconds that gloo waits for a peer.
+        grace: seconds that the other ranks have to end by themselves when one has failed.
+
+    Returns:
+        What rank 0 returned; None in the other ranks of a launcher.
+
+    Raises:
+        RankError: a rank failed or died; every rank's error is named, none is left running.
+    """
+    if world_size < 1:
+        raise ConfigurationError(f"ranks is {world_size}; give at least 1")
+    if launched():
+        return _inside_launcher(function, world_size, args, timeout)
+    # the parent serves the store on a port that the system chose: no race, no stuck port
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_child,
+            args=(rank, world_size, store.port, timeout, theirs, function, args),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(processes, pipes, grace)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join()
+
+
+def _inside_launcher(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+) -> Any:
+    present = int(os.environ["WORLD_SIZE"])
+    if present != world_size:
+        raise ConfigurationError(
+            f"--ranks {world_size} under a launcher of {present} processes; "
+            f"leave --ranks away or give {present}"
+        )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        result = function(*args)
+        return result if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _child(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    _die_with_parent()
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world_size))
+    try:
+        wait_at_most = timedelta(seconds=timeout)
+        store = dist.TCPStore(_HOST, port, is_master=False, timeout=wait_at_most)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=wait_at_most
+        )
+        result = function(*args)
+        dist.destroy_process_group()
+        pipe.send(("done", result if rank == 0 else None))
+    except KeyboardInterrupt:
+        os._exit(130)
+    except SparsyncError as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        os._exit(1)  # a broken group must not block the interpreter's exit
+    except Exception as error:
+        import traceback
+
+        pipe.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """End this process when the parent is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _collect(processes: list[Any], pipes: list[Connection], grace: float) -> Any:
+    """Wait for all ranks; after the first failure, for ``grace`` seconds more."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline: float | None = None
+    while len(results) + len(failures) < len(processes):
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        open_ranks = [r for r in range(len(pipes)) if r not in results and r not in failures]
+        ready = wait([pipes[r] for r in open_ranks], timeout=left)
+        if not ready:
+            break
+        for rank in open_ranks:
+            if pipes[rank] not in ready:
+                continue
+            try:
+                kind, value = pipes[rank].recv()
+            except EOFError:
+                processes[rank].join()
+                kind, value = "failed", f"died with exit code {processes[rank].exitcode}"
+            (results if kind == "done" else failures)[rank] = value
+        if failures and deadline is None:
+            deadline = time.monotonic() + grace
+    if failures:
+        lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
+        hung = len(processes) - len(results) - len(failures)
+        if hung:
+            lines.append(f"{hung} rank(s) did not end within {grace:g} s and were terminated")
+        raise RankError("\n".join(lines))
+    return results[0]

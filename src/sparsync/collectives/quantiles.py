@@ -97,7 +97,7 @@ def _edges(spans: Sequence[tuple[int, int]], bins: int, stop: int | None) -> lis
     per_span = max(2, bins // len(spans))
     edges = set() if stop is None else {0, stop}
     for low, high in spans:
-        pieces = min(per_span, high - low)
+        pieces = max(min(per_span, high - low), 1)
         edges.update(low + (high - low) * i // pieces for i in range(pieces + 1))
     return sorted(edges)
 

@@ -1,0 +1,123 @@
+"""What a bench checks on every step: the sum, its equality on all ranks, and the law of conservation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsync.sparse import DenseVector, SparseVector, Vector
+
+__all__ = ["Evidence", "Verdict", "Verification"]
+
+_ROUNDING = 2.0**-24  # half a unit in the last place of float32
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank saw in one step; see the life of a gradient in ``sparsync.reducer``.
+
+    Attributes:
+        accumulated: `[n]`, the residual of the last step plus the gradient, computed apart.
+        residual: `[n]`, after the commit.
+        selected: what entered the collective.
+        delivered: what the collective says that this rank delivered.
+        total: what the collective returned as the sum.
+    """
+
+    accumulated: Tensor
+    residual: Tensor
+    selected: Vector
+    delivered: Vector
+    total: Vector
+
+    def pack(self) -> Tensor:
+        """Return everything as one `[5, n]` tensor, to be sent to who verifies."""
+        vectors = (self.selected, self.delivered, self.total)
+        return torch.stack([self.accumulated, self.residual, *(v.to_dense() for v in vectors)])
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Evidence:
+        """Undo ``pack``; the vectors come back dense."""
+        accumulated, residual, *vectors = packed
+        return Evidence(accumulated, residual, *(DenseVector(v) for v in vectors))
+
+
+class Verdict(NamedTuple):
+    """The outcome of one step.
+
+    Attributes:
+        wrong: entries of the total that differ between ranks or from the sum of what was delivered.
+        law_error: the largest |sum(accumulated) - total - sum(residual)| in units of its tolerance
+            ``(P + 2) 2^-24 sum |accumulated|``; infinite where that is 0 and the difference is not.
+        entries: entries of the total / min(k, entries of the sum of what was selected); 1 if dense.
+    """
+
+    wrong: int
+    law_error: float
+    entries: float
+
+
+class Verification:
+    """Collects the evidence of all ranks, in rank order, in O(n) memory.
+
+    Sparse totals must equal the float32 left fold in rank order, bit for bit.  Dense totals, whose
+    tree of additions is the transport's own, must equal it to the law's tolerance.
+
+    Args:
+        size: number of elements n.
+        world_size: number of ranks P.
+        k: number of entries asked for.
+
+    Example:
+        >>> one = DenseVector(torch.tensor([1.0, 0.0]))
+        >>> check = Verification(size=2, world_size=1, k=2)
+        >>> check.add(Evidence(one.values, torch.zeros(2), one, one, one))
+        >>> check.verdict()
+        Verdict(wrong=0, law_error=0.0, entries=1.0)
+    """
+
+    def __init__(self, size: int, world_size: int, k: int) -> None:
+        self.k, self.unit = k, (world_size + 2) * _ROUNDING
+        self.accumulated = torch.zeros(size, dtype=torch.float64)
+        self.magnitude = torch.zeros(size, dtype=torch.float64)  # sum of |accumulated|
+        self.residual = torch.zeros(size, dtype=torch.float64)
+        self.delivered = torch.zeros(size)  # float32: the left fold that totals must equal
+        self.selected = torch.zeros(size)
+        self.differs = torch.zeros(size, dtype=torch.bool)
+        self.total: Vector | None = None
+
+    def add(self, evidence: Evidence) -> None:
+        """Add the next rank's evidence."""
+        self.accumulated += evidence.accumulated
+        self.magnitude += evidence.accumulated.abs()
+        self.residual += evidence.residual
+        self.delivered += evidence.delivered.to_dense()
+        self.selected += evidence.selected.to_dense()
+        if self.total is None:
+            self.total = evidence.total
+        else:
+            self.differs |= evidence.total.to_dense() != self.total.to_dense()
+
+    def verdict(self) -> Verdict:
+        """Judge the step."""
+        assert self.total is not None
+        total, tolerance = self.total.to_dense(), self.unit * self.magnitude
+        if isinstance(self.total, SparseVector):
+            wrong = self.differs | (total != self.delivered)
+        else:
+            wrong = self.differs | ~((total.double() - self.delivered).abs() <= tolerance)
+        difference = (self.accumulated - total - self.residual).abs()
+        errors = torch.where(difference == 0, 0.0, difference / tolerance)  # x / 0 is infinite
+        law_error = float(errors.max()) if errors.numel() else 0.0
+        law_error = math.inf if math.isnan(law_error) else law_error
+        return Verdict(int(wrong.sum()), law_error, self._entries())
+
+    def _entries(self) -> float:
+        wanted = min(self.k, int(self.selected.count_nonzero()))
+        if isinstance(self.total, SparseVector) and wanted:
+            return self.total.nnz / wanted
+        return 1.0

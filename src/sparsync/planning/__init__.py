@@ -1,0 +1,1 @@
+"""What a choice costs: closed forms, integers and floats in, integers and floats out."""

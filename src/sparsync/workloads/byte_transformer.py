@@ -1,0 +1,112 @@
+"""A decoder-only byte-level transformer: small enough for half a CPU core, real enough to learn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["ByteTransformer"]
+
+_BYTES = 256  # the vocabulary: every value of a byte
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte of a text.  Pre-norm, learned positions, no dropout.
+
+    Args:
+        context: positions that the model can look at.
+        width: size of the residual stream.
+        layers: number of blocks.
+        heads: attention heads per block; divides ``width``.
+        seed: of the initial weights; the same seed gives the same weights.
+
+    Example:
+        >>> model = ByteTransformer(seed=0)
+        >>> sum(p.numel() for p in model.parameters())
+        1327936
+        >>> model(torch.zeros(8, 64, dtype=torch.int64)).shape
+        torch.Size([8, 64, 256])
+
+    References: Radford et al., `Language Models are Unsupervised Multitask Learners
+    <https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf>`_,
+    2019.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: int = 64,
+        width: int = 160,
+        layers: int = 4,
+        heads: int = 5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigurationError(
+                f"width {width} is not a multiple of heads {heads}; give one that is"
+            )
+        self.context = context
+        self.byte_embedding = nn.Embedding(_BYTES, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.final_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _BYTES, bias=False)
+        self._initialise_(torch.Generator().manual_seed(seed), layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.byte_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+    @torch.no_grad()
+    def _initialise_(self, generator: torch.Generator, layers: int) -> None:
+        """Draw every matrix anew, so that the weights depend on nothing but the generator.
+
+        Matrices have standard deviation ``1 / sqrt(fan_in)``; those that write into the residual
+        stream are smaller by ``sqrt(2 layers)``, so that its variance does not grow with depth
+        (Radford et al., section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:  # biases and norms keep their zeros and ones
+                continue
+            std = 1 / math.sqrt(parameter.shape[1])
+            if name.endswith(("attention_out.weight", "mlp_out.weight")):
+                std /= math.sqrt(2 * layers)
+            nn.init.normal_(parameter, std=std, generator=generator)
+
+
+class _Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to the residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attend(self.attention_norm(x))
+        x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, positions, width = x.shape
+        split = self.attention_in(x).view(batch, positions, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, ...]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(x.shape))
+        return out

@@ -1,0 +1,58 @@
+import pytest
+
+from sparsync import testing
+
+from .table import (
+    ALGORITHMS,
+    AVERAGERS,
+    CODECS,
+    COLLECTIVES,
+    DENSE_COLLECTIVES,
+    SELECTORS,
+)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selector(name):
+    testing.check_selector(SELECTORS[name])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codec(name):
+    testing.check_codec(CODECS[name])
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collective(name):
+    testing.check_collective(COLLECTIVES[name])
+
+
+@pytest.mark.parametrize("name", DENSE_COLLECTIVES)
+def test_dense_collective(name):
+    testing.check_collective(DENSE_COLLECTIVES[name], dense=True, rank_ordered=False)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithm(name):
+    testing.check_algorithm(ALGORITHMS[name])
+
+
+@pytest.mark.parametrize("name", AVERAGERS)
+def test_averager(name):
+    testing.check_averager(AVERAGERS[name])
+
+
+def test_communicator():
+    testing.check_communicator(world_sizes=(1, 2, 3, 4, 5, 7, 8, 9, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["allgather", "oktopk", "oktopk, as published"])
+def test_collective_on_more_ranks(name):
+    testing.check_collective(COLLECTIVES[name], world_sizes=(8, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "oktopk", "oktopk-paper"])
+def test_algorithm_on_more_ranks(name):
+    testing.check_algorithm(ALGORITHMS[name], world_sizes=(8, 16))

@@ -1,0 +1,102 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import ConfigurationError, kernels
+from tests.unit.strategies import FLOATS, dense_tensors, same, smallest
+
+
+def by_magnitude(x: torch.Tensor) -> list[int]:
+    """Positions of what is not zero: NaN, then by falling magnitude, of ties the lower first."""
+
+    def order(at):
+        value = abs(x[at].item())
+        return (value == value, -value if value == value else 0.0, at)
+
+    return sorted((at for at in range(len(x)) if x[at] != 0), key=order)
+
+
+@given(dense_tensors(), st.integers(-1, 40))
+def test_top_takes_exactly_min_k_nnz_of_the_largest(x, k):
+    positions = kernels.top(x, k)
+    expected = by_magnitude(x)[: max(k, 0)]
+    assert positions.tolist() == sorted(expected)
+    assert positions.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_top_sees_nan_infinity_and_denormals_but_no_zero(dtype):
+    tiny = smallest(dtype)
+    x = torch.tensor([0.0, tiny, -0.0, 1.0, float("-inf"), float("nan"), -tiny], dtype=dtype)
+    in_order = [[], [5], [4, 5], [3, 4, 5], [1, 3, 4, 5], [1, 3, 4, 5, 6], [1, 3, 4, 5, 6]]
+    assert [kernels.top(x, k).tolist() for k in range(7)] == in_order
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_top_breaks_ties_towards_the_lower_index_whatever_the_sign(sign):
+    x = torch.tensor([1.0, -1.0, 1.0, -1.0]) * sign
+    assert kernels.top(x, 3).tolist() == [0, 1, 2]
+
+
+@given(dense_tensors(), st.data())
+def test_above_takes_what_reaches_the_threshold_and_the_largest_of_it(x, data):
+    keys = kernels.magnitude_keys(x).tolist()
+    threshold = data.draw(st.sampled_from([0, 1, *keys]))
+    limit = data.draw(st.one_of(st.none(), st.integers(0, 40)))
+    reaching = [at for at in by_magnitude(x) if keys[at] >= threshold]
+    assert kernels.above(x, threshold, limit).tolist() == sorted(reaching[:limit])
+
+
+@given(dense_tensors())
+def test_keys_order_like_magnitudes(x):
+    keys = kernels.magnitude_keys(x)
+    stop, _ = kernels.key_range(x.dtype)
+    assert all(0 <= key < stop for key in keys.tolist())
+    for a in range(len(x)):
+        for b in range(len(x)):
+            if x[a].abs() < x[b].abs() or (x[b].isnan() and not x[a].isnan()):
+                assert keys[a] < keys[b]
+            if x[a].abs() == x[b].abs():
+                assert keys[a] == keys[b]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_doubling_adds_one_octave_to_the_key(dtype):
+    _, octave = kernels.key_range(dtype)
+    x = torch.tensor([0.75, 1.0, 3.5], dtype=dtype)
+    gained = kernels.magnitude_keys(2 * x).to(torch.int64) - kernels.magnitude_keys(x)
+    assert gained.tolist() == [octave] * 3
+
+
+def test_keys_of_a_strided_view_are_those_of_its_elements():
+    x = torch.tensor([1.0, 9.0, 2.0, 9.0])[::2]
+    same(kernels.magnitude_keys(x), kernels.magnitude_keys(torch.tensor([1.0, 2.0])))
+
+
+def test_integers_have_no_magnitude_keys():
+    with pytest.raises(ConfigurationError, match=r"torch\.int64.*float32"):
+        kernels.magnitude_keys(torch.tensor([1]))
+
+
+def test_merge_drops_sums_that_are_zero():
+    streams = [
+        (torch.tensor([0, 2]), torch.tensor([1.0, 4.0])),
+        (torch.tensor([0, 3]), torch.tensor([-1.0, 5.0])),
+    ]
+    indices, values = kernels.merge(streams)
+    assert (indices.tolist(), values.tolist()) == ([2, 3], [4.0, 5.0])
+
+
+def test_accumulate_writes_beside_the_residual():
+    gradient, residual = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    out = torch.empty(2)
+    assert kernels.accumulate(gradient, residual, out) is out
+    assert (out.tolist(), residual.tolist()) == ([11.0, 22.0], [10.0, 20.0])
+    assert kernels.accumulate(gradient, None, out).tolist() == [1.0, 2.0]
+
+
+def test_scatter_clears_what_it_does_not_write():
+    dense = torch.tensor([7.0, 7.0, 7.0])
+    kernels.scatter_(dense, torch.tensor([1]), torch.tensor([2.0]))
+    assert dense.tolist() == [0.0, 2.0, 0.0]

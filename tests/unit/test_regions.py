@@ -1,0 +1,122 @@
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import ConfigurationError, simulate
+from sparsync.collectives import regions
+from sparsync.transports.framing import Raw
+
+counts_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=12)
+world_sizes = st.integers(1, 17)
+
+
+@st.composite
+def counts_and_targets(draw):
+    counts = draw(counts_of_ranks)
+    total = sum(counts)
+    inner = draw(
+        st.lists(st.integers(0, total), min_size=len(counts) - 1, max_size=len(counts) - 1)
+    )
+    return counts, [b - a for a, b in pairwise([0, *sorted(inner), total])]
+
+
+@given(st.integers(0, 1000), world_sizes)
+def test_even_boundaries_differ_by_at_most_one(size, parts):
+    boundaries = regions.even_boundaries(size, parts)
+    widths = [b - a for a, b in pairwise(boundaries)]
+    assert (boundaries[0], boundaries[-1], len(widths)) == (0, size, parts)
+    assert max(widths) - min(widths) <= 1
+
+
+@given(st.sets(st.integers(0, 99), max_size=40), world_sizes)
+def test_equal_count_cuts_leave_equally_many_in_every_region(chosen, parts):
+    indices = sorted(chosen)
+    cuts = regions.equal_count_cuts(indices, 100, parts)
+    assert len(cuts) == parts - 1
+    held = [sum(a <= i < b for i in indices) for a, b in pairwise([0, *cuts, 100])]
+    assert sum(held) == len(indices)
+    assert max(held) - min(held) <= 1
+
+
+@given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=9))
+def test_average_boundaries_ascend_within_the_vector(supports):
+    parts = len(supports)
+    cuts = [regions.equal_count_cuts(sorted(s), 100, parts) for s in supports]
+    boundaries = regions.average_boundaries([sum(c) for c in zip(*cuts, strict=True)], 100, parts)
+    assert (boundaries[0], boundaries[-1], len(boundaries)) == (0, 100, parts + 1)
+    assert boundaries == sorted(boundaries)
+
+
+@given(world_sizes, st.booleans())
+def test_schedule_gives_every_message_its_turn(world_size, rotate):
+    turns = [list(regions.schedule(r, world_size, rotate=rotate)) for r in range(world_size)]
+    for rank, mine in enumerate(turns):
+        others = [r for r in range(world_size) if r != rank]
+        assert sorted(dest for dest, _ in mine) == sorted(source for _, source in mine) == others
+    for turn in range(world_size - 1):
+        if rotate:  # a pairing: what r sends to d in this turn, d expects from r in this turn
+            for rank in range(world_size):
+                dest, _ = turns[rank][turn]
+                assert turns[dest][turn][1] == rank
+
+
+def test_without_rotation_all_ranks_start_with_rank_0():
+    firsts = [next(regions.schedule(r, 5, rotate=False)) for r in range(1, 5)]
+    assert firsts == [(0, 0)] * 4
+
+
+@given(counts_and_targets())
+def test_balance_plan_reaches_the_targets_and_keeps_the_order(drawn):
+    counts, targets = drawn
+    entries = [(rank, i) for rank, count in enumerate(counts) for i in range(count)]
+    arrived: list[list[tuple[int, int]]] = [[] for _ in counts]
+    plan = regions.balance_plan(counts, targets)
+    for move in sorted(plan, key=lambda move: move.source):  # as the receiver joins its pieces
+        assert move.entries > 0
+        held = [(move.source, i) for i in range(counts[move.source])]
+        arrived[move.dest] += held[move.start : move.start + move.entries]
+    assert [len(a) for a in arrived] == targets
+    assert [entry for a in arrived for entry in a] == entries
+    assert len(plan) <= 2 * len(counts) - 1
+
+
+@pytest.mark.parametrize(("counts", "targets"), [([1, 2], [1, 1]), ([3, -1], [1, 1])])
+def test_balance_plan_refuses_what_cannot_be_reached(counts, targets):
+    with pytest.raises(ConfigurationError, match="same sum"):
+        regions.balance_plan(counts, targets)
+
+
+@given(counts_of_ranks, st.sampled_from([1.0, 1.5, 4.0]))
+def test_balanced_counts_share_evenly_among_those_that_are_not_overfull(counts, trigger):
+    targets = regions.balanced_counts(counts, trigger)
+    overfull = [count * len(counts) > trigger * sum(counts) for count in counts]
+    keepers = [t for t, over in zip(targets, overfull, strict=True) if not over]
+    assert sum(targets) == sum(counts)
+    assert max(keepers) - min(keepers) <= 1
+    assert all(t == 0 for t, over in zip(targets, overfull, strict=True) if over)
+
+
+@given(counts_and_targets(), st.data())
+def test_span_is_the_narrowest_run_of_regions_that_holds_the_piece(drawn, data):
+    counts, targets = drawn
+    slack = data.draw(st.lists(st.integers(0, 3), min_size=len(counts), max_size=len(counts)))
+    boundaries = [0, *accumulate(c + s for c, s in zip(counts, slack, strict=True))]
+    owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    ends = [0, *accumulate(targets)]
+    for piece in range(len(counts)):
+        held = owners[ends[piece] : ends[piece + 1]]
+        expected = (boundaries[held[0]], boundaries[held[-1] + 1]) if held else (0, 0)
+        assert regions.span(counts, targets, boundaries, piece) == expected
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_dissemination_sends_is_what_the_busiest_rank_really_sends(lengths):
+    async def program(comm):
+        payload = torch.zeros(lengths[comm.rank], dtype=torch.uint8)
+        await comm.allgatherv(payload, lengths, "gather", Raw("value"))
+
+    ledgers = simulate(program, len(lengths)).ledgers
+    assert regions.dissemination_sends(lengths) == max(ledger.total().sent for ledger in ledgers)

@@ -1,0 +1,185 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import ConfigurationError, DenseVector, SparseVector
+from tests.unit.strategies import (
+    boundaries_of,
+    dense_tensors,
+    families,
+    same,
+    same_vector,
+    sparse_vectors,
+)
+
+
+def vector(indices, values, size) -> SparseVector:
+    return SparseVector(torch.tensor(indices, dtype=torch.int64), torch.tensor(values), size)
+
+
+# ---- to and from dense ---------------------------------------------------------------------------
+
+
+@given(dense_tensors())
+def test_from_dense_keeps_what_is_not_zero_and_to_dense_restores_it(dense):
+    sparse = SparseVector.from_dense(dense).check()
+    assert sparse.nnz == sum(x != 0 for x in dense.tolist())  # NaN counts, -0.0 does not
+    same(sparse.to_dense(), dense + 0.0)  # + 0.0 turns -0.0 into 0.0
+
+
+def test_density_of_nothing_is_zero():
+    assert SparseVector.empty(0, torch.zeros(1)).density == 0.0
+    assert vector([1], [2.0], 4).density == 0.25
+
+
+def test_empty_takes_dtype_from_like():
+    empty = SparseVector.empty(7, torch.zeros(1, dtype=torch.bfloat16)).check()
+    assert (empty.nnz, empty.size, empty.values.dtype) == (0, 7, torch.bfloat16)
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+@given(families())
+def test_merge_is_the_dense_sum_in_rank_order(parts):
+    merged = SparseVector.merge([SparseVector.from_dense(p) for p in parts]).check()
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = total + part
+    same(merged.to_dense(), total)
+    assert bool((merged.values != 0).all())
+
+
+def test_merge_folds_from_the_left():
+    one, big, minus_big = (vector([0], [x], 1) for x in (1.0, 1e8, -1e8))
+    assert SparseVector.merge([big, minus_big, one]).values.tolist() == [1.0]
+    assert SparseVector.merge([big, one, minus_big]).nnz == 0  # the 1 is rounded away
+
+
+def test_merge_keeps_opposite_infinities_as_nan():
+    merged = SparseVector.merge([vector([3], [x], 9) for x in (float("inf"), float("-inf"))])
+    assert merged.indices.tolist() == [3] and bool(merged.values.isnan())
+
+
+def test_merge_leaves_its_parts_alone():
+    a, b = vector([0, 2], [1.0, 2.0], 4), vector([2, 3], [5.0, 6.0], 4)
+    SparseVector.merge([a, b])
+    same_vector(a, vector([0, 2], [1.0, 2.0], 4))
+    same_vector(b, vector([2, 3], [5.0, 6.0], 4))
+
+
+# ---- cutting and joining -------------------------------------------------------------------------
+
+
+@given(st.data(), sparse_vectors())
+def test_split_then_embed_then_join_is_the_identity(data, whole):
+    boundaries = data.draw(boundaries_of(whole.size))
+    parts = whole.split(boundaries)
+    assert [p.check().size for p in parts] == [b - a for a, b in pairwise(boundaries)]
+    placed = [p.embed(b, whole.size) for p, b in zip(parts, boundaries, strict=False)]
+    same_vector(SparseVector.join(placed), whole)
+
+
+@given(st.data(), sparse_vectors())
+def test_split_is_slice_for_every_region(data, whole):
+    boundaries = data.draw(boundaries_of(whole.size))
+    for i, part in enumerate(whole.split(boundaries)):
+        same_vector(part, whole.slice(boundaries[i], boundaries[i + 1]))
+
+
+@given(st.data(), dense_tensors())
+def test_slice_is_the_slice_of_the_dense_vector(data, dense):
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(dense))] * 2)))
+    part = SparseVector.from_dense(dense).slice(start, stop).check()
+    same(part.to_dense(), dense[start:stop] + 0.0)
+
+
+def test_split_works_where_32_bits_end():
+    far = vector([5, (1 << 31) + 5, (1 << 40) - 1], [1.0, 2.0, 3.0], 1 << 40)
+    parts = far.split([0, 1 << 31, 1 << 39, 1 << 40])
+    assert [p.indices.tolist() for p in parts] == [[5], [5], [(1 << 39) - 1]]
+    placed = [p.embed(b, far.size) for p, b in zip(parts, (0, 1 << 31, 1 << 39), strict=True)]
+    same_vector(SparseVector.join(placed), far)
+
+
+# ---- choosing entries ----------------------------------------------------------------------------
+
+
+@given(sparse_vectors(), st.sets(st.integers(0, 40)))
+def test_restrict_keeps_the_common_indices(whole, wanted):
+    kept = whole.restrict(torch.tensor(sorted(wanted), dtype=torch.int64)).check()
+    common = [i for i in whole.indices.tolist() if i in wanted]
+    assert kept.indices.tolist() == common
+    same(kept.values, whole.to_dense()[common])
+
+
+@given(sparse_vectors(), st.integers(0, 40))
+def test_top_keeps_the_largest_and_of_ties_the_first(whole, k):
+    def order(at):
+        value = abs(whole.values[at].item())
+        return (-value if value == value else float("-inf"), value == value, at)  # NaN first
+
+    expected = sorted(sorted(range(whole.nnz), key=order)[:k])
+    kept = whole.top(k).check()
+    same(kept.indices, whole.indices[expected])
+    same(kept.values, whole.values[expected])
+
+
+@pytest.mark.parametrize(
+    "which",
+    [torch.tensor([False, True, True]), torch.tensor([1, 2]), slice(1, 3)],
+    ids=["mask", "positions", "slice"],
+)
+def test_keep_takes_a_mask_or_positions_or_a_slice(which):
+    kept = vector([1, 4, 6], [1.0, 2.0, 3.0], 8).keep(which)
+    same_vector(kept, vector([4, 6], [2.0, 3.0], 8))
+
+
+# ---- arithmetic and checks -----------------------------------------------------------------------
+
+
+def test_subtract_from_touches_only_its_entries():
+    dense = torch.tensor([1.0, 2.0, 3.0])
+    vector([1], [0.5], 3).subtract_from_(dense)
+    assert dense.tolist() == [1.0, 1.5, 3.0]
+
+
+def test_isfinite_marks_nan_and_infinity():
+    values = [1.0, float("nan"), float("-inf"), 2.0]
+    assert vector([0, 1, 2, 3], values, 4).isfinite().tolist() == [True, False, False, True]
+    assert DenseVector(torch.tensor(values)).isfinite().tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (vector([0, 1], [1.0], 4), "equally long"),
+        (vector([[0]], [[1.0]], 4), "1-D"),
+        (SparseVector(torch.tensor([0], dtype=torch.int32), torch.ones(1), 4), "torch.int64"),
+        (vector([2, 1], [1.0, 1.0], 4), "strictly ascending"),
+        (vector([1, 1], [1.0, 1.0], 4), "coalesce"),
+        (vector([-1, 1], [1.0, 1.0], 4), r"\[0, 4\)"),
+        (vector([3, 4], [1.0, 1.0], 4), r"\[0, 4\)"),
+    ],
+)
+def test_check_says_what_is_wrong(broken, says):
+    with pytest.raises(ConfigurationError, match=says):
+        broken.check()
+
+
+def test_check_returns_the_vector_itself():
+    good = vector([0, 3], [1.0, 2.0], 4)
+    assert good.check() is good
+
+
+def test_a_dense_vector_is_its_tensor():
+    values = torch.tensor([0.0, 2.0])
+    dense = DenseVector(values)
+    assert (dense.size, dense.nnz) == (2, 2)
+    assert dense.to_dense() is values
+    target = torch.tensor([5.0, 5.0])
+    dense.subtract_from_(target)
+    assert target.tolist() == [5.0, 3.0]

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, kernels
-from tests.unit.strategies import FLOATS, dense_tensors, same, smallest
+
+from .strategies import FLOATS, dense_tensors, same, smallest
 
 
 def by_magnitude(x: torch.Tensor) -> list[int]:

@@ -92,6 +92,10 @@ def test_degenerate_keys_are_bracketed_too(shares):
     bracket_on_all_ranks(shares, [0, total // 2, max(total - 1, 0), total], stop=1000)
 
 
+def test_a_vector_without_elements_has_no_keys():
+    bracket_on_all_ranks([[], []], [0, 1], stop=0)
+
+
 def test_nothing_wanted_takes_one_histogram():
     ledger = bracket_on_all_ranks([[1, 2], [3, 4]], [], stop=100).ledgers[0]
     assert ledger.total().messages_sent == 2  # reduce-scatter and allgather among two ranks

@@ -97,6 +97,7 @@ def test_balanced_counts_share_evenly_among_those_that_are_not_overfull(counts, 
     assert sum(targets) == sum(counts)
     assert max(keepers) - min(keepers) <= 1
     assert all(t == 0 for t, over in zip(targets, overfull, strict=True) if over)
+    assert regions.holders(counts, trigger) == [r for r, o in enumerate(overfull) if not o]
 
 
 @given(counts_and_targets(), st.data())

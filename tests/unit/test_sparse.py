@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
-from tests.unit.strategies import (
+
+from .strategies import (
     boundaries_of,
     dense_tensors,
     families,

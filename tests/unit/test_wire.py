@@ -7,7 +7,8 @@ from sparsync import ConfigurationError, SparseVector, WireFormatError
 from sparsync.transports.ledger import Parts
 from sparsync.wire import Coo
 from sparsync.wire.base import Header, MessageFraming, pack_header, parse_header
-from tests.unit.strategies import same_vector, sparse_vectors
+
+from .strategies import same_vector, sparse_vectors
 
 DTYPES = [
     torch.float32,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsync.state import Stateful
 from sparsync.transports.base import Communicator, run
 
-__all__ = ["Averager", "ModelAverager"]
+__all__ = ["Averager", "ModelAverager", "mean"]
 
 
 class Averager(Stateful):

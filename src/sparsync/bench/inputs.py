@@ -96,7 +96,9 @@ def input_named(kind: str) -> Input:
 def _generator(*key: object) -> torch.Generator:
     """Make a generator whose stream is independent of that of every other key."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:_SEED_BYTES], "little", signed=True))
+    return torch.Generator().manual_seed(
+        int.from_bytes(digest[:_SEED_BYTES], "little", signed=True)
+    )
 
 
 def _uniform(draw: Draw) -> Tensor:
@@ -105,9 +107,7 @@ def _uniform(draw: Draw) -> Tensor:
 
 def _heavy_tailed(draw: Draw) -> Tensor:
     """Scale each normal number by the exponential of another one."""
-    scales = torch.randn(
-        draw.size, generator=_generator("scales", draw.seed, draw.step, draw.rank)
-    )
+    scales = torch.randn(draw.size, generator=_generator("scales", draw.seed, draw.step, draw.rank))
     return draw.normal(draw.size) * scales.exp()
 
 

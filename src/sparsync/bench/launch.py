@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
 
@@ -57,7 +58,7 @@ def launch(
     if launched():
         return _inside_launcher(function, world_size, args, timeout)
     # the parent serves the store on a port that the system chose: no race, no stuck port
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(world_size):
@@ -112,7 +113,7 @@ def _child(
     torch.set_num_threads(max(1, cores // world_size))
     try:
         wait_at_most = timedelta(seconds=timeout)
-        store = dist.TCPStore(_HOST, port, is_master=False, timeout=wait_at_most)
+        store = TCPStore(_HOST, port, is_master=False, timeout=wait_at_most)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=wait_at_most
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -47,7 +47,7 @@ class Case:
     density: float
     input: str = "uniform"
     seed: int = 0
-    links: Links = Links()  # noqa: RUF009 (frozen)
+    links: Links = field(default_factory=Links)
 
     @property
     def unit(self) -> Unit:
@@ -128,21 +128,21 @@ def measure_simulated(case: Case, steps: int) -> Iterator[Outcome]:
 
 
 def measure_processes(
-    case: Case, steps: int, on_step: Callable[[], Any] = lambda: None
-) -> list[Outcome]:
-    """Measure on the real ranks of ``torch.distributed``, wall clock; every rank calls it.
+    case: Case, steps: int, aside: dist.ProcessGroup, timeout: float = 300.0
+) -> Iterator[Outcome | None]:
+    """Yield ``steps`` outcomes on rank 0, None on the others; wall clock; every rank calls it.
 
-    Ranks start every step together.  Clocks, traffic and evidence go to rank 0 in a process group
-    of their own, outside the time and the ledger.
-
-    Returns:
-        The outcomes on rank 0, an empty list on the others.
+    Args:
+        case: with as many ranks as ``torch.distributed`` has.
+        steps: how many.
+        aside: a group of all ranks, for what is neither timed nor booked: ranks start every step
+            together, and clocks, traffic and evidence go to rank 0.
+        timeout: seconds that a rank waits for another.
     """
-    comm, aside = TorchCommunicator(), dist.new_group()
+    comm = TorchCommunicator(timeout=timeout)
     if comm.world_size != case.ranks:
         raise ConfigurationError(f"the case has {case.ranks} ranks, this job {comm.world_size}")
     reducer = _make_reducer(case, comm)
-    outcomes = []
     for _ in range(steps):
         mine, accumulated = _feed(case, reducer)
         dist.barrier(group=aside)
@@ -153,11 +153,8 @@ def measure_processes(
         slowest = torch.tensor([seconds, last.sent, last.received], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=aside)
         verdict = _verify_at_rank_0(case, _evidence(reducer, accumulated), aside)
-        if verdict is not None:
-            seconds, sent, received = slowest.tolist()
-            outcomes.append(Outcome(seconds, int(sent), int(received), verdict))
-        on_step()
-    return outcomes
+        seconds, sent, received = slowest.tolist()
+        yield None if verdict is None else Outcome(seconds, int(sent), int(received), verdict)
 
 
 def _verify_at_rank_0(case: Case, mine: Evidence, aside: dist.ProcessGroup) -> Verdict | None:

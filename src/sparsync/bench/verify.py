@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 __all__ = ["Evidence", "Verdict", "Verification"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
+_TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing may differ
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of what was delivered.
         law_error: the largest |sum(accumulated) - total - sum(residual)| in units of its tolerance
-            ``(P + 2) 2^-24 sum |accumulated|``; infinite where that is 0 and the difference is not.
+            ``(P + 2) 2^-24 sum |accumulated|``; above 1 the law is broken.
         entries: entries of the total / min(k, entries of the sum of what was selected); 1 if dense.
     """
 
@@ -111,9 +111,10 @@ class Verification:
         else:
             wrong = self.differs | ~((total.double() - self.delivered).abs() <= tolerance)
         difference = (self.accumulated - total - self.residual).abs()
-        errors = torch.where(difference == 0, 0.0, difference / tolerance)  # x / 0 is infinite
+        errors = difference / tolerance.clamp(min=_TINY)
+        worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not know
+        errors = errors.nan_to_num(nan=worst, posinf=worst)
         law_error = float(errors.max()) if errors.numel() else 0.0
-        law_error = math.inf if math.isnan(law_error) else law_error
         return Verdict(int(wrong.sum()), law_error, self._entries())
 
     def _entries(self) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from torch import Tensor
+
 from sparsync.collectives import regions
 from sparsync.sparse import SparseVector
-from sparsync.transports.base import Communicator, Operation
+from sparsync.transports.base import Communicator, Operation, Subgroup
 from sparsync.wire.base import Codec, MessageFraming
 
 __all__ = ["balance_and_allgatherv"]
@@ -41,12 +43,14 @@ async def balance_and_allgatherv(
 
     Cost: balancing at most 2 (P - 1) messages in all and 2k words per rank; then ceil(log2 P)
     messages and about 2k (P - 1) / P words where counts are even, else P - 1 messages on a ring and
-    at most 2k words.
+    at most 2k words.  After balancing, m ranks hold none: the others send each of them their share
+    (m messages, 2k m / (P - m) words more), so that who handed over 2k words forwards nothing.
     """
     size, total = boundaries[-1], sum(counts)
     mine = SparseVector(kept.indices + boundaries[comm.rank], kept.values, size)
-    spans = list(pairwise(boundaries))
+    spans, holders = list(pairwise(boundaries)), list(range(comm.world_size))
     if balance_trigger is not None and max(counts) * len(counts) > balance_trigger * total:
+        holders = regions.holders(counts, balance_trigger)
         targets = regions.balanced_counts(counts, balance_trigger)
         mine = await _balance(comm, mine, counts, targets, boundaries, codec)
         spans = [regions.span(counts, targets, boundaries, r) for r in range(comm.world_size)]
@@ -57,16 +61,38 @@ async def balance_and_allgatherv(
         codec.nbytes(count, high - low, kept.values.dtype)
         for count, (low, high) in zip(counts, spans, strict=True)
     ]
-    even_share = sum(lengths) * (comm.world_size - 1) / comm.world_size
-    gather = comm.allgatherv
-    if regions.dissemination_sends(lengths) > _TOLERANCE * even_share:
-        gather = comm.ring_allgatherv
-    messages = await gather(payload, lengths, "allgatherv", MessageFraming(codec))
+    messages = await _allgatherv(comm, payload, lengths, holders, MessageFraming(codec))
     pieces = [
-        codec.decode(message, high - low).embed(low, size)
-        for message, (low, high) in zip(messages, spans, strict=True)
+        codec.decode(message, spans[rank][1] - spans[rank][0]).embed(spans[rank][0], size)
+        for rank, message in zip(holders, messages, strict=True)
     ]
     return SparseVector.join(pieces).to(kept.values.device)
+
+
+async def _allgatherv(
+    comm: Communicator,
+    payload: Tensor,
+    lengths: Sequence[int],
+    holders: Sequence[int],
+    framing: MessageFraming,
+) -> list[Tensor]:
+    """Collect the holders' messages, in their order; ranks that hold none only receive."""
+    phase = "allgatherv"
+    idle = [rank for rank in range(comm.world_size) if rank not in holders]
+    if comm.rank in idle:
+        receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holders]
+        return [await operation for operation in receiving]
+    sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
+    group = Subgroup(comm, holders) if idle else comm
+    shares = [lengths[rank] for rank in holders]
+    even_share = sum(shares) * (len(shares) - 1) / len(shares)
+    gather = group.allgatherv
+    if regions.dissemination_sends(shares) > _TOLERANCE * even_share:
+        gather = group.ring_allgatherv
+    messages = await gather(payload, shares, phase, framing)
+    for operation in sending:
+        await operation
+    return messages
 
 
 async def _balance(

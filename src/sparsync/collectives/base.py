@@ -11,7 +11,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
 from sparsync.transports.base import Communicator
 
-__all__ = ["Collective", "Reduced", "as_sparse", "capped", "most_entries"]
+__all__ = ["Collective", "Reduced", "as_sparse", "capped", "check_cap", "most_entries"]
 
 
 @dataclass(frozen=True, eq=False)

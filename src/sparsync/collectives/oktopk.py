@@ -101,6 +101,10 @@ class OkTopk(Collective):
         )
         if window is not None:
             _check_at_least_one(window=window)
+        if not balance_trigger >= 1:
+            raise ConfigurationError(
+                f"OkTopk: balance_trigger is {balance_trigger}; give a multiple >= 1 of the mean"
+            )
         check_cap(cap, "OkTopk")
         self.codec = codec or Coo()
         if not self.codec.exact:

@@ -18,6 +18,7 @@ __all__ = [
     "dissemination_sends",
     "equal_count_cuts",
     "even_boundaries",
+    "holders",
     "schedule",
     "span",
 ]
@@ -82,21 +83,33 @@ def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int,
                 yield peer, peer
 
 
+def holders(counts: Sequence[int], trigger: float) -> list[int]:
+    """Return the ranks that share the entries when balancing: all that are not overfull.
+
+    A rank is overfull when it holds more than ``trigger`` times the mean.
+
+    Example:
+        >>> holders([9, 0, 1, 0, 0], trigger=4.0)
+        [1, 2, 3, 4]
+    """
+    total, world_size = sum(counts), len(counts)
+    return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
+
+
 def balanced_counts(counts: Sequence[int], trigger: float) -> list[int]:
     """Return how many entries each rank should hold: equally many, but none on overfull ranks.
 
-    A rank that holds more than ``trigger`` times the mean hands over everything: it knows its own
-    entries, so giving it a share back would only cost volume.
+    An overfull rank hands over everything: it knows its own entries, so giving it a share back would
+    only cost volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], trigger=4.0)
         [0, 2, 3, 2, 3]
     """
-    total, world_size = sum(counts), len(counts)
-    keepers = [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
-    ends = even_boundaries(total, len(keepers))
-    targets = [0] * world_size
-    for i, rank in enumerate(keepers):
+    ranks = holders(counts, trigger)
+    ends = even_boundaries(sum(counts), len(ranks))
+    targets = [0] * len(counts)
+    for i, rank in enumerate(ranks):
         targets[rank] = ends[i + 1] - ends[i]
     return targets
 

@@ -80,6 +80,11 @@ def attach(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
             "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
         )
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        raise ConfigurationError(
+            "the model has an embedding with sparse=True, whose COO gradients this hook cannot "
+            "take; build it with sparse=False"
+        )
     if nonfinite not in ("raise", "skip", "propagate"):
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
@@ -121,6 +126,7 @@ class DdpSync:
         self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
         agree_on_reducer(self.reducer)
         self._engine = Engine(algorithm.name)
+        weakref.finalize(self, self._engine.stop)  # a forgotten handle does not keep its thread
         self._round = _Round(len(units))
         model.register_comm_hook(self, _hook)
 

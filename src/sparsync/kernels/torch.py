@@ -7,6 +7,7 @@ Inf above them and NaN above Inf: a NaN is selected (and seen), never silently l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["above", "accumulate", "key_range", "magnitude_keys", "merge", "scatter_", "top"]
 
-_INTEGER_OF = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
-_MANTISSA_BITS = {torch.float32: 23, torch.float64: 52, torch.float16: 10, torch.bfloat16: 7}
+_INTEGER_OF = MappingProxyType(
+    {
+        torch.float32: torch.int32,
+        torch.float64: torch.int64,
+        torch.float16: torch.int16,
+        torch.bfloat16: torch.int16,
+    }
+)
+_MANTISSA_BITS = MappingProxyType(
+    {torch.float32: 23, torch.float64: 52, torch.float16: 10, torch.bfloat16: 7}
+)
 
 
 def accumulate(gradient: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:

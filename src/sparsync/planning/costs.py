@@ -30,17 +30,14 @@ __all__ = [
     "allgather",
     "allgatherv",
     "allreduce",
-    "balance",
+    "balance_and_allgatherv",
     "dense",
-    "equation_1",
-    "equation_2",
     "equation_3",
     "histogram",
     "lower_bound_words",
     "oktopk",
     "oktopk_bound_words",
     "oktopk_paper",
-    "ring_allgatherv",
     "split",
 ]
 
@@ -57,8 +54,7 @@ class Cost:
         messages: that a rank sends, one after the other.
         nbytes: volume, the maximum over ranks of max(sent, received).
 
-    Costs of consecutive phases add up; the sum bounds the volume from above, since the busiest rank
-    of one phase need not be that of the next.
+    Phases add up; the sum is an upper bound, for the busiest rank may change from phase to phase.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -94,9 +90,6 @@ class Cost:
         return self.messages * alpha + self.nbytes * beta
 
 
-# ---- bounds of the paper ---------------------------------------------------------------------------
-
-
 def lower_bound_words(k: int, world_size: int) -> float:
     """Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO.
 
@@ -114,13 +107,13 @@ def oktopk_bound_words(k: int, world_size: int, *, exchangeable: bool) -> float:
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
     1 / P of what it selected (it can send all k entries), and Equation 2.
 
-    Headers and histograms are counted, but have no term of their own: they fit where
-    ``k / P >= 256``.  Not at P = 2 when one rank's values dominate on disjoint supports: 4 k words
-    are the bound and the entries alone take all of it.
+    Domain: supports that change little while boundaries are kept, as the paper supposes.  Headers
+    and histograms have no term; they fit where ``k / P >= 256``, except where the entries alone take
+    all 4 k words: P = 2, disjoint supports, one rank's values dominating.
 
     Example:
-        >>> oktopk_bound_words(1000, 4, exchangeable=True), oktopk_bound_words(1000, 4, exchangeable=False)
-        (4500.0, 5000.0)
+        >>> [oktopk_bound_words(1000, 4, exchangeable=e) for e in (True, False)]
+        [4500.0, 5000.0]
     """
     if world_size == 1:
         return 0.0
@@ -129,32 +122,17 @@ def oktopk_bound_words(k: int, world_size: int, *, exchangeable: bool) -> float:
     return 6 * k - 4 * k / world_size
 
 
-def equation_1(k: int, world_size: int) -> Cost:
-    """Split and reduce as published: ``(P - 1) alpha + 2 k (P - 1) / P beta``."""
-    return Cost(world_size - 1, WORD_BYTES * lower_bound_words(k, world_size))
-
-
-def equation_2(k: int, world_size: int) -> Cost:
-    """Balance and allgatherv, at most: ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``."""
-    entries = 2 * WORD_BYTES * lower_bound_words(k, world_size)
-    return Cost(world_size + 2 * _rounds(world_size), entries)
-
-
 def equation_3(k: int, world_size: int) -> Cost:
     """Ok-Topk as published, at most: ``(2 P + 2 log P) alpha + 6 k (P - 1) / P beta``.
 
-    It leaves out the exact steps (``oktopk_paper(reduced=...)``), headers, and one message: the two
-    equations that it adds up have ``2 P - 1 + 2 log P``.
+    It leaves out headers, histograms and the exact steps (``oktopk_paper(reduced=...)``).
 
     Example:
         >>> equation_3(k=1000, world_size=8)
         Cost(messages=22, nbytes=21000.0)
     """
-    both = equation_1(k, world_size) + equation_2(k, world_size)
-    return Cost(both.messages + 1, both.nbytes)
-
-
-# ---- primitives --------------------------------------------------------------------------------------
+    words = 3 * lower_bound_words(k, world_size)
+    return Cost(2 * world_size + 2 * _rounds(world_size), WORD_BYTES * words)
 
 
 def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -> Cost:
@@ -180,16 +158,6 @@ def allgatherv(nbytes: float, world_size: int) -> Cost:
     return Cost(_rounds(world_size), (world_size - 1) * nbytes)
 
 
-def ring_allgatherv(nbytes: float, world_size: int) -> Cost:
-    """Allgather of ``nbytes`` in all, however uneven, on a ring: ``P - 1`` messages, ``nbytes``.
-
-    Example:
-        >>> ring_allgatherv(nbytes=100, world_size=5)
-        Cost(messages=4, nbytes=100)
-    """
-    return Cost(world_size - 1, nbytes if world_size > 1 else 0)
-
-
 def histogram(k: int, world_size: int, *, refinements: int = 0) -> Cost:
     """Allreduce of ``clamp(k / 16, 32, 1024)`` bins and two outer ones, then finer ones of 64.
 
@@ -205,7 +173,9 @@ def histogram(k: int, world_size: int, *, refinements: int = 0) -> Cost:
 
 
 def split(k: int, world_size: int) -> Cost:
-    """Split and reduce (Equation 1) with its headers; regions hold equally many entries.
+    """Split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``, and P - 1 headers.
+
+    Supposes regions that hold equally many of every rank's entries.
 
     Example:
         >>> split(k=1000, world_size=4)  # 3 messages of 250 entries
@@ -215,16 +185,21 @@ def split(k: int, world_size: int) -> Cost:
     return Cost(peers, peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size))
 
 
-def balance(k: int, world_size: int) -> Cost:
-    """Balance, the extreme case of Equation 2: one rank holds all k entries and hands them over.
+def balance_and_allgatherv(k: int, world_size: int, *, balanced: bool = False) -> Cost:
+    """Balance and allgatherv, Equation 2: at most ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.
 
-    It keeps none, since it knows them already: ``2 k`` words rather than ``2 k (P - 1) / P``.
+    Even counts: an allgatherv of ``2 k (P - 1) / P`` words.  ``balanced``, the extreme case: one
+    rank holds all k entries.  It hands them over, keeps none (it knows them) and forwards none; the
+    others exchange them and return them to it: nobody sends or receives more than ``2 k`` words.
+
+    Example:
+        >>> [balance_and_allgatherv(1000, 8, balanced=b).words for b in (False, True)]
+        [1764.0, 2016.0]
     """
-    peers = world_size - 1
-    return Cost(peers, peers * HEADER_BYTES + (ENTRY_BYTES * k if peers else 0))
-
-
-# ---- collectives -------------------------------------------------------------------------------------
+    if balanced and world_size > 1:
+        others = world_size - 1
+        return Cost(others + 1 + _rounds(others), HEADER_BYTES * world_size + ENTRY_BYTES * k)
+    return allgatherv(HEADER_BYTES + ENTRY_BYTES * k / world_size, world_size)
 
 
 def dense(size: int, world_size: int, element_bytes: int = WORD_BYTES) -> Cost:
@@ -257,8 +232,8 @@ def oktopk(
 ) -> Cost:
     """Preset "oktopk" on one step, when regions hold equally many entries of every rank.
 
-    Split (Equation 1), a histogram for the threshold, two counts per rank, and the allgatherv of
-    Equation 2.  Bounds for other inputs: ``oktopk_bound_words``.
+    Split (Equation 1), a histogram for the threshold, two counts per rank, balance and allgatherv
+    (Equation 2).  Bounds for other inputs: ``oktopk_bound_words``.
 
     Args:
         k: number of entries asked for; the cap is 1.
@@ -276,9 +251,7 @@ def oktopk(
     cost += allgatherv(2 * COUNT_BYTES, world_size)
     if repartition:
         cost += histogram(k, world_size)
-    if balanced:
-        cost += balance(k, world_size)
-    return cost + allgatherv(HEADER_BYTES + ENTRY_BYTES * k / world_size, world_size)
+    return cost + balance_and_allgatherv(k, world_size, balanced=balanced)
 
 
 def oktopk_paper(
@@ -313,9 +286,7 @@ def oktopk_paper(
         cost += allreduce(world_size - 1, world_size, COUNT_BYTES)
     if reduced is not None:
         cost += allgatherv(HEADER_BYTES + ENTRY_BYTES * reduced / world_size, world_size)
-    if balanced:
-        cost += balance(kept, world_size)
-    return cost + allgatherv(HEADER_BYTES + ENTRY_BYTES * kept / world_size, world_size)
+    return cost + balance_and_allgatherv(kept, world_size, balanced=balanced)
 
 
 def _rounds(world_size: int) -> int:

@@ -14,7 +14,10 @@ __all__ = ["Everything"]
 
 @final
 class Everything(Selector):
-    """Selects all n entries: what the dense baseline sends.  Cost: none.  State: none."""
+    """Selects all n entries: what the dense baseline sends.
+
+    Cost: none.   State: none.   Differs from the paper: nothing.
+    """
 
     def select(self, accumulated: Tensor, k: int, step: int) -> DenseVector:
         """Return the accumulated gradient itself (not a copy)."""

@@ -32,12 +32,14 @@ class ReusedState:
 class Reused(Selector):
     """Selects what is at least as large as the k-th largest was at the last exact step.
 
-    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts (gradients shrink,
-    residuals pile up), so at most ``cap * k`` are taken: the largest; the rest stays in the residual.
+    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts, up where residuals
+    pile up below the threshold, down where gradients shrink.  So at most ``cap * k`` are taken, the
+    largest (the rest stays in the residual), and with ``floor`` a step that finds fewer than
+    ``floor * k`` is made exact.
 
-    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps.
+    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor.
     State: ``ReusedState``.
-    Differs from the paper: the cap (``cap=None`` is the paper); steps are 0-based.
+    Differs from the paper: cap and floor (``None`` is the paper); steps are 0-based.
 
     Example:
         >>> import torch
@@ -50,30 +52,41 @@ class Reused(Selector):
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2-4.
     """
 
-    def __init__(self, threshold_period: int = 32, cap: float | None = 1.0) -> None:
-        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT) and the cap."""
+    def __init__(
+        self,
+        threshold_period: int = 32,
+        cap: float | None = 1.0,
+        floor: float | None = None,
+    ) -> None:
+        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), cap and floor."""
         if threshold_period < 1:
             raise ConfigurationError(
                 f"Reused: threshold_period is {threshold_period}; give at least 1 step"
             )
         if cap is not None and not cap > 0:
             raise ConfigurationError(f"Reused: cap is {cap}; give a factor > 0 of k, or None")
-        self.threshold_period, self.cap = threshold_period, cap
+        if floor is not None and not 0 <= floor <= 1:
+            raise ConfigurationError(
+                f"Reused: floor is {floor}; give a factor of k in [0, 1], or None"
+            )
+        self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.state = ReusedState()
 
     def select(self, accumulated: Tensor, k: int, step: int) -> SparseVector:
         """Return the entries above the threshold, which is renewed when the period opens."""
-        if k > 0 and (step % self.threshold_period == 0 or self.state.threshold_key is None):
-            positions = kernels.top(accumulated, k)
-            self.state = ReusedState(smallest_key(accumulated[positions]))
-        elif k > 0 and self.state.threshold_key is not None:
+        known = self.state.threshold_key
+        positions = None
+        if step % self.threshold_period and known is not None:
             limit = None if self.cap is None else math.floor(self.cap * k)
-            positions = kernels.above(accumulated, self.state.threshold_key, limit)
-        else:
-            positions = kernels.top(accumulated, 0)
+            positions = kernels.above(accumulated, known, limit)
+            if self.floor is not None and positions.numel() < min(k, self.floor * k):
+                positions = None
+        if positions is None:
+            positions = kernels.top(accumulated, k)
+            self.state = ReusedState(_smallest_key(accumulated[positions]))
         return SparseVector(positions, accumulated[positions], accumulated.numel())
 
 
-def smallest_key(values: Tensor) -> int | None:
+def _smallest_key(values: Tensor) -> int | None:
     """Return the smallest magnitude as a key, None if there is no value."""
     return int(kernels.magnitude_keys(values).min()) if values.numel() else None

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
+from sparsync.errors import ConfigurationError
+
 __all__ = ["Engine"]
 
 T = TypeVar("T")
@@ -35,13 +37,19 @@ class Engine:
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; the future has its result or its exception."""
+        if not self._thread.is_alive():  # nobody would run it: its future would wait for ever
+            raise ConfigurationError("this engine is closed; make a new one")
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
 
+    def stop(self) -> None:
+        """Let the thread end when it has finished what is queued; returns at once."""
+        self._jobs.put(None)
+
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
-        self._jobs.put(None)
+        self.stop()
         self._thread.join()
 
     def _work(self) -> None:

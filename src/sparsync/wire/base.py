@@ -109,6 +109,9 @@ class Codec(ABC):
     format: ClassVar[int]
     exact: ClassVar[bool]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
+
     @abstractmethod
     def encode(self, vector: SparseVector) -> Encoded:
         """Encode a vector of any number of entries, 0 included."""

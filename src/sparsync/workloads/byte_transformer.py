@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ _BYTES = 256  # the vocabulary: every value of a byte
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text.  Pre-norm, learned positions, no dropout.
+    """Predicts the next byte of a text.  Pre-norm, learned positions, torch's own initial weights.
 
     Args:
         context: positions that the model can look at.
@@ -28,7 +26,7 @@ class ByteTransformer(nn.Module):
     Example:
         >>> model = ByteTransformer(seed=0)
         >>> sum(p.numel() for p in model.parameters())
-        1327936
+        1323840
         >>> model(torch.zeros(8, 64, dtype=torch.int64)).shape
         torch.Size([8, 64, 256])
 
@@ -52,12 +50,13 @@ class ByteTransformer(nn.Module):
                 f"width {width} is not a multiple of heads {heads}; give one that is"
             )
         self.context = context
-        self.byte_embedding = nn.Embedding(_BYTES, width)
-        self.position_embedding = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.final_norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, _BYTES, bias=False)
-        self._initialise_(torch.Generator().manual_seed(seed), layers)
+        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+            torch.manual_seed(seed)
+            self.byte_embedding = nn.Embedding(_BYTES, width)
+            self.position_embedding = nn.Embedding(context, width)
+            self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+            self.final_norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, _BYTES, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
@@ -67,22 +66,6 @@ class ByteTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.final_norm(x))
         return logits
-
-    @torch.no_grad()
-    def _initialise_(self, generator: torch.Generator, layers: int) -> None:
-        """Draw every matrix anew, so that the weights depend on nothing but the generator.
-
-        Matrices have standard deviation ``1 / sqrt(fan_in)``; those that write into the residual
-        stream are smaller by ``sqrt(2 layers)``, so that its variance does not grow with depth
-        (Radford et al., section 2.3).
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:  # biases and norms keep their zeros and ones
-                continue
-            std = 1 / math.sqrt(parameter.shape[1])
-            if name.endswith(("attention_out.weight", "mlp_out.weight")):
-                std /= math.sqrt(2 * layers)
-            nn.init.normal_(parameter, std=std, generator=generator)
 
 
 class _Block(nn.Module):
@@ -100,8 +83,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.attention_norm(x))
-        x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-        return x
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, positions, width = x.shape

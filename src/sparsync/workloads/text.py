@@ -44,7 +44,7 @@ class ByteText:
         context: bytes that a model sees at once; a window is one byte longer: the last target.
 
     Example:
-        >>> text = ByteText.of_standard_library(max_bytes=200_000)
+        >>> text = ByteText.of_standard_library()
         >>> tokens, targets = text.batch(seed=0, step=0, rank=0, batch_size=8)
         >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
         (torch.Size([8, 64]), True)
@@ -74,7 +74,7 @@ class ByteText:
         """Read Python's standard library; the same bytes in every process with this Python.
 
         Args:
-            max_bytes: where to stop; the whole is about 9 MB.
+            max_bytes: where to stop; the whole is about 10 MB, by Python version.
             held_out_every: of so many files one is held out.
             context: see ``ByteText``.
             root: see ``standard_library_files``.

@@ -35,6 +35,8 @@ class SimCommunicator(Communicator):
 
     def compute(self, seconds: float) -> Operation:
         """Let this rank compute for ``seconds`` of virtual time."""
+        if not seconds >= 0:
+            raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         return self.network.delay(seconds, f"{seconds} s of computation")
 
     def work(self, nbytes: int) -> Operation:

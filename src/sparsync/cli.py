@@ -1,0 +1,53 @@
+"""The command line: ``sparsync train | bench``.  Each command lives in ``sparsync.bench``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import cast
+
+import typer
+
+from sparsync.bench import collectives, train
+from sparsync.errors import ConfigurationError, SparsyncError
+
+__all__ = ["app", "exit_code", "main"]
+
+app = typer.Typer(
+    name="sparsync",
+    help="Data-parallel training on networks too slow for dense allreduce.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.command)
+app.command("bench")(collectives.command)
+
+# the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
+
+
+def main() -> None:
+    """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
+    arguments = sys.argv[1:] or ["--help"]
+    sys.exit(exit_code(lambda: app(arguments, standalone_mode=False)))
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Call ``run``; say in one line what went wrong, and return the exit code."""
+    try:
+        returned = run()
+    except (ConfigurationError, _UsageError) as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks of a launcher got the same arguments
+            _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
+        return 2
+    except (SparsyncError, OSError) as error:
+        _complain(str(error))
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return returned if isinstance(returned, int) else 0
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")

@@ -1,0 +1,28 @@
+"""Public contract checks: run them on your own selector, codec, collective, transport or averager.
+
+Each ``check_*`` raises ``AssertionError`` with the case that failed.  The ``exercise_*`` coroutines
+are the same checks for one rank of any ``Communicator``: drive them with ``sparsync.simulate`` or, on
+a real transport, with ``sparsync.transports.base.run``; they return digests, equal on every transport.
+"""
+
+from sparsync.testing.algorithms import check_algorithm, exercise_algorithm
+from sparsync.testing.averaging import check_averager
+from sparsync.testing.cases import Case, cases
+from sparsync.testing.collectives import check_collective, exercise_collective
+from sparsync.testing.selection import check_selector
+from sparsync.testing.transports import check_communicator, exercise_communicator
+from sparsync.testing.wire import check_codec
+
+__all__ = [
+    "Case",
+    "cases",
+    "check_algorithm",
+    "check_averager",
+    "check_codec",
+    "check_collective",
+    "check_communicator",
+    "check_selector",
+    "exercise_algorithm",
+    "exercise_collective",
+    "exercise_communicator",
+]

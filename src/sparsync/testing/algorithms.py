@@ -1,0 +1,89 @@
+"""The contract of a whole step: selector, collective and residual together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import NonFiniteGradientError
+from sparsync.presets import Algorithm
+from sparsync.reducer import Reducer
+from sparsync.testing.cases import STEPS, WORLD_SIZES, cases, digest, same, within
+from sparsync.transports.base import Communicator
+from sparsync.transports.sim import simulate
+from sparsync.units import Slot, Unit
+
+__all__ = ["check_algorithm", "exercise_algorithm"]
+
+
+def check_algorithm(algorithm: Algorithm, *, world_sizes: Sequence[int] = WORLD_SIZES) -> None:
+    """Check the law of a whole step, residuals included, per step: selector and collective together.
+
+    Example:
+        >>> from sparsync.presets import allgather
+        >>> check_algorithm(allgather(), world_sizes=(2,))
+    """
+    for world_size in world_sizes:
+
+        async def program(comm: Communicator) -> list[str]:
+            return await exercise_algorithm(comm, algorithm)
+
+        digests = simulate(program, world_size).results
+        assert all(d == digests[0] for d in digests), f"P = {world_size}: totals differ"
+
+
+async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[str]:
+    """Run every case through a ``Reducer`` on this rank; return one digest per case and step."""
+    digests = []
+    for case in cases():
+        unit = Unit((Slot("w", 0, case.size),), torch.float32, torch.device("cpu"))
+        density = case.k / case.size if case.size else 1.0
+        reducer = Reducer(comm, [unit], algorithm, density)
+        for step in range(STEPS):
+            where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
+            gradient = case.make(comm.rank, comm.world_size, step)
+            digests.append(await _check_step(comm, reducer, gradient, where))
+    await _check_refusal(comm, algorithm)
+    return digests
+
+
+async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, where: str) -> str:
+    """Check ``sum(accumulated) == total + sum(residual)`` over one step."""
+    kept = reducer.residuals[0]
+    before = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
+    (average,) = await reducer.reduce([gradient])
+    after = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
+    world_size = comm.world_size
+    accumulated = await comm.allgather(before + gradient, "verify")
+    residuals = await comm.allgather(after, "verify")
+    total = average.to_dense().double() * world_size
+    left = torch.stack(accumulated).double().sum(0)
+    right = total + torch.stack(residuals).double().sum(0)
+    scale = torch.stack(accumulated).abs().sum(0)
+    # one more rounding than in the law: the average was divided by P
+    assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
+    return digest(average)
+
+
+async def _check_refusal(comm: Communicator, algorithm: Algorithm) -> None:
+    """Check that NaN on one rank is refused by all and leaves no trace in what follows."""
+    case = cases()[0]
+    unit = Unit((Slot("w", 0, case.size),), torch.float32, torch.device("cpu"))
+    broken, untouched = (Reducer(comm, [unit], algorithm, 0.1) for _ in range(2))
+    for step in range(STEPS):
+        gradient = case.make(comm.rank, comm.world_size, step)
+        if step == 1:
+            poisoned = gradient.clone()
+            if comm.rank == comm.world_size - 1:
+                poisoned[step] = float("nan")
+            try:
+                await broken.reduce([poisoned])
+            except NonFiniteGradientError as error:
+                assert "'w'" in str(error), "the parameter is not named"
+                broken.refuse()
+            else:
+                raise AssertionError(f"{algorithm.name}: NaN on one rank was not refused by all")
+        (one,), (other,) = await broken.reduce([gradient]), await untouched.reduce([gradient])
+        assert same(one, other), f"{algorithm.name}: a refused step left a trace"

@@ -1,0 +1,68 @@
+"""The contract of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparsync.testing.cases import WORLD_SIZES
+from sparsync.transports.base import Communicator
+from sparsync.transports.framing import Raw
+from sparsync.transports.sim import simulate
+
+__all__ = ["check_communicator", "exercise_communicator"]
+
+
+def check_communicator(world_sizes: Sequence[int] = WORLD_SIZES) -> None:
+    """Check the simulator's communicator; see ``exercise_communicator`` for your own transport."""
+    for world_size in world_sizes:
+        simulate(exercise_communicator, world_size)
+
+
+async def exercise_communicator(comm: Communicator) -> None:
+    """Check every call of a ``Communicator`` on this rank; all ranks must run it together."""
+    rank, world_size = comm.rank, comm.world_size
+    ones = torch.arange(7, dtype=torch.float32) + rank
+    expected = world_size * torch.arange(7.0) + sum(range(world_size))
+    assert torch.equal(await comm.allreduce(ones, "check"), expected), "allreduce sum"
+    for dtype in (torch.int32, torch.int64, torch.float64):
+        value = torch.tensor([rank, -rank], dtype=dtype)
+        highest = await comm.allreduce(value, "check", "max")
+        assert highest.tolist() == [world_size - 1, 0], f"allreduce max of {dtype}"
+        lowest = await comm.allreduce(value, "check", "min")
+        assert lowest.tolist() == [0, 1 - world_size], f"allreduce min of {dtype}"
+    empty = await comm.allreduce(torch.zeros(0), "check")
+    assert empty.numel() == 0, "allreduce of nothing"
+    gathered = await comm.allgather(torch.tensor([[rank, 5]]), "check")
+    assert [g.tolist() for g in gathered] == [[[r, 5]] for r in range(world_size)], "allgather"
+    lengths = [r % 3 for r in range(world_size)]
+    mine = torch.full((lengths[rank],), rank, dtype=torch.uint8)
+    for gather in (comm.allgatherv, comm.ring_allgatherv):
+        blocks = await gather(mine, lengths, "check", Raw("control"))
+        for r, block in enumerate(blocks):
+            assert block.tolist() == [r] * lengths[r], f"{gather.__name__}: block {r}"
+    outgoing = [torch.full((r + 1,), rank, dtype=torch.uint8) for r in range(world_size)]
+    received = await comm.alltoallv(outgoing, [rank + 1] * world_size, "check", Raw("control"))
+    assert [m.tolist() for m in received] == [[r] * (rank + 1) for r in range(world_size)]
+    await _check_order(comm)
+    half = await comm.split(rank % 2, key=-rank)
+    members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
+    shared = await half.allgather(torch.tensor([rank]), "check")
+    assert [int(t) for t in shared] == members, "split orders by key"
+    await comm.barrier()
+
+
+async def _check_order(comm: Communicator) -> None:
+    """Check that messages between two ranks arrive in the order sent."""
+    if comm.world_size == 1:
+        return
+    raw = Raw("control")
+    dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
+    sending = [
+        comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)
+    ]
+    assert [int(await r) for r in receiving] == list(range(5)), "messages overtook each other"
+    for operation in sending:
+        await operation

@@ -1,0 +1,67 @@
+"""What the claim tests share: steps of real reducers in the simulator, and sums over its ledgers."""
+
+from collections.abc import Iterator
+
+from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.bench.verify import Evidence
+from sparsync.planning.costs import WORD_BYTES
+from sparsync.presets import Algorithm
+from sparsync.transports.ledger import Traffic
+from sparsync.transports.sim import Links, Simulation
+from sparsync.wire.base import HEADER_BYTES
+
+RANKS = (2, 3, 4, 8, 16, 32)
+EXCHANGEABLE = ("uniform", "heavy-tailed", "clustered", "one-region")
+ADVERSARIAL = ("disjoint", "dominated", "matching")
+
+WORDS_PER_ENTRY = 2
+DENSITY = 1 / 32
+
+
+def k_for(world_size: int) -> int:
+    """The k of these tests: k / P >= 256, where headers and histograms fit into the bounds."""
+    return max(2048, 256 * world_size)
+
+
+def case(
+    algorithm: str | Algorithm, world_size: int, kind: str, links: Links | None = None
+) -> Case:
+    size = round(k_for(world_size) / DENSITY)
+    return Case(algorithm, world_size, size, DENSITY, kind, links=links or Links())
+
+
+def steps(
+    algorithm: str | Algorithm, world_size: int, kind: str, count: int
+) -> Iterator[Simulation[Evidence]]:
+    ranks = SimulatedRanks(case(algorithm, world_size, kind))
+    for _ in range(count):
+        yield ranks.step()
+
+
+def words(simulation: Simulation) -> float:
+    """Max over ranks of max(sent, received)."""
+    traffic = [ledger.total() for ledger in simulation.ledgers]
+    return max(max(t.sent, t.received) for t in traffic) / WORD_BYTES
+
+
+def messages(simulation: Simulation) -> int:
+    """Most messages that any rank sent."""
+    return max(ledger.total().messages_sent for ledger in simulation.ledgers)
+
+
+def phase(simulation: Simulation, name: str) -> list[Traffic]:
+    """One phase's traffic on every rank."""
+    return [ledger.by_phase().get(name, Traffic()) for ledger in simulation.ledgers]
+
+
+def phases(simulation: Simulation) -> set[str]:
+    return {name for ledger in simulation.ledgers for name in ledger.by_phase()}
+
+
+def entry_words_sent(traffic: Traffic) -> float:
+    """Indices and values alone."""
+    return (traffic.parts.index + traffic.parts.value) / WORD_BYTES
+
+
+def entry_words_received(traffic: Traffic, messages_with_header: int) -> float:
+    return (traffic.received - HEADER_BYTES * messages_with_header) / WORD_BYTES

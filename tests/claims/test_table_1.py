@@ -1,0 +1,93 @@
+"""Ok-Topk, Table 1: bandwidth and latency of dense, TopkA and Ok-Topk, on the simulator's ledger."""
+
+import pytest
+
+from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.planning import costs
+from sparsync.presets import oktopk_paper
+from sparsync.transports.sim import Links
+
+from .measured import RANKS, k_for, messages, phase, steps, words
+
+MORE_RANKS = (*RANKS, 5, 7, 12)
+
+
+def one_step(collective, world_size, size, density):
+    return SimulatedRanks(Case(collective, world_size, size, density)).step()
+
+
+def log2(world_size):
+    return (world_size - 1).bit_length()
+
+
+@pytest.mark.parametrize("world_size", MORE_RANKS)
+@pytest.mark.parametrize("size", [1, 1000, 16_384])
+def test_dense_costs_2n_and_2_log_p_messages(size, world_size):
+    simulation = one_step("dense", world_size, size, 1.0)
+    form = costs.dense(size, world_size)
+    for ledger in simulation.ledgers:
+        total = ledger.total()
+        assert total.sent == total.received == form.nbytes
+        assert total.messages_sent == form.messages == 2 * log2(world_size)
+    if size % world_size == 0:
+        assert form.words == pytest.approx(2 * size * (world_size - 1) / world_size)
+
+
+@pytest.mark.parametrize("world_size", MORE_RANKS)
+@pytest.mark.parametrize("k", [1, 100])
+def test_topka_costs_2k_times_p_minus_1_and_log_p_messages(k, world_size):
+    simulation = one_step("allgather", world_size, 10_000, k / 10_000)
+    form = costs.allgather(k, world_size)
+    for ledger in simulation.ledgers:
+        total = ledger.total()
+        assert total.sent == total.received == form.nbytes
+        assert total.messages_sent == form.messages == log2(world_size)
+    headers = 2 * (world_size - 1)  # words
+    assert form.words == 2 * k * (world_size - 1) + headers
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("kind", ["clustered"])
+def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(kind, world_size):
+    """On steps that reuse thresholds and boundaries; P + 2 log P where nothing has to be balanced."""
+    _, simulation = steps(oktopk_paper(), world_size, kind, 2)
+    form = costs.oktopk_paper(1, 1, world_size)
+    assert messages(simulation) == form.messages == world_size - 1 + 2 * log2(world_size)
+    assert messages(simulation) <= costs.equation_3(1, world_size).messages
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("kind", ["uniform", "one-region", "dominated"])
+def test_oktopk_needs_2_log_p_messages_more_per_histogram(kind, world_size):
+    """The price of exactly k entries on every step: usually two small allreduces."""
+    _, simulation = steps("oktopk", world_size, kind, 2)
+    per_histogram = costs.histogram(k_for(world_size), world_size).messages
+    histograms = phase(simulation, "threshold")[0].messages_sent / per_histogram
+    assert histograms <= 2
+    published = costs.equation_3(1, world_size).messages
+    assert messages(simulation) <= published + histograms * per_histogram
+    if kind == "uniform":
+        form = costs.oktopk(k_for(world_size), world_size, refinements=int(histograms) - 1)
+        assert messages(simulation) == form.messages
+
+
+@pytest.mark.parametrize("collective", ["dense", "allgather"])
+@pytest.mark.parametrize("world_size", [2, 8, 16])
+def test_the_simulator_takes_the_seconds_of_the_closed_form(collective, world_size):
+    links = Links(alpha=50e-6, beta=8e-9)
+    simulation = SimulatedRanks(Case(collective, world_size, 16_384, 0.01, links=links)).step()
+    k = Case(collective, world_size, 16_384, 0.01).k
+    form = costs.dense(16_384, world_size)
+    if collective == "allgather":
+        form = costs.allgather(k, world_size)
+    assert simulation.seconds == pytest.approx(form.seconds(links.alpha, links.beta))
+
+
+def test_oktopk_scales_and_topka_does_not():
+    """ "The bandwidth term of Ok-Topk is only related to k." """
+    per_k = {
+        name: [words(next(steps(name, p, "uniform", 1))) / k_for(p) for p in (8, 32)]
+        for name in ("oktopk", "allgather")
+    }
+    assert per_k["allgather"][1] > 4 * per_k["allgather"][0]
+    assert per_k["oktopk"][1] < 1.15 * per_k["oktopk"][0]

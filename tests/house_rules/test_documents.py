@@ -1,0 +1,96 @@
+"""What the documents show is run, and what they promise is compared with the code."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+import sparsync
+from sparsync import SparseVector, cli
+from sparsync.presets import PRESETS
+from sparsync.wire import Coo
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+BEFORE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(6, 3)
+loader = [(torch.randn(4, 6), torch.randn(4, 3)) for _ in range(5)]
+loss_function = torch.nn.functional.mse_loss
+"""
+AFTER = """
+assert sync.stats()["steps"] == len(loader)
+assert reduced.total.nnz == 1_000
+assert all(result.total.nnz == 100 for result in simulation.results)
+sync.close()
+"""
+
+
+def blocks(language: str) -> list[str]:
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    found = [code for name, code in fences if name == language]
+    assert found, f"README.md has no {language} block"
+    return found
+
+
+def side(diff: str, sign: str) -> str:
+    """One side of a diff: the common lines and those with this sign."""
+    return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("", " ", sign))
+
+
+def run(directory: Path, *code: str) -> None:
+    """Run a script in a process of its own, as a user would: a group of one rank, a model, data."""
+    script = directory / "train.py"
+    script.write_text("\n".join([BEFORE, *code, "dist.destroy_process_group()"]))
+    process = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_every_block_of_the_readme_runs(tmp_path):
+    run(tmp_path, side(blocks("diff")[0], "+"), *blocks("python"), AFTER)
+
+
+def test_the_diff_starts_from_plain_ddp(tmp_path):
+    before = side(blocks("diff")[0], "-")
+    assert "sparsync" not in before
+    run(tmp_path, before)
+
+
+def test_the_readme_lists_every_algorithm():
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", README, flags=re.MULTILINE)) == sorted(PRESETS)
+
+
+def test_the_readme_draws_the_life_of_a_gradient_as_the_package_does():
+    drawing = next(b for b in blocks("") if "accumulate" in b)
+    assert textwrap.indent(drawing, "    ") in sparsync.__doc__
+
+
+def test_the_commands_of_the_documents_have_their_options():
+    text = README + (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    commands = re.findall(r"sparsync (train|bench) (--[^\n`]*)", text)
+    assert commands
+    for command, options in commands:
+        result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+        missing = [o for o in re.findall(r"--[\w-]+", options) if o not in result.output]
+        assert not missing, f"sparsync {command}"
+
+
+def test_the_wire_format_document_shows_real_bytes():
+    text = (ROOT / "docs" / "wire-format.md").read_text()
+    shown = "".join(re.findall(r"^    ((?:[0-9a-f]{2} +)+)", text, flags=re.MULTILINE))
+    vector = SparseVector(torch.tensor([3, 70000]), torch.tensor([1.0, -2.5]), 100_000)
+    assert bytes.fromhex(shown) == bytes(Coo().encode(vector).payload.tolist())

@@ -1,0 +1,103 @@
+"""The command line before anything starts: help, and one clear line for bad input."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sparsync import cli
+from sparsync.bench import train
+from sparsync.bench.train_settings import TrainSettings
+from sparsync.errors import CommunicationError
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run ``sparsync`` with arguments where starting a rank is an error."""
+
+    def launch(*_args, **_options):
+        raise AssertionError("ranks were started")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sparsync", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.delenv("RANK", raising=False)
+    return run
+
+
+def test_alone_it_prints_help(command):
+    code, out, err = command()
+    assert (code, err) == (0, "")
+    assert "train" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, dense"),
+        (["--algorithm", "dense,"], "unknown algorithm ''"),
+        (["--density", "0"], "density is 0.0"),
+        (["--density", "1.01"], "density is 1.01"),
+        (["--density", "nan"], "density is nan"),
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--steps", "0"], "steps is 0; give at least 1"),
+        (["--steps", "many"], "--steps"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--optimizer", "lion"], "optimizer is lion; give sgd or adam"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--momentum", "1"], "momentum is 1.0"),
+        (["--warmup-steps", "-1"], "warmup_steps is -1"),
+        (["--timeout", "0"], "timeout is 0.0"),
+        (["--json", "."], "cannot write to '.'"),
+        (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),
+        (["--stpes", "3"], "--stpes"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, said):
+    code, out, err = command("train", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1
+    assert said in err
+
+
+def test_an_unknown_command_is_one_line(command):
+    code, _, err = command("trian")
+    assert code == 2 and err.count("\n") == 1 and "trian" in err
+
+
+def test_only_the_first_rank_of_a_launcher_complains(command, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert command("train", "--steps", "0") == (2, "", "")
+
+
+def test_exit_codes(capsys):
+    def failing(error):
+        def run():
+            raise error
+
+        return run
+
+    assert cli.exit_code(lambda: None) == 0
+    assert cli.exit_code(failing(CommunicationError("rank 3: died"))) == 1
+    assert cli.exit_code(failing(OSError("disk full"))) == 1
+    assert cli.exit_code(failing(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "error: rank 3: died\nerror: disk full\n"
+
+
+def test_the_learning_rate_warms_up():
+    settings = TrainSettings(lr_warmup_steps=4)
+    assert [settings.learning_rate_at(step) for step in (0, 1, 3, 50)] == [0.025, 0.05, 0.1, 0.1]
+    assert TrainSettings(optimizer="adam", lr_warmup_steps=0).learning_rate_at(0) == 1e-3
+
+
+def test_importing_the_library_is_light():
+    heavy = "{'typer', 'rich', 'matplotlib'}"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys, sparsync; sys.exit(bool({heavy} & set(sys.modules)))"],
+        check=True,
+    )

@@ -1,0 +1,99 @@
+import pytest
+
+from sparsync import ConfigurationError
+from sparsync.collectives import Allgather, Dense, OkTopk
+from sparsync.presets import PRESETS, Algorithm, check_density, resolve
+from sparsync.selection import Everything, Exact, Reused
+
+
+@pytest.mark.parametrize(
+    ("name", "selector", "collective"),
+    [
+        ("dense", Everything, Dense),
+        ("allgather", Exact, Allgather),
+        ("oktopk", Reused, OkTopk),
+        ("oktopk-paper", Reused, OkTopk),
+    ],
+)
+def test_a_name_is_a_point_in_the_space(name, selector, collective):
+    algorithm = resolve(name)
+    assert algorithm.name == name
+    assert type(algorithm.make_selector()) is selector
+    assert type(algorithm.make_collective()) is collective
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_unit_gets_parts_of_its_own(name):
+    algorithm = resolve(name)
+    assert algorithm.make_selector() is not algorithm.make_selector()
+    assert algorithm.make_collective() is not algorithm.make_collective()
+
+
+def test_oktopk_paper_is_as_published():
+    collective = resolve("oktopk-paper").make_collective()
+    assert (collective.boundaries, collective.global_threshold) == ("average", "allgather")
+    assert (collective.repartition_period, collective.threshold_period) == (64, 32)
+    assert (collective.window, collective.balance_trigger, collective.cap) == (4, 4.0, None)
+    assert resolve("oktopk-paper").make_selector().cap is None
+
+
+def test_options_reach_selector_and_collective():
+    algorithm = resolve("oktopk", threshold_period=7, cap=2.0, window=None, rotate=False)
+    selector, collective = algorithm.make_selector(), algorithm.make_collective()
+    assert (selector.threshold_period, collective.threshold_period) == (7, 7)
+    assert (selector.cap, collective.cap) == (2.0, 2.0)
+    assert (collective.window, collective.rotate) == (None, False)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match="unknown algorithm 'oktpk'") as caught:
+        resolve("oktpk")
+    assert all(name in str(caught.value) for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("dense", {"cap": 1.0}, "dense has no option cap; it has none"),
+        ("allgather", {"window": 1}, "allgather has no option window; it has codec"),
+        ("oktopk", {"treshold_period": 9}, "no option treshold_period; it has .*threshold_period"),
+        ("oktopk", {"window": 0}, "window is 0; give at least 1"),
+        ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),
+        ("oktopk", {"repartition_period": 0}, "repartition_period is 0"),
+        ("oktopk", {"cap": -1.0}, "cap is -1.0"),
+        (
+            "oktopk",
+            {"boundaries": "mean"},
+            "boundaries is 'mean'; choose one of histogram, average",
+        ),
+        ("oktopk", {"global_threshold": "x"}, "choose one of histogram, allgather"),
+    ],
+)
+def test_bad_options_fail_before_the_first_step(name, options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        resolve(name, **options)
+
+
+@pytest.mark.parametrize("trigger", [0.5, float("nan")])
+def test_a_balance_trigger_below_the_mean_is_refused(trigger):
+    """It would leave no rank that entries could be handed to."""
+    with pytest.raises(ConfigurationError, match=f"balance_trigger is {trigger}; give a multiple"):
+        resolve("oktopk", balance_trigger=trigger)
+
+
+def test_an_algorithm_is_taken_as_it_is_and_has_its_own_options():
+    own = Algorithm("mine", Exact, OkTopk)
+    assert resolve(own) is own
+    with pytest.raises(ConfigurationError, match="options cap go with a preset's name"):
+        resolve(own, cap=1.0)
+
+
+@pytest.mark.parametrize("density", [0.01, 1, 1.0, 1e-9])
+def test_densities_in_range_pass(density):
+    assert check_density(density) == density
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), float("inf"), "0.1", None])
+def test_other_densities_are_refused(density):
+    with pytest.raises(ConfigurationError, match=r"give the fraction k / n.*\(0, 1\]"):
+        check_density(density)

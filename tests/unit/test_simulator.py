@@ -1,0 +1,211 @@
+import pytest
+import torch
+
+from sparsync import ConfigurationError, DeadlockError, Links, simulate
+from sparsync.transports.base import run
+from sparsync.transports.framing import Raw
+
+LINKS = Links(alpha=1.0, beta=0.5, gamma=0.25)
+BYTES = Raw("value")
+
+
+def payload(nbytes: int, fill: int = 0) -> torch.Tensor:
+    return torch.full((nbytes,), fill, dtype=torch.uint8)
+
+
+# ---- the clock: what is documented in sim/network.py ------------------------------------------------
+
+
+def test_one_message_takes_alpha_plus_beta_per_byte():
+    async def program(comm):
+        if comm.rank == 0:
+            await comm.isend(payload(10), 1, "p", BYTES)
+        else:
+            await comm.irecv(0, 10, "p", BYTES)
+        return comm.now
+
+    simulation = simulate(program, 2, links=LINKS)
+    assert simulation.results == [1.0 + 5.0, 1.0 + 5.0]
+    assert simulation.seconds == 6.0
+
+
+def test_a_receiver_takes_one_message_after_the_other():
+    async def program(comm):
+        if comm.rank:
+            await comm.isend(payload(10), 0, "p", BYTES)
+        else:
+            for source in (1, 2, 3):
+                await comm.irecv(source, 10, "p", BYTES)
+        return comm.now
+
+    assert simulate(program, 4, links=LINKS).results == [16.0, 6.0, 11.0, 16.0]
+
+
+def test_a_sender_sends_one_message_after_the_other():
+    async def program(comm):
+        if comm.rank == 0:
+            for operation in [comm.isend(payload(10), dest, "p", BYTES) for dest in (1, 2)]:
+                await operation
+        else:
+            await comm.irecv(0, 10, "p", BYTES)
+        return comm.now
+
+    assert simulate(program, 3, links=LINKS).results == [11.0, 6.0, 11.0]
+
+
+def test_a_port_sends_while_it_receives():
+    async def program(comm):
+        sending = comm.isend(payload(10), 1 - comm.rank, "p", BYTES)
+        await comm.irecv(1 - comm.rank, 10, "p", BYTES)
+        await sending
+
+    assert simulate(program, 2, links=LINKS).seconds == 6.0
+
+
+def test_disjoint_pairs_do_not_meet():
+    async def program(comm):
+        if comm.rank % 2 == 0:
+            await comm.isend(payload(10), comm.rank + 1, "p", BYTES)
+        else:
+            await comm.irecv(comm.rank - 1, 10, "p", BYTES)
+
+    assert simulate(program, 6, links=LINKS).seconds == 6.0
+
+
+def test_computation_and_reduction_take_their_time():
+    async def program(comm):
+        await comm.compute(2.0)
+        await comm.work(8)
+        return comm.now
+
+    assert simulate(program, 2, links=LINKS).results == [4.0, 4.0]
+
+
+def test_rotation_removes_the_endpoint_hotspot():
+    """All to one rank, then to the next, takes longer than each to another in every turn."""
+
+    async def program(comm, rotate):
+        for turn in range(1, comm.world_size):
+            if rotate:
+                dest, source = (comm.rank + turn) % 5, (comm.rank - turn) % 5
+            else:
+                dest = source = turn - 1 if turn <= comm.rank else turn
+            sending = comm.isend(payload(100), dest, "p", BYTES)
+            await comm.irecv(source, 100, "p", BYTES)
+            await sending
+
+    rotated = simulate(lambda comm: program(comm, True), 5, links=LINKS).seconds
+    plain = simulate(lambda comm: program(comm, False), 5, links=LINKS).seconds
+    assert rotated == 4 * (1.0 + 50.0) < plain
+
+
+def test_a_buffer_may_be_reused_once_its_send_is_done():
+    async def program(comm):
+        if comm.rank == 0:
+            buffer = payload(2, fill=1)
+            await comm.isend(buffer, 1, "p", BYTES)
+            buffer.fill_(9)
+            return None
+        await comm.compute(1000.0)
+        return (await comm.irecv(0, 2, "p", BYTES)).tolist()
+
+    assert simulate(program, 2, links=LINKS).results[1] == [1, 1]
+
+
+def test_two_runs_are_the_same_run():
+    async def program(comm):
+        mine = torch.arange(comm.rank + 1, dtype=torch.uint8)
+        await comm.allgatherv(mine, list(range(1, 8)), "gather", BYTES)
+        total = await comm.allreduce(torch.tensor([0.1 * comm.rank]), "sum")
+        return total.item(), comm.now
+
+    first, second = (simulate(program, 7) for _ in range(2))
+    assert first.results == second.results
+    assert first.seconds == second.seconds
+    assert [a.total() == b.total() for a, b in zip(first.ledgers, second.ledgers, strict=True)]
+
+
+# ---- what goes wrong is said, not waited for --------------------------------------------------------
+
+
+def test_a_deadlock_names_who_waits_for_whom_in_which_phase():
+    async def program(comm):
+        if comm.rank == 1:
+            return
+        await comm.irecv((comm.rank + 1) % 3, 8, f"phase {comm.rank}", BYTES)
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(program, 3)
+    assert str(caught.value) == (
+        "rank 0 waits for message from rank 1 in phase 'phase 0'; "
+        "rank 2 waits for message from rank 0 in phase 'phase 2'"
+    )
+
+
+def test_a_deadlock_of_many_is_told_in_short():
+    async def program(comm):
+        await comm.irecv((comm.rank + 1) % comm.world_size, 8, "p", BYTES)
+
+    with pytest.raises(DeadlockError, match=r"rank 7 waits .* and 2 more$"):
+        simulate(program, 10)
+
+
+def test_an_error_in_one_rank_ends_the_run():
+    async def program(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        await comm.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        simulate(program, 3)
+
+
+def test_a_message_that_does_not_fit_is_an_error():
+    async def program(comm):
+        if comm.rank == 0:
+            await comm.isend(payload(9), 1, "p", BYTES)
+        else:
+            await comm.irecv(0, 8, "p", BYTES)
+
+    with pytest.raises(ConfigurationError, match=r"rank 1 posted 8 bytes .* which has 9 bytes"):
+        simulate(program, 2)
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 5])
+def test_a_rank_talks_to_other_ranks_only(peer):
+    async def program(comm):
+        if comm.rank == 0:
+            with pytest.raises(ConfigurationError, match=rf"rank 0 cannot send to rank {peer}"):
+                comm.isend(payload(1), peer, "p", BYTES)
+            with pytest.raises(ConfigurationError, match="cannot receive from rank 0"):
+                comm.irecv(0, 1, "p", BYTES)
+
+    simulate(program, 2)
+
+
+def test_blocking_on_a_simulated_rank_says_what_to_do():
+    async def program(comm):
+        run(comm.barrier())
+
+    with pytest.raises(ConfigurationError, match=r"pass it to sparsync\.simulate"):
+        simulate(program, 2)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "gamma"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_links_cannot_be_negative(name, value):
+    with pytest.raises(ConfigurationError, match=f"{name} is {value}"):
+        Links(**{name: value})
+
+
+def test_a_world_needs_a_rank():
+    with pytest.raises(ConfigurationError, match="world_size is 0"):
+        simulate(lambda comm: None, 0)
+
+
+def test_time_cannot_go_backwards():
+    async def program(comm):
+        await comm.compute(-1.0)
+
+    with pytest.raises(ConfigurationError, match="seconds >= 0"):
+        simulate(program, 1)

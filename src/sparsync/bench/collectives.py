@@ -205,11 +205,16 @@ def _on_one_thread(function: Callable[[], T]) -> T:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr while something runs; yields what is to be called after every step."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    """Show a bar on stderr, if that is a terminal; yields what is to be called after every step."""
     console = Console(stderr=True)
     with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not shown or not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)

@@ -11,7 +11,7 @@ from sparsync.transports.sim import Links
 __all__ = ["parse_network"]
 
 _BITS_PER_SECOND = MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
-_SECONDS = MappingProxyType({"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0})
+_PER_SECOND = MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0})
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?")
 _BITS_PER_BYTE = 8
 
@@ -38,8 +38,8 @@ def parse_network(text: str) -> Links:
         unit = match.group(2) if match else ""
         if match and unit in _BITS_PER_SECOND and bandwidth is None:
             bandwidth = float(match.group(1)) * _BITS_PER_SECOND[unit]
-        elif match and unit in _SECONDS and latency is None:
-            latency = float(match.group(1)) * _SECONDS[unit]
+        elif match and unit in _PER_SECOND and latency is None:
+            latency = float(match.group(1)) / _PER_SECOND[unit]
         else:
             raise ConfigurationError(f"network {text!r}: cannot read {part!r}; {example}")
     if bandwidth is None or latency is None:

@@ -1,0 +1,248 @@
+"""``sparsync bench``: what it verifies, how it sums up, and the command on ``sim``."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from sparsync import DenseVector, SparseVector, cli
+from sparsync.bench.collectives import BenchSettings, bench
+from sparsync.bench.inputs import INPUTS
+from sparsync.bench.measure import Case, Outcome, SimulatedRanks
+from sparsync.bench.rows import Row, bound_words_per_k, summarize
+from sparsync.bench.verify import Evidence, Verdict, Verification
+from sparsync.presets import PRESETS, oktopk
+
+# ---- verification ---------------------------------------------------------------------------------
+
+
+def sparse(*values):
+    return SparseVector.from_dense(torch.tensor(values))
+
+
+def judge(*ranks, k=2):
+    """Verify ranks given as (accumulated, residual, delivered, total)."""
+    check = Verification(size=3, world_size=len(ranks), k=k)
+    for accumulated, residual, delivered, total in ranks:
+        given = torch.tensor(accumulated), torch.tensor(residual)
+        selected = SparseVector.from_dense(given[0])
+        check.add(Evidence(*given, selected, delivered, total))
+    return check.verdict()
+
+
+def test_a_correct_step_has_nothing_to_report():
+    total = sparse(3.0, 0.0, 4.0)
+    verdict = judge(
+        ([1.0, 5.0, 0.0], [0.0, 5.0, 0.0], sparse(1.0, 0.0, 0.0), total),
+        ([2.0, 0.0, 4.0], [0.0, 0.0, 0.0], sparse(2.0, 0.0, 4.0), total),
+    )
+    assert verdict == Verdict(wrong=0, law_error=0.0, entries=1.0)
+
+
+def test_totals_that_differ_between_ranks_are_wrong():
+    zero = [0.0, 0.0, 0.0]
+    verdict = judge(
+        ([1.0, 0.0, 0.0], zero, sparse(1.0, 0.0, 0.0), sparse(1.0, 0.0, 0.0)),
+        (zero, zero, sparse(*zero), sparse(1.0, 2.0, 3.0)),
+    )
+    assert verdict.wrong == 2
+
+
+def test_a_total_that_is_not_the_sum_of_what_was_delivered_is_wrong():
+    one_bit_more = 1.0 + 2.0**-23
+    verdict = judge(
+        ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0], sparse(1.0, 0.0, 0.0), sparse(one_bit_more, 0.0, 0.0))
+    )
+    assert verdict.wrong == 1
+
+
+def test_dense_totals_may_differ_by_rounding_alone():
+    def step(value):
+        total = DenseVector(torch.tensor([value, 0.0, 0.0]))
+        mine = DenseVector(torch.tensor([1.0, 0.0, 0.0]))
+        return judge(([1.0, 0.0, 0.0], [0.0, 0.0, 0.0], mine, total))
+
+    assert step(1.0 + 2.0**-23).wrong == 0
+    assert step(1.0 + 2.0**-22).wrong == 1
+    assert step(float("nan")).wrong == 1
+    assert step(1.0).entries == 1.0
+
+
+def test_lost_mass_breaks_the_law():
+    total = sparse(1.0, 0.0, 0.0)
+    lost = judge(([1.0, 5.0, 0.0], [0.0, 0.0, 0.0], total, total))
+    assert lost.wrong == 0 and lost.law_error > 1e6
+    invented = judge(([1.0, 0.0, 0.0], [0.0, 0.0, 1e-40], total, total))
+    assert invented.law_error > 1, "where nothing was accumulated, nothing may be"
+    broken = judge(([1.0, 0.0, 0.0], [0.0, float("nan"), 0.0], total, total))
+    assert broken.law_error > 1e300
+
+
+def test_missing_entries_are_counted():
+    total = sparse(1.0, 0.0, 0.0)
+    verdict = judge(([1.0, 5.0, 2.0], [0.0, 5.0, 2.0], total, total), k=2)
+    assert verdict.entries == 0.5
+    assert verdict.law_error == 0
+
+
+def test_evidence_survives_packing():
+    total = sparse(1.0, 0.0, 2.0)
+    evidence = Evidence(torch.ones(3), torch.zeros(3), total, total, total)
+    back = Evidence.unpack(evidence.pack())
+    assert torch.equal(back.accumulated, torch.ones(3))
+    assert torch.equal(back.residual, torch.zeros(3))
+    for vector in (back.selected, back.delivered, back.total):
+        assert vector.to_dense().tolist() == [1.0, 0.0, 2.0]
+
+
+# ---- rows -----------------------------------------------------------------------------------------
+
+
+def test_a_row_sums_up_its_steps():
+    outcomes = [
+        Outcome(9.0, 4000, 100, Verdict(0, 0.5, 1.0)),  # warm-up: untimed, but its volume counts
+        Outcome(1.0, 100, 200, Verdict(2, 0.1, 0.9)),
+        Outcome(3.0, 300, 100, Verdict(1, 0.2, 1.0)),
+        Outcome(2.0, 100, 100, Verdict(0, 0.3, 1.0)),
+    ]
+    row = summarize(Case("oktopk", 4, 10_000, 0.01), "sim", outcomes, warmup=1)
+    assert (row.steps, row.warmup, row.k) == (3, 1, 100)
+    assert (row.seconds_25, row.seconds_median, row.seconds_75) == (1.5, 2.0, 2.5)
+    assert (row.bytes_sent_max, row.bytes_received_max) == (4000, 200)
+    assert (row.words_per_k_max, row.bound_words_per_k) == (10.0, 4.5)
+    assert (row.entries_min, row.law_error_max, row.wrong) == (0.9, 0.5, 3)
+    assert not row.correct
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_bound(name):
+    assert bound_words_per_k(Case(name, 4, 10_000, 0.01)) > 0
+    assert bound_words_per_k(Case(name, 1, 10_000, 0.01)) == 0
+
+
+def test_the_bound_depends_on_the_input():
+    bounds = [bound_words_per_k(Case("oktopk", 8, 10_000, 0.1, i)) for i in ("uniform", "disjoint")]
+    assert bounds == [5.25, 5.5]
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sparsync", "bench", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    monkeypatch.delenv("RANK", raising=False)
+    return run
+
+
+def test_the_json_has_the_documented_keys(command, tmp_path):
+    path = tmp_path / "new" / "b.json"
+    options = ["--collectives", "dense,allgather,oktopk", "--ranks", "4", "--size", "40000"]
+    more = ["--density", "0.05", "--steps", "3", "--warmup", "1", "--transport", "sim"]
+    code, out, err = command(*options, *more, "--json", str(path))
+    assert (code, err) == (0, "")
+    rows = json.loads(path.read_text())
+    assert [row["collective"] for row in rows] == ["dense", "allgather", "oktopk"]
+    contract = (
+        "collective transport ranks size density seconds_median bytes_sent_max bytes_received_max "
+        "words_per_k_max bound_words_per_k entries_min law_error_max wrong"
+    )
+    for row in rows:
+        assert set(row) >= set(contract.split())
+        assert (row["ranks"], row["size"], row["density"], row["k"]) == (4, 40000, 0.05, 2000)
+        assert row["words_per_k_max"] <= row["bound_words_per_k"]
+        assert row["entries_min"] >= 1 and row["law_error_max"] <= 1 and row["wrong"] == 0
+        assert 0 < row["seconds_25"] <= row["seconds_median"] <= row["seconds_75"]
+        assert row["collective"] in out
+    assert rows[0]["entries_min"] == rows[2]["entries_min"] == 1.0
+
+
+def test_sizes_and_densities_may_be_lists(command):
+    code, out, _ = command("--collectives", "oktopk", "--size", "400,800", "--density", "0.1,0.5",
+                           "--steps", "1", "--warmup", "0", "--ranks", "2")  # fmt: skip
+    assert code == 0
+    for title in ("n = 400, density 0.1: k = 40", "n = 800, density 0.5: k = 400"):
+        assert title in out
+
+
+def test_the_same_seed_gives_the_same_rows():
+    settings = BenchSettings(("oktopk",), 3, (3000,), steps=2, warmup=1, seed=7)
+    again, other = dataclasses.replace(settings), dataclasses.replace(settings, seed=8)
+    assert bench(settings) == bench(again)
+    assert bench(settings) != bench(other)
+
+
+def test_one_rank_sends_nothing_and_is_correct():
+    for row in bench(BenchSettings(tuple(PRESETS), 1, (1000,), steps=2, warmup=0)):
+        assert isinstance(row, Row) and row.correct
+        assert (row.bytes_sent_max, row.words_per_k_max, row.seconds_median) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_preset_is_correct_on_every_input(kind):
+    for row in bench(BenchSettings(tuple(PRESETS), 5, (2000,), (0.02,), 3, 0, kind)):
+        assert row.correct and row.entries_min >= 1, row
+
+
+def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
+    wrong = [Outcome(1.0, 8, 8, Verdict(1, 0.0, 1.0))]
+    monkeypatch.setattr(
+        "sparsync.bench.collectives.measure_simulated", lambda case, steps: iter(wrong)
+    )
+    code, out, _ = command("--collectives", "oktopk", "--steps", "1", "--warmup", "0")
+    assert code == 1
+    assert "!1" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--collectives", "best"], "unknown algorithm 'best'; choose one of allgather, dense"),
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--size", "many"], "size is 'many'; give whole numbers"),
+        (["--size", "0"], "size is 0; give at least 1"),
+        (["--size", "1,,2"], "size is '1,,2'"),
+        (["--density", "0.1,x"], "density is '0.1,x'; give numbers"),
+        (["--density", "2"], "density is 2.0"),
+        (["--density", "nan"], "density is nan"),
+        (["--steps", "0"], "steps is 0; give at least 1"),
+        (["--warmup", "-1"], "warmup is -1; give at least 0"),
+        (["--input", "odd"], "unknown input 'odd'; choose one of uniform"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose sim or torch"),
+        (["--network", "1gbit"], "has no latency"),
+        (["--timeout", "0"], "timeout is 0.0"),
+        (["--json", "."], "cannot write to '.'"),
+        (["--szie", "3"], "--szie"),
+    ],
+)
+def test_bad_input_is_one_line_and_ends_with_2(command, arguments, said):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_sim_inside_a_launcher_is_refused(command, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = command("--steps", "1")
+    assert code == 2
+    assert "sim needs no launcher" in err
+
+
+# ---- simulated ranks ------------------------------------------------------------------------------
+
+
+def test_simulated_ranks_keep_their_state_from_step_to_step():
+    ranks = SimulatedRanks(Case(oktopk(repartition_period=2), 3, 3000, 0.05))
+    first, second = ranks.step(), ranks.step()
+    assert "boundaries" in first.ledgers[0].by_phase()
+    assert "boundaries" not in second.ledgers[0].by_phase()
+    assert {reducer.step for reducer in ranks.reducers} == {2}
+    assert all(reducer.residuals[0].value is not None for reducer in ranks.reducers)

@@ -9,7 +9,7 @@ from sparsync.bench.launch import RankError, launch
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS, COLLECTIVES
 
-from . import programs
+from . import ddp_programs, programs
 
 pytestmark = pytest.mark.gloo
 
@@ -36,7 +36,7 @@ def test_gloo_equals_the_simulator_bit_for_bit(world_size):
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(programs.everything_about_ddp, 3, directory, timeout=60.0)
+    return launch(ddp_programs.everything_about_ddp, 3, directory, timeout=60.0)
 
 
 def test_every_ddp_setting_gives_the_same_training(ddp):

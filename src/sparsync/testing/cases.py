@@ -11,7 +11,21 @@ from torch import Tensor
 
 from sparsync.sparse import Vector
 
-__all__ = ["STEPS", "WORLD_SIZES", "Case", "cases", "digest", "same", "within"]
+__all__ = [
+    "STEPS",
+    "WORLD_SIZES",
+    "Case",
+    "cancelling",
+    "cases",
+    "digest",
+    "dominating",
+    "integers",
+    "masked",
+    "noise",
+    "own_region",
+    "same",
+    "within",
+]
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
 STEPS = 3  # per case: an opening one, one that reuses, one more
@@ -36,57 +50,77 @@ class Case:
     exact: bool = False
 
 
+_SIZE = 499  # a prime: no world size divides it
+
+
+def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
+    """Return independent normal entries per rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator)
+
+
+def integers(rank: int, world_size: int, step: int) -> Tensor:
+    """Return small whole numbers, whose sums are exact in any order."""
+    return (3 * noise(rank, world_size, step)).round()
+
+
+def masked(rank: int, world_size: int, step: int, low: int, high: int) -> Tensor:
+    """Return noise in ``[low, high)`` and zeros elsewhere."""
+    result = torch.zeros(_SIZE)
+    result[low:high] = noise(rank, world_size, step, high - low)
+    return result
+
+
+def own_region(rank: int, world_size: int, step: int, shift: int = 0) -> Tensor:
+    """Return noise in the even region of rank ``rank + shift``: disjoint supports."""
+    owner = (rank + shift) % world_size
+    low, high = owner * _SIZE // world_size, (owner + 1) * _SIZE // world_size
+    return masked(rank, world_size, step, low, high)
+
+
+def dominating(rank: int, world_size: int, step: int) -> Tensor:
+    """Return disjoint supports where rank 0's values are the largest."""
+    return own_region(rank, world_size, step, shift=1) * (100.0 if rank == 0 else 1.0)
+
+
+def cancelling(rank: int, world_size: int, step: int) -> Tensor:
+    """Return entries whose sum over ranks is zero."""
+    sign = 0.0 if rank == world_size - 1 and world_size % 2 else (-1.0) ** rank
+    return sign * noise(0, world_size, step)
+
+
 def cases() -> list[Case]:
     """Return the inputs that every algorithm must handle: typical, adversarial and degenerate."""
-
-    def noise(rank: int, world_size: int, step: int, size: int = 499) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.randn(size, generator=generator)
-
-    def integers(rank: int, world_size: int, step: int) -> Tensor:
-        return (3 * noise(rank, world_size, step)).round()
-
-    def masked(rank: int, world_size: int, step: int, low: int, high: int) -> Tensor:
-        result = torch.zeros(499)
-        result[low:high] = noise(rank, world_size, step, high - low)
-        return result
-
-    def own_region(rank: int, world_size: int, step: int, shift: int = 0) -> Tensor:
-        owner = (rank + shift) % world_size
-        low, high = owner * 499 // world_size, (owner + 1) * 499 // world_size
-        return masked(rank, world_size, step, low, high)
-
-    def dominating(rank: int, world_size: int, step: int) -> Tensor:
-        return own_region(rank, world_size, step, shift=1) * (100.0 if rank == 0 else 1.0)
-
-    def cancelling(rank: int, world_size: int, step: int) -> Tensor:
-        sign = 0.0 if rank == world_size - 1 and world_size % 2 else (-1.0) ** rank
-        return sign * noise(0, world_size, step)
-
     return [
-        Case("noise", 499, 40, noise),
-        Case("integers", 499, 40, integers, exact=True),
-        Case("all zero", 499, 40, lambda r, p, s: torch.zeros(499), exact=True),
-        Case("zero at first", 499, 40, lambda r, p, s: integers(r, p, s) * (s > 0), exact=True),
+        Case("noise", _SIZE, 40, noise),
+        Case("integers", _SIZE, 40, integers, exact=True),
+        Case("k = 1", _SIZE, 1, noise),
+        Case("one region", _SIZE, 40, lambda r, p, s: masked(r, p, s, 0, 60)),
+        Case("last elements", _SIZE, 40, lambda r, p, s: masked(r, p, s, 490, 499)),
+        Case("matching regions", _SIZE, 40, own_region),
+        Case("shifted regions", _SIZE, 40, lambda r, p, s: own_region(r, p, s, shift=1)),
+        Case("one rank dominates", _SIZE, 40, dominating),
+        Case("same everywhere", _SIZE, 40, lambda r, p, s: noise(0, p, s)),
+        Case("cancelling", _SIZE, 40, cancelling),
+        Case("one rank only", _SIZE, 40, lambda r, p, s: noise(r, p, s) * (r == p - 1)),
+        Case("growing", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**s),
+        Case("shrinking", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**-s),
+        *_degenerate_cases(),
+    ]
+
+
+def _degenerate_cases() -> list[Case]:
+    return [
+        Case("all zero", _SIZE, 40, lambda r, p, s: torch.zeros(_SIZE), exact=True),
+        Case("zero at first", _SIZE, 40, lambda r, p, s: integers(r, p, s) * (s > 0), exact=True),
         Case("empty", 0, 5, lambda r, p, s: torch.zeros(0), exact=True),
-        Case("k = 0", 499, 0, integers, exact=True),
-        Case("k = 1", 499, 1, noise),
-        Case("k = n", 499, 499, noise),
-        Case("k > n", 499, 1000, noise),
+        Case("k = 0", _SIZE, 0, integers, exact=True),
+        Case("k = n", _SIZE, _SIZE, noise),
+        Case("k > n", _SIZE, 2 * _SIZE, noise),
         Case("fewer elements than ranks", 3, 2, lambda r, p, s: noise(r, p, s, 3)),
-        Case("one region", 499, 40, lambda r, p, s: masked(r, p, s, 0, 60)),
-        Case("last elements", 499, 40, lambda r, p, s: masked(r, p, s, 490, 499)),
-        Case("matching regions", 499, 40, own_region),
-        Case("shifted regions", 499, 40, lambda r, p, s: own_region(r, p, s, shift=1)),
-        Case("one rank dominates", 499, 40, dominating),
-        Case("same everywhere", 499, 40, lambda r, p, s: noise(0, p, s)),
-        Case("cancelling", 499, 40, cancelling),
-        Case("one rank only", 499, 40, lambda r, p, s: noise(r, p, s) * (r == p - 1)),
-        Case("one-hot", 499, 40, lambda r, p, s: torch.eye(499)[r], exact=True),
-        Case("constant", 499, 40, lambda r, p, s: torch.full((499,), 2.0), exact=True),
-        Case("growing", 499, 40, lambda r, p, s: noise(r, p, s) * 10.0**s),
-        Case("shrinking", 499, 40, lambda r, p, s: noise(r, p, s) * 10.0**-s),
-        Case("denormal", 499, 40, lambda r, p, s: noise(r, p, s) * 1e-42),
+        Case("one-hot", _SIZE, 40, lambda r, p, s: torch.eye(_SIZE)[r], exact=True),
+        Case("constant", _SIZE, 40, lambda r, p, s: torch.full((_SIZE,), 2.0), exact=True),
+        Case("denormal", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 1e-42),
     ]
 
 

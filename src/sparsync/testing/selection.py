@@ -8,7 +8,7 @@ import torch
 
 from sparsync.selection import Selector
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.testing.cases import STEPS, cases
+from sparsync.testing.cases import STEPS, cases, noise
 
 __all__ = ["check_selector"]
 
@@ -42,7 +42,7 @@ def check_selector(make: Callable[[], Selector]) -> None:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
-    broken = cases()[0].make(0, 1, 0)
+    broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):
         selector = make()

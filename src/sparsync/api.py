@@ -51,8 +51,8 @@ def allreduce(
     them from step to step: use ``attach``.
 
     Args:
-        vector: a 1-D tensor, of which the k largest entries are taken, or a sparse or dense vector,
-            which is taken as it is.  Size and dtype are equal on all ranks.
+        vector: a 1-D tensor or a dense or sparse vector, of which the k largest entries are taken.
+            Size and dtype are equal on all ranks.
         comm: from ``connect``; a simulated communicator cannot block (see ``sparsync.simulate``).
         algorithm: a preset's name or an ``Algorithm``.
         k: entries asked for, per rank and in the total; equal on all ranks.  Default: the size.
@@ -74,11 +74,18 @@ def allreduce(
         [0.0, -5.0, 0.0]
     """
     chosen = resolve(algorithm, **options)
+    if not isinstance(vector, Tensor | SparseVector | DenseVector):
+        raise ConfigurationError(
+            f"allreduce: got {type(vector).__name__}; give a 1-D tensor, a SparseVector or a "
+            "DenseVector"
+        )
     size = vector.numel() if isinstance(vector, Tensor) else vector.size
     if k is None:
         k = size
-    if k < 0:
-        raise ConfigurationError(f"k is {k}; give the number of entries to take, at least 0")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+        raise ConfigurationError(
+            f"k is {k!r}; give the number of entries to take, a whole number >= 0"
+        )
     return run(_allreduce(vector, comm, chosen, size, k, options))
 
 
@@ -108,12 +115,14 @@ def _ready(vector: Tensor | Vector, k: int, *, dense: bool) -> Vector:
     """Select from a tensor; check what is given as a vector."""
     if isinstance(vector, SparseVector):
         return vector.check()
+    values = vector.values if isinstance(vector, DenseVector) else vector
+    if values.dim() != 1:
+        raise ConfigurationError(
+            f"allreduce: the tensor has shape {tuple(values.shape)}; flatten it first"
+        )
     if isinstance(vector, DenseVector):
         return vector
-    if vector.dim() != 1:
-        raise ConfigurationError(
-            f"allreduce: the tensor has shape {tuple(vector.shape)}; flatten it first"
-        )
+    vector = vector.detach()  # a sum over ranks is not differentiated
     if dense:
         return DenseVector(vector)
     positions = kernels.top(vector, k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,11 +33,13 @@ class Algorithm:
         name: for messages and tables.
         make_selector: builds one selector; called once per unit.
         make_collective: builds one collective; called once per unit.
+        options: what a preset was told, for ranks to compare.
     """
 
     name: str
     make_selector: Callable[[], Selector]
     make_collective: Callable[[], Collective]
+    options: tuple[tuple[str, object], ...] = ()
 
 
 def dense() -> Algorithm:
@@ -59,6 +61,9 @@ def oktopk(
 ) -> Algorithm:
     """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
 
+    The bound supposes that supports change little while boundaries are kept (64 steps), as the paper
+    does, and k / P >= 256 (``costs.oktopk_bound_words``).
+
     Args:
         threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).
         cap: at most ``cap * k`` entries are taken, locally and globally.
@@ -66,6 +71,8 @@ def oktopk(
             training a threshold reused for 32 steps finds 0.03 to 0.1 k; None as published).
         options: see ``sparsync.collectives.OkTopk``.
     """
+    if cap is not None and floor is not None:
+        floor = min(floor, cap)
     return Algorithm(
         "oktopk",
         lambda: Reused(threshold_period, cap, floor),
@@ -127,9 +134,14 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
             f"{algorithm} has no option {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known)) or 'none'}"
         )
-    made = preset(**options)
-    made.make_selector(), made.make_collective()  # bad values fail here, not in the first step
-    return made
+    try:
+        made = preset(**options)
+        made.make_selector(), made.make_collective()  # bad values fail here, not in the first step
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{algorithm}: an option has the wrong type ({error}); given were {options}"
+        ) from error
+    return replace(made, options=tuple(sorted(options.items())))
 
 
 def check_density(density: float) -> float:

@@ -23,12 +23,16 @@ class Residual:
         value: `[n]` what has not been delivered yet; None stands for zeros.
         accumulated: `[n]` residual + gradient of the open step.
 
+    Both are float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no
+    longer grows when that is added, and mass would vanish before the law begins.
+
     Memory: 2 n elements; n for an algorithm that delivers everything.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.value: Tensor | None = None
-        self.accumulated = torch.zeros(size, dtype=dtype, device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.accumulated = torch.zeros(size, dtype=wide, device=device)
 
     def accumulate(self, start: int, gradient: Tensor) -> None:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``."""

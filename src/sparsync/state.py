@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sparsync.errors import ConfigurationError
+
 __all__ = ["NoState", "Stateful"]
 
 
@@ -29,4 +31,26 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by what ``state_dict`` returned."""
-        self.state = type(self.state)(**state)
+        self.state = self.parsed_state(state)
+
+    def parsed_state(self, state: Mapping[str, Any]) -> Any:
+        """Return the state object of a saved dictionary, without taking it over.
+
+        Raises:
+            ConfigurationError: other fields than this state has, or what is not plain numbers.
+        """
+        names = sorted(field.name for field in fields(self.state))
+        if not isinstance(state, Mapping) or sorted(state) != names:
+            raise ConfigurationError(
+                f"the saved state of {type(self).__name__} has "
+                f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}, expected "
+                f"{names}; load a state that state_dict() returned"
+            )
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        for name, value in values.items():
+            plain = value if isinstance(value, tuple) else (value,)
+            if not all(v is None or isinstance(v, int | float) for v in plain):
+                raise ConfigurationError(
+                    f"the saved {name} of {type(self).__name__} is {value!r}, expected numbers"
+                )
+        return type(self.state)(**values)

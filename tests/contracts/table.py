@@ -40,6 +40,9 @@ ALGORITHMS = {
     "oktopk": oktopk(),
     "oktopk, period 2": oktopk(threshold_period=2, repartition_period=2),
     "oktopk-paper": oktopk_paper(),
+    "oktopk, allgathered threshold, cap": oktopk(
+        global_threshold="allgather", balanced_split=False, threshold_period=2
+    ),
     "oktopk, exact selection": Algorithm("oktopk-exact", Exact, OkTopk),
 }
 

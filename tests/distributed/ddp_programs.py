@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 
+from . import ddp_edges as edges
 from .small_model import batch, flat, model, same_everywhere, train
 
 
@@ -189,11 +190,15 @@ def refusals() -> dict[str, str]:
     refuse("unknown option", treshold_period=3)
     refuse("bad option", threshold_period=0)
     refuse("bad policy", nonfinite="ignore")
+    refuse("bad timeout", timeout=float("inf"))
     once = DistributedDataParallel(model())
     sync = sparsync.attach(once, "oktopk", density=0.01, timeout=30)
     refuse("second attach", model=once)
     sync.close()
     refuse("ranks disagree", density=0.01 * (1 + dist.get_rank()))
+    refuse("other cap", cap=None if dist.get_rank() else 1.0)
+    refuse("other policy", nonfinite="skip" if dist.get_rank() else "raise")
+    refuse("other units", unit_bytes=1000 if dist.get_rank() else 1001)
     return said
 
 
@@ -242,4 +247,8 @@ def everything_about_ddp(directory: str) -> dict[str, Any]:
         "nonfinite": nonfinite_policies(),
         "refusals": refusals(),
         "update space": update_space(),
+        "odd": edges.odd_parameters(),
+        "forgotten": edges.forgotten_handle_ends_its_thread(),
+        "different steps": edges.states_of_different_steps(),
+        "thawed": edges.thawed_too_late(),
     }

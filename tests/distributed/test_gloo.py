@@ -63,6 +63,22 @@ def test_update_space_is_algorithm_2(ddp):
     assert all(ddp["update space"].values()), ddp["update space"]
 
 
+def test_mixed_dtypes_and_empty_parameters_train(ddp):
+    assert all(ddp["odd"].values()), ddp["odd"]
+
+
+def test_a_forgotten_handle_ends_its_thread(ddp):
+    assert ddp["forgotten"]
+
+
+def test_states_of_different_steps_are_refused(ddp):
+    assert "step of the saved state" in ddp["different steps"]
+
+
+def test_a_parameter_that_was_frozen_at_attach_is_named(ddp):
+    assert "requires_grad=False when attach was called" in ddp["thawed"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -74,6 +90,10 @@ def test_update_space_is_algorithm_2(ddp):
         ("bad option", ["threshold_period is 0", "at least 1"]),
         ("bad policy", ["'ignore'", "raise, skip, propagate"]),
         ("second attach", ["already", "freshly wrapped"]),
+        ("bad timeout", ["timeout is inf", "10^6"]),
+        ("other cap", ["PeerError", "options", "('cap', "]),
+        ("other policy", ["PeerError", "'nonfinite', "]),
+        ("other units", ["PeerError", "'unit_bytes', 100"]),
         ("ranks disagree", ["PeerError", "density", "rank 0 has 0.01", "ranks 1, 2"]),
     ],
 )

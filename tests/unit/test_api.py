@@ -94,7 +94,6 @@ def test_ranks_that_give_equal_codecs_agree():
     assert simulate_ranks(program, 3).results == [[1.0, 1.0, 1.0]] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="attach compares the preset's name, not its options")
 def test_attach_compares_the_options_too(monkeypatch):
     """Ranks with another cap post receives of another length: gloo aborts the process."""
     told = []

@@ -107,10 +107,11 @@ def test_span_is_the_narrowest_run_of_regions_that_holds_the_piece(drawn, data):
     boundaries = [0, *accumulate(c + s for c, s in zip(counts, slack, strict=True))]
     owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
     ends = [0, *accumulate(targets)]
+    expected = []
     for piece in range(len(counts)):
         held = owners[ends[piece] : ends[piece + 1]]
-        expected = (boundaries[held[0]], boundaries[held[-1] + 1]) if held else (0, 0)
-        assert regions.span(counts, targets, boundaries, piece) == expected
+        expected.append((boundaries[held[0]], boundaries[held[-1] + 1]) if held else (0, 0))
+    assert regions.spans(counts, targets, boundaries) == expected
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9))

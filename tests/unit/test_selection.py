@@ -50,7 +50,7 @@ def test_reused_takes_what_reaches_the_last_exact_threshold():
 
 
 @pytest.mark.parametrize(
-    ("cap", "expected"), [(1.0, [1, 3]), (1.5, [0, 1, 3]), (None, [0, 1, 3, 4]), (0.4, [])]
+    ("cap", "expected"), [(1.0, [1, 3]), (1.5, [0, 1, 3]), (None, [0, 1, 3, 4]), (0.4, [1])]
 )
 def test_reused_takes_at_most_cap_times_k_the_largest_first(cap, expected):
     selector = Reused(threshold_period=32, cap=cap)

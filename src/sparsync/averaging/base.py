@@ -60,13 +60,16 @@ class ModelAverager:
 
     def step(self) -> None:
         """Average, if the averager's schedule says so; blocks until done."""
-        self._replace(run(self.averager.average(self.comm, self._flat(), self.steps)))
+        flat = self._flat()
+        averaged = run(self.averager.average(self.comm, flat, self.steps))
+        if averaged is not flat:
+            self._copy_back_(averaged)
         self.steps += 1
         self.comm.ledger.begin_step(self.steps)
 
     def finish(self) -> None:
         """Leave all replicas equal."""
-        self._replace(run(self.averager.finish(self.comm, self._flat())))
+        self._copy_back_(run(self.averager.finish(self.comm, self._flat())))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the averager's state."""
@@ -78,11 +81,15 @@ class ModelAverager:
         self.averager.load_state_dict(state["averager"])
 
     def _flat(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
 
-    def _replace(self, flat: Tensor) -> None:
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(flat, self.model.parameters())
+    @torch.no_grad()
+    def _copy_back_(self, flat: Tensor) -> None:
+        """Write a vector into the parameters: same tensors, dtypes and strides as before."""
+        sizes = [p.numel() for p in self.model.parameters()]
+        pieces = torch.split(flat, sizes)
+        for parameter, piece in zip(self.model.parameters(), pieces, strict=True):
+            parameter.copy_(piece.view(parameter.shape))
 
 
 async def mean(comm: Communicator, model: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from sparsync.bench.report import check_writable
 from sparsync.bench.rows import Row, summarize, tables
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, check_density, resolve
+from sparsync.transports.base import check_timeout
 from sparsync.transports.sim import Links
 
 __all__ = ["BenchSettings", "bench", "command"]
@@ -90,8 +91,7 @@ class BenchSettings:
         input_named(self.input)
         if self.transport not in ("sim", "torch"):
             raise ConfigurationError(f"unknown transport {self.transport!r}; choose sim or torch")
-        if not self.timeout > 0:
-            raise ConfigurationError(f"timeout is {self.timeout}; give seconds > 0")
+        check_timeout(self.timeout)
 
     def cases(self) -> list[Case]:
         """Return one case per row, collectives side by side."""

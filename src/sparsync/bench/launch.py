@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
+from sparsync.transports.base import check_timeout
 
 __all__ = ["RankError", "launch", "launched"]
 
@@ -55,6 +56,7 @@ def launch(
     """
     if world_size < 1:
         raise ConfigurationError(f"ranks is {world_size}; give at least 1")
+    check_timeout(timeout)
     if launched():
         return _inside_launcher(function, world_size, args, timeout)
     # the parent serves the store on a port that the system chose: no race, no stuck port

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
+from sparsync.transports.base import check_timeout
 
 __all__ = ["TrainSettings"]
 
@@ -52,7 +53,7 @@ class TrainSettings:
         _check("optimizer", self.optimizer, self.optimizer in ("sgd", "adam"), "sgd or adam")
         _check("lr", self.lr, 0 < self.learning_rate < math.inf, "a number > 0")
         _check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
-        _check("timeout", self.timeout, 0 < self.timeout < math.inf, "seconds > 0")
+        check_timeout(self.timeout)
         check_density(self.density)
 
     @property

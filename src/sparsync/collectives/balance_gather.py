@@ -53,7 +53,7 @@ async def balance_and_allgatherv(
         holders = regions.holders(counts, balance_trigger)
         targets = regions.balanced_counts(counts, balance_trigger)
         mine = await _balance(comm, mine, counts, targets, boundaries, codec)
-        spans = [regions.span(counts, targets, boundaries, r) for r in range(comm.world_size)]
+        spans = regions.spans(counts, targets, boundaries)
         counts = targets
     start, stop = spans[comm.rank]
     payload = codec.encode(SparseVector(mine.indices - start, mine.values, stop - start)).payload

@@ -54,8 +54,10 @@ def as_sparse(vector: Vector) -> SparseVector:
 
 
 def most_entries(k: int, cap: float | None, size: int) -> int:
-    """Return how many of ``size`` entries may be taken: ``cap * k``, or all if ``cap`` is None."""
-    return size if cap is None else min(size, math.floor(cap * k))
+    """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 if k is; or all."""
+    if cap is None:
+        return size
+    return min(size, max(math.floor(cap * k), 1)) if k else 0
 
 
 def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:

@@ -55,13 +55,13 @@ async def by_histogram(
 
     Cost: usually one allreduce of ``bins_for(k)`` words and one allgather of 2 words.
     """
-    stop, octave = kernels.key_range(region.values.dtype)
+    stop, octave = kernels.key_range(region.values.dtype)  # one NaN pattern is ``stop``: clamped
     around, bins = None, REFINING_BINS
     if last_threshold_key is not None:
         bins = bins_for(k)
         around = max(last_threshold_key - octave, 1), min(last_threshold_key + octave, stop)
     wanted = most_entries(k, cap if cap is not None else 1.0, size)
-    keys = kernels.magnitude_keys(region.values).to(torch.int64).sort().values
+    keys = kernels.magnitude_keys(region.values).to(torch.int64).clamp(max=stop - 1).sort().values
     total, (bracket,) = await quantiles(
         comm,
         keys,
@@ -111,6 +111,8 @@ async def by_allgather(
         return Kept(region.top(0), [0] * comm.world_size, None)
     threshold_key = int(kernels.magnitude_keys(values[largest]).min())
     counts = [int((kernels.magnitude_keys(v) >= max(threshold_key, 1)).sum()) for v in everyone]
+    if not bool(torch.isfinite(values).all()):
+        cap = None  # as in by_threshold
     return _within_cap(comm, region, counts, k, cap, threshold_key)
 
 
@@ -124,13 +126,16 @@ async def by_threshold(
 ) -> Kept:
     """Keep what reaches a reused threshold; over the cap, each rank keeps its largest pro rata.
 
-    Cost: one allgather of a word.
+    Cost: one allgather of two words.
     """
     reach = 0
     if threshold_key is not None:
         reach = kernels.above(region.values, threshold_key, None).numel()
-    pairs = await comm.allgather(torch.tensor([reach]), "sizes")
-    return _within_cap(comm, region, [int(t) for t in pairs], k, cap, threshold_key)
+    broken = int((~region.isfinite()).sum())
+    pairs = [t.tolist() for t in await comm.allgather(torch.tensor([reach, broken]), "sizes")]
+    if any(pair[1] for pair in pairs):
+        cap = None  # pro rata could drop the NaN that makes all ranks refuse the step
+    return _within_cap(comm, region, [pair[0] for pair in pairs], k, cap, threshold_key)
 
 
 def _within_cap(

@@ -59,7 +59,8 @@ class OkTopk(Collective):
         balance_trigger: balance when the largest count exceeds this multiple of the mean (paper: 4).
 
     Cost: 2 k (P - 1) / P words where supports match the regions, at most 6 k (P - 1) / P on
-    exchangeable inputs and 6 k - 4 k / P on any; at most 2 P + 2 log2 P messages and the small
+    exchangeable inputs and 6 k - 4 k / P on any that keep their supports
+    between repartitions; at most 2 P + 2 log2 P messages and the small
     allreduces of phases 1 and 3 (`costs.oktopk`).
     State: ``OkTopkState``.
     Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sparsync.errors import ConfigurationError
@@ -20,7 +20,7 @@ __all__ = [
     "even_boundaries",
     "holders",
     "schedule",
-    "span",
+    "spans",
 ]
 
 
@@ -132,13 +132,16 @@ def balance_plan(counts: Sequence[int], targets: Sequence[int]) -> list[Move]:
             "and must have the same sum"
         )
     ends = _ends(targets)
-    moves, start = [], 0
+    moves, start, dest = [], 0, 0
     for source, count in enumerate(counts):
-        for dest in range(len(counts)):
-            low, high = max(start, ends[dest]), min(start + count, ends[dest + 1])
-            if low < high:
-                moves.append(Move(source, dest, low - start, high - low))
-        start += count
+        low, stop = start, start + count
+        while low < stop:
+            while ends[dest + 1] <= low:
+                dest += 1
+            high = min(stop, ends[dest + 1])
+            moves.append(Move(source, dest, low - start, high - low))
+            low = high
+        start = stop
     return moves
 
 
@@ -157,24 +160,25 @@ def dissemination_sends(lengths: Sequence[int]) -> int:
     )
 
 
-def span(
-    counts: Sequence[int], targets: Sequence[int], boundaries: Sequence[int], piece: int
-) -> tuple[int, int]:
-    """Return the narrowest ``[start, stop)`` of whole regions that holds balanced piece ``piece``.
+def spans(
+    counts: Sequence[int], targets: Sequence[int], boundaries: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return, per balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
 
-    Everyone can compute it from the counts, so indices travel relative to it.
+    Everyone can compute them from the counts, so indices travel relative to them.
 
     Example:
-        >>> span([4, 0, 4], [2, 4, 2], [0, 10, 20, 30], piece=1)
-        (0, 30)
+        >>> spans([4, 0, 4], [2, 4, 2], [0, 10, 20, 30])
+        [(0, 10), (0, 30), (20, 30)]
     """
-    held, wanted = _ends(counts), _ends(targets)
-    low, high = wanted[piece], wanted[piece + 1]
-    if low == high:
-        return 0, 0
-    first = bisect_right(held, low) - 1
-    last = bisect_left(held, high)
-    return boundaries[first], boundaries[last]
+    held, result = _ends(counts), []
+    for low, high in pairwise(_ends(targets)):
+        if low == high:
+            result.append((0, 0))
+        else:
+            first, last = bisect_right(held, low) - 1, bisect_left(held, high)
+            result.append((boundaries[first], boundaries[last]))
+    return result
 
 
 def _ends(counts: Sequence[int]) -> list[int]:

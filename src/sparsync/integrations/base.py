@@ -6,34 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
+from sparsync.residual import Residual
 from sparsync.transports.base import run
+from sparsync.units import Unit
 
 __all__ = ["agree_on_reducer", "load_reducer_state", "reducer_state", "reducer_stats"]
 
 _VERSION = 1
 
 
-def agree_on_reducer(reducer: Reducer) -> None:
-    """Compare the set-up with all ranks before the first step.
+def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
+    """Compare the set-up, and what else the integration was told, with all ranks.
 
     Raises:
         PeerError: names what differs and on which ranks.
     """
-    layout = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
+    parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
     run(
         agree(
             reducer.comm,
             {
                 "the version of the saved state": _VERSION,
                 "the algorithm": reducer.algorithm.name,
+                "its options": reducer.algorithm.options,
                 "density": reducer.density,
                 "warmup_steps": reducer.warmup_steps,
-                "the parameters (names and sizes)": layout,
-                "dtypes": [str(unit.dtype) for unit in reducer.units],
+                "other settings": sorted(settings.items()),
+                "the parameters (names and sizes)": parameters,
+                "the units (parameters of each, dtypes)": [
+                    (len(unit.slots), str(unit.dtype)) for unit in reducer.units
+                ],
             },
         )
     )
@@ -90,8 +97,13 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
 def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Restore what ``reducer_state`` returned on this rank: the next step continues bit for bit.
 
+    All ranks call it together: they compare the step and what must be equal on all of them.  Nothing
+    is changed unless everything fits.
+
     Raises:
-        ConfigurationError: the state is of another algorithm, rank, world size or set of units.
+        ConfigurationError: the state is of another algorithm, rank, world size or set of units, or
+            not a state at all.
+        PeerError: the ranks' states are of different steps.
     """
     expected = {
         "version": _VERSION,
@@ -106,17 +118,53 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
                 f"the saved state has {name} {_brief(state.get(name))}, this run has "
                 f"{_brief(value)}; load each rank's own state into the same set-up"
             )
-    for unit, kept in zip(reducer.units, reducer.residuals, strict=True):
-        saved = state["residual"]
-        kept.value = None
-        if any(slot.name in saved for slot in unit.slots):
-            kept.value = torch.cat([saved[slot.name].to(kept.accumulated) for slot in unit.slots])
-    for selector, saved_state in zip(reducer.selectors, state["selectors"], strict=True):
-        selector.load_state_dict(saved_state)
-    for collective, saved_state in zip(reducer.collectives, state["collectives"], strict=True):
-        collective.load_state_dict(saved_state)
-    reducer.step, reducer.skipped = state["step"], state["skipped"]
+    residuals = [_saved_residual(state, unit, kept) for unit, kept in _pairs(reducer)]
+    step, skipped = (_saved_count(state, name) for name in ("step", "skipped"))
+    parts = [*reducer.selectors, *reducer.collectives]
+    saved_parts = [*state.get("selectors", ()), *state.get("collectives", ())]
+    if len(saved_parts) != len(parts):
+        raise ConfigurationError(
+            f"the saved state has {len(saved_parts)} selectors and collectives, this run has "
+            f"{len(parts)}; load a state that state_dict() returned"
+        )
+    states = [part.parsed_state(saved) for part, saved in zip(parts, saved_parts, strict=True)]
+    shared = [step, *states[len(reducer.selectors) :]]
+    run(agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared}))
+    for (_, kept), residual in zip(_pairs(reducer), residuals, strict=True):
+        kept.value = residual
+    for part, parsed in zip(parts, states, strict=True):
+        part.state = parsed
+    reducer.step, reducer.skipped = step, skipped
     reducer.settle()
+
+
+def _pairs(reducer: Reducer) -> list[tuple[Unit, Residual]]:
+    return list(zip(reducer.units, reducer.residuals, strict=True))
+
+
+def _saved_residual(state: Mapping[str, Any], unit: Unit, kept: Residual) -> Tensor | None:
+    """Put a unit's residual together from the parameters' pieces; None if nothing was kept."""
+    saved = state.get("residual", {})
+    pieces = [saved.get(slot.name) for slot in unit.slots]
+    if all(piece is None for piece in pieces):
+        return None
+    for slot, piece in zip(unit.slots, pieces, strict=True):
+        if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
+            raise ConfigurationError(
+                f"the saved residual of '{slot.name}' is "
+                f"{tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)}, expected a "
+                f"tensor of {slot.size} elements; was it saved from this model?"
+            )
+    return torch.cat([piece.to(kept.accumulated) for piece in pieces])
+
+
+def _saved_count(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(
+            f"the saved state has {name} {_brief(value)}, expected a whole number >= 0"
+        )
+    return value
 
 
 def _brief(value: object, length: int = 60) -> str:

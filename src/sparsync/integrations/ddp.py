@@ -7,8 +7,7 @@ together, after every total of the step is known to be finite.
 """
 
 import weakref
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import kernels
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.integrations.backward import Round, deliver_to_unused_, write_
 from sparsync.integrations.base import (
     agree_on_reducer,
     load_reducer_state,
@@ -29,8 +28,7 @@ from sparsync.integrations.base import (
 )
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
-from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.base import run
+from sparsync.transports.base import check_timeout, run
 from sparsync.transports.engine import Engine
 from sparsync.transports.torch import TorchCommunicator
 from sparsync.units import Slot, plan_units
@@ -92,6 +90,7 @@ def attach(
     if warmup_steps < 0:
         raise ConfigurationError(f"warmup_steps is {warmup_steps}; give at least 0")
     chosen, density = resolve(algorithm, **options), check_density(density)
+    timeout = check_timeout(timeout)
     if getattr(model, "_comm_hooks", None):
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
@@ -122,12 +121,13 @@ class DdpSync:
         self._place: dict[Tensor, tuple[int, Slot]] = {
             parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
         }
-        comm = TorchCommunicator(_own_group(model, timeout), timeout=timeout)
+        self._group = _own_group(model, timeout)
+        comm = TorchCommunicator(self._group, timeout=timeout)
         self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
-        agree_on_reducer(self.reducer)
+        agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
         self._engine = Engine(algorithm.name)
         weakref.finalize(self, self._engine.stop)  # a forgotten handle does not keep its thread
-        self._round = _Round(len(units))
+        self._round = Round(len(units))
         model.register_comm_hook(self, _hook)
 
     # ---- for the user --------------------------------------------------------------------------
@@ -141,41 +141,62 @@ class DdpSync:
         return reducer_state(self.reducer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
         load_reducer_state(self.reducer, state)
 
     def close(self) -> None:
-        """End the engine thread.  The hook stays: use the model no more."""
+        """End the engine thread and its process group.  The hook stays: use the model no more."""
         self._engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         """Accumulate a bucket; submit the units that it completes."""
         if bucket.index() == 0:
-            self._round = _Round(len(self.reducer.units))
+            self._round = Round(len(self.reducer.units))
         this, buffer = self._round, bucket.buffer()
-        if buffer.is_cuda:  # the engine's thread has streams of its own
-            torch.cuda.current_stream(buffer.device).synchronize()
         devices = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         this.buckets.append((future, buffer))
+        complete = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            unit, slot = self._place[parameter]
+            unit, slot = self._find(parameter)
             self.reducer.accumulate(unit, slot.start, gradient.detach().reshape(-1))
             this.gradients[unit][slot] = (parameter, gradient)
             if len(this.gradients[unit]) == len(self.reducer.units[unit].slots):
-                this.jobs.append(self._engine.submit(partial(self._exchange, this, unit)))
+                complete.append(unit)
+        if buffer.is_cuda:  # the engine's thread has streams of its own
+            torch.cuda.current_stream(buffer.device).synchronize()
+        for unit in complete:
+            this.jobs.append(self._engine.submit(partial(self._exchange, this, unit)))
         if bucket.is_last():
+            self._check_complete(this)
+            _call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
-            # raised inside a callback of a callback, an error comes out of backward() itself
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(lambda: self._after(this)))
         return future
+
+    def _find(self, parameter: Tensor) -> tuple[int, Slot]:
+        if parameter not in self._place:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
+                "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
+            )
+        return self._place[parameter]
+
+    def _check_complete(self, this: "Round") -> None:
+        for unit, gradients in zip(self.reducer.units, this.gradients, strict=True):
+            missing = [slot.name for slot in unit.slots if slot not in gradients]
+            if missing:
+                raise ConfigurationError(
+                    f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
+                    "required one when attach was called; freeze or thaw before wrapping in DDP"
+                )
 
     # ---- on the engine's thread ------------------------------------------------------------------
 
-    def _exchange(self, this: "_Round", unit: int) -> None:
+    def _exchange(self, this: "Round", unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
             return
         try:
@@ -184,13 +205,13 @@ class DdpSync:
             this.failed = True
             raise
 
-    def _finish(self, this: "_Round") -> None:
+    def _finish(self, this: "Round") -> None:
         try:
             for job in this.jobs:
                 job.result()
             averages = self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
             for unit, average in enumerate(averages):
-                _write(average, this.gradients[unit])
+                write_(average, self.reducer.units[unit], this.gradients[unit])
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
@@ -203,7 +224,7 @@ class DdpSync:
 
     # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
 
-    def _after(self, this: "_Round") -> None:
+    def _after(self, this: "Round") -> None:
         try:
             assert this.finished is not None
             this.finished.result()
@@ -215,18 +236,7 @@ class DdpSync:
             return
         model = self._model()
         if model is not None and model.find_unused_parameters:
-            _deliver_to_unused(this)
-
-
-class _Round:
-    """One backward pass: its buckets and where each unit's averages go."""
-
-    def __init__(self, units: int) -> None:
-        self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in range(units)]
-        self.jobs: list[Future[None]] = []
-        self.failed = False
-        self.finished: Future[None] | None = None
+            deliver_to_unused_(this)
 
 
 def _hook(sync, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
@@ -246,32 +256,16 @@ def _own_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGr
     return group
 
 
-def _write(average: Vector, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
-    """Write a unit's average into its gradients, each a view of a bucket."""
-    slots = sorted(gradients, key=lambda slot: slot.start)
-    if isinstance(average, DenseVector):
-        for slot in slots:
-            view = gradients[slot][1]
-            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
-        return
-    boundaries = [*(slot.start for slot in slots), average.size]
-    for slot, part in zip(slots, average.split(boundaries), strict=True):
-        view = gradients[slot][1]
-        if view.is_contiguous():
-            kernels.scatter_(view.view(-1), part.indices, part.values)
-        else:  # channels_last and the like: a bucket keeps the parameter's strides
-            view.copy_(part.to_dense().view(view.shape))
+def _call_after_backward(callback: Callable[[], None]) -> None:
+    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
 
-
-def _deliver_to_unused(this: _Round) -> None:
-    """Give parameters that no rank used the residual mass that was delivered to them.
-
-    DDP leaves their gradients alone; dropped here, that mass would be lost to the model.
+    It takes a callback of a callback: DDP queues its own, later than the first.
     """
-    for gradients in this.gradients:
-        for parameter, average in gradients.values():
-            average = average.view(parameter.shape)
-            if parameter.grad is None and bool(average.any()):
-                parameter.grad = average.clone()
-            elif parameter.grad is not None:
-                parameter.grad.copy_(average)
+    engine = Variable._execution_engine
+    try:
+        engine.queue_callback(lambda: engine.queue_callback(callback))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "gradients were reduced outside of backward(), as DDP's join() does for uneven inputs; "
+            "that is not supported: give all ranks equally many batches"
+        ) from error

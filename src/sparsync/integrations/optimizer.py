@@ -73,6 +73,11 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         comm: Communicator | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigurationError(
+                "UpdateSpaceSGD needs local gradients but the model is wrapped in DDP, which averages "
+                "them; give it the plain module, or use sparsync.attach with any optimizer"
+            )
         if not lr >= 0:
             raise ConfigurationError(f"lr is {lr}; give a learning rate >= 0")
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -86,6 +91,15 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         )
         agree_on_reducer(self.reducer)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters that would come after the units were agreed on."""
+        if hasattr(self, "reducer"):
+            raise ConfigurationError(
+                "UpdateSpaceSGD exchanges the parameters that it was built with; "
+                "build it after the model is complete"
+            )
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply one exchanged update; blocks until it is there."""
@@ -96,7 +110,8 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         updates = []
         for unit in self.reducer.units:
-            flat = torch.zeros(unit.size, dtype=unit.dtype, device=unit.device)
+            wide = torch.promote_types(unit.dtype, torch.float32)  # as the residual
+            flat = torch.zeros(unit.size, dtype=wide, device=unit.device)
             for slot in unit.slots:
                 parameter = self._parameters[slot.name]
                 if parameter.grad is not None:
@@ -130,5 +145,10 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit."""
         rest = dict(state_dict)
+        if "sparsync" not in rest:
+            raise ConfigurationError(
+                "the saved state has no 'sparsync' part; load what this optimizer's state_dict() "
+                "returned"
+            )
         load_reducer_state(self.reducer, rest.pop("sparsync"))
         super().load_state_dict(rest)

@@ -54,8 +54,8 @@ def magnitude_keys(x: Tensor) -> Tensor:
 
 
 def key_range(dtype: torch.dtype) -> tuple[int, int]:
-    """Return ``(stop, octave)``: all keys are below ``stop``; doubling |x| adds ``octave``."""
-    return torch.iinfo(_INTEGER_OF[dtype]).max + 1, 1 << _MANTISSA_BITS[dtype]
+    """Return ``(largest, octave)``: no key is above ``largest``; doubling |x| adds ``octave``."""
+    return torch.iinfo(_INTEGER_OF[dtype]).max, 1 << _MANTISSA_BITS[dtype]
 
 
 def top(x: Tensor, k: int) -> Tensor:

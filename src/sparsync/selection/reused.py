@@ -69,6 +69,11 @@ class Reused(Selector):
             raise ConfigurationError(
                 f"Reused: floor is {floor}; give a factor of k in [0, 1], or None"
             )
+        if cap is not None and floor is not None and cap < floor:
+            raise ConfigurationError(
+                f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
+                "raise the cap or lower the floor"
+            )
         self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.state = ReusedState()
 
@@ -77,7 +82,7 @@ class Reused(Selector):
         known = self.state.threshold_key
         positions = None
         if step % self.threshold_period and known is not None:
-            limit = None if self.cap is None else math.floor(self.cap * k)
+            limit = None if self.cap is None else max(math.floor(self.cap * k), 1)
             positions = kernels.above(accumulated, known, limit)
             if self.floor is not None and positions.numel() < min(k, self.floor * k):
                 positions = None

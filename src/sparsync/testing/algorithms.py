@@ -45,7 +45,8 @@ async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[s
             where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
             gradient = case.make(comm.rank, comm.world_size, step)
             digests.append(await _check_step(comm, reducer, gradient, where))
-    await _check_refusal(comm, algorithm)
+    await _check_refusal(comm, algorithm, density=0.1)
+    await _check_refusal(comm, algorithm, density=0.001)  # k = 1: a NaN must survive every cap
     return digests
 
 
@@ -67,11 +68,11 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     return digest(average)
 
 
-async def _check_refusal(comm: Communicator, algorithm: Algorithm) -> None:
+async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
     """Check that NaN on one rank is refused by all and leaves no trace in what follows."""
     case = Case("noise", 499, 40, noise)
     unit = Unit((Slot("w", 0, case.size),), torch.float32, torch.device("cpu"))
-    broken, untouched = (Reducer(comm, [unit], algorithm, 0.1) for _ in range(2))
+    broken, untouched = (Reducer(comm, [unit], algorithm, density) for _ in range(2))
     for step in range(STEPS):
         gradient = case.make(comm.rank, comm.world_size, step)
         if step == 1:

@@ -41,6 +41,7 @@ class Case:
         k: entries asked for.
         make: the accumulated gradient of a rank at a step, given ``(rank, world_size, step)``.
         exact: float sums of it are exact in any order.
+        dtype: what the vector is converted to.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     k: int
     make: Callable[[int, int, int], Tensor]
     exact: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 _SIZE = 499  # a prime: no world size divides it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,11 +55,12 @@ async def exercise_collective(
     """Run every case on this rank and check it; return one digest of the total per case and step."""
     digests = []
     selector: Selector = Everything() if dense else Exact()
-    for case in cases():
+    wide = [replace(case, dtype=torch.float64) for case in cases()[:2]]
+    for case in [*cases(), *wide]:
         collective = make()
         for step in range(STEPS):
-            where = f"P = {comm.world_size}, case '{case.name}', step {step}"
-            accumulated = case.make(comm.rank, comm.world_size, step)
+            where = f"P = {comm.world_size}, case '{case.name}', {case.dtype}, step {step}"
+            accumulated = case.make(comm.rank, comm.world_size, step).to(case.dtype)
             selected = selector.select(accumulated, case.k, step)
             before = selected.to_dense().clone()
             reduced = await collective.reduce(comm, selected, case.k, step)

@@ -21,10 +21,31 @@ from sparsync.transports import primitives
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Ledger
 
-__all__ = ["Communicator", "Finished", "Operation", "ReduceOp", "Subgroup", "run"]
+__all__ = [
+    "Communicator",
+    "Finished",
+    "Operation",
+    "ReduceOp",
+    "Subgroup",
+    "check_timeout",
+    "run",
+]
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
+
+
+def check_timeout(seconds: float) -> float:
+    """Return a deadline in seconds, or refuse one that no clock can count.
+
+    Raises:
+        ConfigurationError: not a number in (0, 10^6]: waits must end.
+    """
+    if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
+        raise ConfigurationError(
+            f"timeout is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
+        )
+    return float(seconds)
 
 
 class Operation(ABC):

@@ -59,3 +59,4 @@ class Engine:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
+            del item, job, future  # while this waits, it must not keep a model alive

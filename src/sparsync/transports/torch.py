@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.base import Communicator, Operation, ReduceOp
+from sparsync.transports.base import Communicator, Operation, ReduceOp, check_timeout
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
 
@@ -46,8 +46,7 @@ class TorchCommunicator(Communicator):
                 "torch.distributed is not initialised; call init_process_group() first, "
                 "or run under torchrun"
             )
-        if not timeout > 0:
-            raise ConfigurationError(f"timeout is {timeout}; give seconds > 0")
+        timeout = check_timeout(timeout)
         backend = dist.get_backend(group)
         on_gpu = backend == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+import inspect
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
@@ -64,9 +65,11 @@ class _Booked(Operation):
         self.operation.wait()
 
     def __await__(self) -> Any:
-        result = yield from self.operation.__await__()
-        self.ledger.received(self.phase, result.numel())
-        return result
+        if not self.done:
+            self.result = yield from self.operation.__await__()
+            self.ledger.received(self.phase, self.result.numel())
+            self.done = True
+        return self.result
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Simulation(Generic[T]):
 
 
 def simulate(
-    program: Callable[[SimCommunicator], Coroutine[Operation, None, T] | Awaitable[T]],
+    program: Callable[[SimCommunicator], Coroutine[Any, Any, T]],
     world_size: int,
     *,
     links: Links = Links(),  # noqa: B008 (frozen)
@@ -113,5 +116,9 @@ def simulate(
     network: Network[T] = Network(world_size, links)
     comms = [SimCommunicator(rank, network) for rank in range(world_size)]
     programs: list[Any] = [program(comm) for comm in comms]
+    if not all(inspect.iscoroutine(p) for p in programs):
+        raise ConfigurationError(
+            f"simulate: the program returned {type(programs[0]).__name__}; give an async def function"
+        )
     results = network.run(programs)
     return Simulation(results, network.now, [comm.ledger for comm in comms])

@@ -132,6 +132,11 @@ class Network(Generic[T]):
                     except StopIteration as stop:
                         results[rank] = stop.value
                         continue
+                    if not isinstance(operation, SimOperation):
+                        raise ConfigurationError(
+                            f"rank {rank} awaits {type(operation).__name__}; a simulated program "
+                            "awaits nothing but calls of its communicator"
+                        )
                     operation.waiter = rank
                     waiting[rank] = operation
                 if len(results) == len(programs):

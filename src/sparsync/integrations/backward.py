@@ -1,0 +1,57 @@
+"""One backward pass of DDP: which buckets came, and writing the averages into their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.sparse import DenseVector, Vector
+from sparsync.units import Slot, Unit
+
+__all__ = ["Round", "deliver_to_unused_", "write_"]
+
+
+class Round:
+    """One backward pass: its buckets and where each unit's averages go."""
+
+    def __init__(self, units: int) -> None:
+        self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in range(units)]
+        self.jobs: list[Future[None]] = []
+        self.failed = False
+        self.finished: Future[None] | None = None
+
+
+def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
+    """Write a unit's average into its gradients, each a view of a bucket."""
+    slots = unit.slots
+    if isinstance(average, DenseVector):
+        for slot in slots:
+            view = gradients[slot][1]
+            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
+        return
+    boundaries = [*(slot.start for slot in slots), average.size]
+    for slot, part in zip(slots, average.split(boundaries), strict=True):
+        view = gradients[slot][1]
+        if view.is_contiguous():
+            kernels.scatter_(view.view(-1), part.indices, part.values)
+        else:  # channels_last and the like: a bucket keeps the parameter's strides
+            view.copy_(part.to_dense().view(view.shape))
+
+
+def deliver_to_unused_(this: Round) -> None:
+    """Give parameters that no rank used the residual mass that was delivered to them.
+
+    DDP leaves their gradients alone; dropped here, that mass would be lost to the model.
+    """
+    for gradients in this.gradients:
+        for parameter, average in gradients.values():
+            average = average.view(parameter.shape)
+            if parameter.grad is None and bool(average.any()):
+                parameter.grad = average.clone()
+            elif parameter.grad is not None:
+                parameter.grad.copy_(average)

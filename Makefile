@@ -1,7 +1,7 @@
 # The first use of any target makes .venv and installs the package into it; later uses find it there.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 250
+DEMO_STEPS ?= 300
 
 BIN := .venv/bin
 INSTALLED := .venv/installed-by-make

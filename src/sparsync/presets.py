@@ -61,8 +61,8 @@ def oktopk(
 ) -> Algorithm:
     """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
 
-    The bound supposes that supports change little while boundaries are kept (64 steps), as the paper
-    does, and k / P >= 256 (``costs.oktopk_bound_words``).
+    The bound supposes that supports lie where they were on the step before (the paper: 64 steps
+    before), and k / P >= 256 (``costs.oktopk_bound_words``).
 
     Args:
         threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).
@@ -87,7 +87,12 @@ def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
         threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).
         options: see ``sparsync.collectives.OkTopk``; tau = 64 (section 3.1.1), trigger 4 (5.3).
     """
-    published = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
+    published = {
+        "boundaries": "average",
+        "global_threshold": "allgather",
+        "cap": None,
+        "repartition_trigger": None,
+    }
     return Algorithm(
         "oktopk-paper",
         lambda: Reused(threshold_period, cap=None),

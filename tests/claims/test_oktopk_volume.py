@@ -93,12 +93,18 @@ def test_even_regions_exceed_the_bound(world_size):
     assert words(simulation) > 1.3 * bound
 
 
-def test_supports_that_move_exceed_the_bound_until_the_next_repartition():
-    """Negative control: the domain is needed; boundaries of other supports balance nothing."""
+@pytest.mark.parametrize(("trigger", "period"), [(1.5, 64), (None, 2)])
+def test_supports_that_move_exceed_the_bound_until_the_next_repartition(trigger, period):
+    """Negative control: the domain is needed; boundaries of other supports balance nothing.
+
+    With the trigger the next repartition is the next step; as published it is the next period.
+    """
     world_size, k = 8, k_for(8)
     size = 32 * k
     bound = costs.oktopk_bound_words(k, world_size, exchangeable=True)
-    collectives = [OkTopk(repartition_period=2) for _ in range(world_size)]
+    collectives = [
+        OkTopk(repartition_period=period, repartition_trigger=trigger) for _ in range(world_size)
+    ]
 
     def moved_to(start, rank):
         values = torch.zeros(size)
@@ -116,3 +122,4 @@ def test_supports_that_move_exceed_the_bound_until_the_next_repartition():
     assert volume(start=0, step=0) <= bound
     assert volume(start=size // 2, step=1) > 2 * bound
     assert volume(start=size // 2, step=2) <= bound
+    assert volume(start=size // 2, step=3) <= bound

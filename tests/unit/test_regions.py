@@ -122,3 +122,11 @@ def test_dissemination_sends_is_what_the_busiest_rank_really_sends(lengths):
 
     ledgers = simulate(program, len(lengths)).ledgers
     assert regions.dissemination_sends(lengths) == max(ledger.total().sent for ledger in ledgers)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.sampled_from([1.0, 1.5, 4.0]))
+def test_a_crowded_region_is_one_that_new_cuts_could_relieve(loads, trigger):
+    mean = sum(loads) / len(loads)
+    assert regions.is_crowded(loads, trigger) == (max(loads) > trigger * mean + 2 * len(loads))
+    assert not regions.is_crowded([], trigger)
+    assert not regions.is_crowded([loads[0]] * len(loads), trigger)

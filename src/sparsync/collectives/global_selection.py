@@ -14,6 +14,7 @@ import torch
 from sparsync import kernels
 from sparsync.collectives.base import most_entries
 from sparsync.collectives.quantiles import REFINING_BINS, bins_for, quantiles
+from sparsync.collectives.split_reduce import Share
 from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator
 from sparsync.wire.base import Codec, MessageFraming
@@ -30,16 +31,18 @@ class Kept(NamedTuple):
         entries: what this rank keeps of its region (relative indices).
         counts: how many entries each rank keeps.
         threshold_key: magnitude of the smallest kept entry or a bound of it, as a key.
+        loads: entries that each rank summed; empty where nobody asked.
     """
 
     entries: SparseVector
     counts: list[int]
     threshold_key: int | None
+    loads: Sequence[int] = ()
 
 
 async def by_histogram(
     comm: Communicator,
-    region: SparseVector,
+    share: Share,
     k: int,
     *,
     cap: float | None,
@@ -53,8 +56,9 @@ async def by_histogram(
     own places go to the ranks in rank order, on each rank to the largest.  ``cap=None`` keeps the
     whole marginal bin.
 
-    Cost: usually one allreduce of ``bins_for(k)`` words and one allgather of 2 words.
+    Cost: usually one allreduce of ``bins_for(k)`` words and one allgather of 3 words.
     """
+    region = share.region
     stop, octave = kernels.key_range(region.values.dtype)  # one NaN pattern is ``stop``: clamped
     around, bins = None, REFINING_BINS
     if last_threshold_key is not None:
@@ -75,11 +79,12 @@ async def by_histogram(
     )
     bounds = torch.tensor([bracket.low, bracket.high], device=keys.device)
     from_low, from_high = (keys.numel() - torch.searchsorted(keys, bounds)).tolist()
-    pairs = await comm.allgather(torch.tensor([from_high, from_low - from_high]), "sizes")
-    above, marginal = zip(*(t.tolist() for t in pairs), strict=True)
+    mine = torch.tensor([from_high, from_low - from_high, share.load])
+    everyone = await comm.allgather(mine, "sizes")
+    above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)
     places = sum(marginal) if cap is None else min(wanted, total) - sum(above)
     counts = [a + m for a, m in zip(above, _in_rank_order(places, marginal), strict=True)]
-    return Kept(region.top(counts[comm.rank]), counts, bracket.low or None)
+    return Kept(region.top(counts[comm.rank]), counts, bracket.low or None, loads)
 
 
 async def by_allgather(

@@ -11,7 +11,7 @@ from sparsync.collectives import global_selection, regions
 from sparsync.collectives.balance_gather import balance_and_allgatherv
 from sparsync.collectives.base import Collective, Reduced, capped, check_cap, most_entries
 from sparsync.collectives.quantiles import Bracket, bins_for, quantiles
-from sparsync.collectives.split_reduce import split_reduce
+from sparsync.collectives.split_reduce import Share, split_reduce
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.base import Communicator
@@ -26,7 +26,7 @@ class OkTopkState:
     """What is carried from step to step; the same on every rank.
 
     Attributes:
-        boundaries: P + 1 cuts of ``[0, n)``; None before the first step.
+        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and when they were crowded.
         threshold_key: the last global threshold as a magnitude key; None while there is none.
     """
 
@@ -46,6 +46,9 @@ class OkTopk(Collective):
     Args:
         codec: wire format; must be exact (default: coo).
         repartition_period: tau in steps (paper: 64).
+        repartition_trigger: cut anew on the next step when a region held more than this multiple of
+            the mean (ours: 1.5 keeps what is received in phase 2 below 3k words); None: never early,
+            as published.  Needs ``global_threshold="histogram"``, whose counts tell everyone.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (cuts of the summed counts, any supports) or "average" (means of the
             ranks' own cuts, as published: supposes that the ranks' supports look alike).
@@ -59,8 +62,8 @@ class OkTopk(Collective):
         balance_trigger: balance when the largest count exceeds this multiple of the mean (paper: 4).
 
     Cost: 2 k (P - 1) / P words where supports match the regions, at most 6 k (P - 1) / P on
-    exchangeable inputs and 6 k - 4 k / P on any that keep their supports
-    between repartitions; at most 2 P + 2 log2 P messages and the small
+    exchangeable inputs and 6 k - 4 k / P on any whose supports stay
+    where they were on the step before; at most 2 P + 2 log2 P messages and the small
     allreduces of phases 1 and 3 (`costs.oktopk`).
     State: ``OkTopkState``.
     Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram
@@ -85,6 +88,7 @@ class OkTopk(Collective):
         codec: Codec | None = None,
         *,
         repartition_period: int = 64,
+        repartition_trigger: float | None = 1.5,
         threshold_period: int = 32,
         boundaries: Literal["histogram", "average"] = "histogram",
         global_threshold: Literal["histogram", "allgather"] = "histogram",
@@ -112,6 +116,12 @@ class OkTopk(Collective):
             raise ConfigurationError("OkTopk: the codec rounds values; use an exact one, as coo")
         self.repartition_period, self.threshold_period = repartition_period, threshold_period
         self.boundaries, self.global_threshold, self.cap = boundaries, global_threshold, cap
+        if repartition_trigger is not None and not repartition_trigger >= 1:
+            raise ConfigurationError(
+                f"OkTopk: repartition_trigger is {repartition_trigger}; give a multiple >= 1 of the "
+                "mean, or None"
+            )
+        self.repartition_trigger = repartition_trigger
         self.window, self.rotate, self.balanced_split = window, rotate, balanced_split
         self.balance_trigger = balance_trigger if balance else None
         self.state = OkTopkState()
@@ -120,7 +130,7 @@ class OkTopk(Collective):
         """Run Algorithm 1."""
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
-        region = await split_reduce(
+        share = await split_reduce(
             comm,
             mine,
             boundaries,
@@ -129,7 +139,7 @@ class OkTopk(Collective):
             window=self.window,
             rotate=self.rotate,
         )
-        kept = await self._select_globally(comm, region, boundaries, k, step)
+        kept = await self._select_globally(comm, share, boundaries, k, step)
         total = await balance_and_allgatherv(
             comm,
             kept.entries,
@@ -138,7 +148,9 @@ class OkTopk(Collective):
             self.codec,
             balance_trigger=self.balance_trigger,
         )
-        self.state = OkTopkState(tuple(boundaries), kept.threshold_key)
+        trigger = self.repartition_trigger
+        crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
+        self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
         return Reduced(total, mine.restrict(total.indices))
 
     async def _agree_on_boundaries(
@@ -170,7 +182,7 @@ class OkTopk(Collective):
     async def _select_globally(
         self,
         comm: Communicator,
-        region: SparseVector,
+        share: Share,
         boundaries: list[int],
         k: int,
         step: int,
@@ -179,14 +191,14 @@ class OkTopk(Collective):
         last = self.state.threshold_key
         if self.global_threshold == "histogram":
             return await global_selection.by_histogram(
-                comm, region, k, cap=self.cap, size=boundaries[-1], last_threshold_key=last
+                comm, share, k, cap=self.cap, size=boundaries[-1], last_threshold_key=last
             )
         if step % self.threshold_period == 0 or last is None:
             return await global_selection.by_allgather(
-                comm, region, k, cap=self.cap, boundaries=boundaries, codec=self.codec
+                comm, share.region, k, cap=self.cap, boundaries=boundaries, codec=self.codec
             )
         return await global_selection.by_threshold(
-            comm, region, k, cap=self.cap, threshold_key=last
+            comm, share.region, k, cap=self.cap, threshold_key=last
         )
 
 

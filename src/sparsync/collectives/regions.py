@@ -19,6 +19,7 @@ __all__ = [
     "equal_count_cuts",
     "even_boundaries",
     "holders",
+    "is_crowded",
     "schedule",
     "spans",
 ]
@@ -94,6 +95,20 @@ def holders(counts: Sequence[int], trigger: float) -> list[int]:
     """
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
+
+
+def is_crowded(loads: Sequence[int], trigger: float) -> bool:
+    """Tell whether a region was so full that its boundaries should be agreed on anew.
+
+    More than ``trigger`` times the mean, and more than cuts cannot help: an index that all ranks
+    selected is a load of P by itself.
+
+    Example:
+        >>> is_crowded([40, 0, 0, 0], trigger=1.5), is_crowded([4, 0, 0, 0], trigger=1.5)
+        (True, False)
+    """
+    world_size = len(loads)
+    return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
 
 
 def balanced_counts(counts: Sequence[int], trigger: float) -> list[int]:

@@ -7,6 +7,7 @@ whose reduction overlaps the next window.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator, Operation
 from sparsync.wire.base import Codec, MessageFraming
 
-__all__ = ["split_reduce"]
+__all__ = ["Share", "split_reduce"]
 
 _PHASE = "split"
 
@@ -29,7 +30,7 @@ async def split_reduce(
     most: int,
     window: int | None,
     rotate: bool,
-) -> SparseVector:
+) -> Share:
     """Return the sum over ranks of this rank's region, relative to the region's start.
 
     Sums are left folds in rank order whatever arrives first, the own share at its rank's place: a
@@ -69,6 +70,18 @@ async def split_reduce(
     return fold.result()
 
 
+class Share(NamedTuple):
+    """What splitting left with one rank.
+
+    Attributes:
+        region: the sum over ranks of its region, relative to the region's start.
+        load: the number of entries, of all ranks, that were summed.
+    """
+
+    region: SparseVector
+    load: int
+
+
 class _RankOrderFold:
     """Sums one vector per rank, in rank order, as far as the next rank's vector is there."""
 
@@ -77,9 +90,11 @@ class _RankOrderFold:
         self.arrived: dict[int, SparseVector] = {}
         self.folded: SparseVector | None = None
         self.next = 0
+        self.load = 0
 
     def add(self, rank: int, vector: SparseVector) -> None:
         self.arrived[rank] = vector
+        self.load += vector.nnz
 
     def fold(self) -> int:
         """Fold the longest prefix that is there; return the bytes reduced."""
@@ -94,6 +109,6 @@ class _RankOrderFold:
             self.folded = SparseVector.merge(ready)
         return fresh
 
-    def result(self) -> SparseVector:
+    def result(self) -> Share:
         assert self.folded is not None and self.next == self.world_size
-        return self.folded
+        return Share(self.folded, self.load)

@@ -107,7 +107,7 @@ def oktopk_bound_words(k: int, world_size: int, *, exchangeable: bool) -> float:
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
     1 / P of what it selected (it can send all k entries), and Equation 2.
 
-    Domain: supports that change little while boundaries are kept, as the paper supposes.  Headers
+    Domain: supports that lie where they were on the step before (the paper: for 64 steps).  Headers
     and histograms have no term; they fit where ``k / P >= 256``, except where the entries alone take
     all 4 k words: P = 2, disjoint supports, one rank's values dominating.
 
@@ -232,7 +232,7 @@ def oktopk(
 ) -> Cost:
     """Preset "oktopk" on one step, when regions hold equally many entries of every rank.
 
-    Split (Equation 1), a histogram for the threshold, two counts per rank, balance and allgatherv
+    Split (Equation 1), a histogram for the threshold, three counts per rank, balance and allgatherv
     (Equation 2).  Bounds for other inputs: ``oktopk_bound_words``.
 
     Args:
@@ -248,7 +248,7 @@ def oktopk(
     """
     cost = split(k, world_size)
     cost += histogram(k, world_size, refinements=refinements)
-    cost += allgatherv(2 * COUNT_BYTES, world_size)
+    cost += allgatherv(3 * COUNT_BYTES, world_size)
     if repartition:
         cost += histogram(k, world_size)
     return cost + balance_and_allgatherv(k, world_size, balanced=balanced)
@@ -279,9 +279,9 @@ def oktopk_paper(
         >>> reused = oktopk_paper(1000, 1000, world_size=8).words_per(1000)
         >>> exact = oktopk_paper(1000, 1000, world_size=8, reduced=8000).words_per(1000)
         >>> round(reused, 2), round(exact, 2)  # Equation 3 promises at most 5.25
-        (3.54, 17.56)
+        (3.56, 17.57)
     """
-    cost = split(selected, world_size) + allgatherv(COUNT_BYTES, world_size)
+    cost = split(selected, world_size) + allgatherv(2 * COUNT_BYTES, world_size)
     if repartition:
         cost += allreduce(world_size - 1, world_size, COUNT_BYTES)
     if reduced is not None:

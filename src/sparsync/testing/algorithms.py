@@ -79,11 +79,14 @@ async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: floa
             poisoned = gradient.clone()
             if comm.rank == comm.world_size - 1:
                 poisoned[step] = float("nan")
+            before = [part.state for part in (*broken.selectors, *broken.collectives)]
             try:
                 await broken.reduce([poisoned])
             except NonFiniteGradientError as error:
                 assert "'w'" in str(error), "the parameter is not named"
                 broken.refuse()
+                after = [part.state for part in (*broken.selectors, *broken.collectives)]
+                assert after == before, f"{algorithm.name}: a refused step changed a state"
             else:
                 raise AssertionError(f"{algorithm.name}: NaN on one rank was not refused by all")
         (one,), (other,) = await broken.reduce([gradient]), await untouched.reduce([gradient])

@@ -85,9 +85,13 @@ def table(rows: list[dict], args) -> str:
     ]
     for row in rows:
         over = row["eval_loss"] / best["eval_loss"] - 1
+        loss = f"{row['eval_loss']:.4f} | {row['spread']:.4f} | {over:+.1%}"
+        if np.isnan(row["eval_loss"]):
+            diverged = sum(map(np.isnan, row["eval_losses"]))
+            loss = f"diverges for {diverged} of {len(SEEDS)} seeds | |"
         lines.append(
             f"| {row['algorithm']} | {row['lr']:g} | {row['density']:g} | {row['warmup_steps']} "
-            f"| {row['eval_loss']:.4f} | {row['spread']:.4f} | {over:+.1%} "
+            f"| {loss} "
             f"| {row['bytes_sent_per_step_mean']:,.0f} "
             f"| {'yes' if row['replicas_equal'] else 'NO'} |"
         )
@@ -105,7 +109,9 @@ def main() -> None:
 
     def run(algorithm: str, lr: float, density: float = 0.01, warmup_steps: int = 0) -> dict:
         rows.append(measure(algorithm, args.optimizer, lr, density, warmup_steps, args))
-        (HERE / f"convergence-{args.optimizer}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (HERE / f"convergence-{args.optimizer}.json").write_text(
+            json.dumps(rows, indent=1).replace("NaN", "null") + "\n"
+        )
         (HERE / f"convergence-{args.optimizer}.md").write_text(table(rows, args))
         print(table(rows, args).splitlines()[-1], flush=True)
         return rows[-1]

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.collectives.agreement import agree
 from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError
@@ -97,7 +96,7 @@ async def _allreduce(
     k: int,
     options: dict[str, Any],
 ) -> Reduced:
-    ready = _ready(vector, k, dense=algorithm.name == "dense")
+    ready = _ready(vector, k, algorithm)
     await agree(
         comm,
         {
@@ -111,7 +110,7 @@ async def _allreduce(
     return await algorithm.make_collective().reduce(comm, ready, k, step=0)
 
 
-def _ready(vector: Tensor | Vector, k: int, *, dense: bool) -> Vector:
+def _ready(vector: Tensor | Vector, k: int, algorithm: Algorithm) -> Vector:
     """Select from a tensor; check what is given as a vector."""
     if isinstance(vector, SparseVector):
         return vector.check()
@@ -122,8 +121,5 @@ def _ready(vector: Tensor | Vector, k: int, *, dense: bool) -> Vector:
         )
     if isinstance(vector, DenseVector):
         return vector
-    vector = vector.detach()  # a sum over ranks is not differentiated
-    if dense:
-        return DenseVector(vector)
-    positions = kernels.top(vector, k)
-    return SparseVector(positions, vector[positions], vector.numel())
+    # step 0 opens every period, so the selection is exact; a sum over ranks is not differentiated
+    return algorithm.make_selector().select(vector.detach(), k, step=0)

@@ -81,4 +81,5 @@ def states_of_different_steps() -> str:
         return str(error)
     finally:
         sync.close()
+        sync.close()  # closing twice is closing
     return ""

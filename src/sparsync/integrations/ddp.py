@@ -121,7 +121,7 @@ class DdpSync:
         self._place: dict[Tensor, tuple[int, Slot]] = {
             parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
         }
-        self._group = _own_group(model, timeout)
+        self._group: dist.ProcessGroup | None = _own_group(model, timeout)
         comm = TorchCommunicator(self._group, timeout=timeout)
         self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
         agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
@@ -147,8 +147,9 @@ class DdpSync:
     def close(self) -> None:
         """End the engine thread and its process group.  The hook stays: use the model no more."""
         self._engine.close()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from sparsync.collectives import Allgather, Collective, Dense, OkTopk
+from sparsync.collectives import Allgather, Budgeted, Collective, Dense, Halving, OkTopk
 from sparsync.errors import ConfigurationError
 from sparsync.selection import Everything, Exact, Reused, Selector
 from sparsync.wire.base import Codec
@@ -17,8 +17,10 @@ __all__ = [
     "PRESETS",
     "Algorithm",
     "allgather",
+    "budgeted",
     "check_density",
     "dense",
+    "halving",
     "oktopk",
     "oktopk_paper",
     "resolve",
@@ -50,6 +52,21 @@ def dense() -> Algorithm:
 def allgather(*, codec: Codec | None = None) -> Algorithm:
     """TopkA: exact local top-k, allgather, local sum (Ok-Topk, Table 1)."""
     return Algorithm("allgather", Exact, lambda: Allgather(codec))
+
+
+def budgeted(*, codec: Codec | None = None, budget: float = 2.0) -> Algorithm:
+    """Ours, the default: exact selection, hashed regions, packed bytes, a byte budget that holds.
+
+    Args:
+        codec: wire format (default: packed, bf16).
+        budget: see ``sparsync.collectives.Budgeted``.
+    """
+    return Algorithm("budgeted", Exact, lambda: Budgeted(codec, budget=budget))
+
+
+def halving(*, codec: Codec | None = None) -> Algorithm:
+    """Ours, for many ranks: O(k) volume in O(log P) rounds; exact local selection, packed bytes."""
+    return Algorithm("halving", Exact, lambda: Halving(codec))
 
 
 def oktopk(
@@ -103,7 +120,9 @@ def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
 PRESETS: MappingProxyType[str, Callable[..., Algorithm]] = MappingProxyType(
     {
         "allgather": allgather,
+        "budgeted": budgeted,
         "dense": dense,
+        "halving": halving,
         "oktopk": oktopk,
         "oktopk-paper": oktopk_paper,
     }

@@ -17,12 +17,15 @@ from typing import final
 
 from torch import Tensor
 
-from sparsync.collectives.base import Reduced
+from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.spectrum import Spectrum, shares
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import Algorithm, dense
 from sparsync.residual import Residual
+from sparsync.selection.base import Selector
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.base import Communicator
+from sparsync.transports.flight import together
 from sparsync.units import Unit
 
 __all__ = ["Reducer"]
@@ -55,6 +58,7 @@ class Reducer:
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
+        self.quotas = [u.entries(density) for u in units]  # k of every unit in the open step
         self.selectors = [algorithm.make_selector() for _ in units]
         self.collectives = [algorithm.make_collective() for _ in units]
         self._warmup = dense()
@@ -62,18 +66,23 @@ class Reducer:
         self.settle()
 
     def accumulate(self, unit: int, start: int, gradient: Tensor) -> None:
-        """``accumulated = residual + gradient``, for one run of elements; residuals stay as they are."""
-        self.residuals[unit].accumulate(start, gradient)
+        """``accumulated = residual + gradient``, for one run of elements.
+
+        The gradient's memory (1-D, contiguous) is borrowed until the step ends: what undoes the step
+        lies there.
+        """
+        selector, _ = self._parts(unit)
+        watch = selector.watch(self.quotas[unit], self.step)
+        self.residuals[unit].accumulate(start, gradient, watch)
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
-        accumulated = self.residuals[unit].accumulated
-        k = self.units[unit].entries(self.density)
-        selector, collective = self.selectors[unit], self.collectives[unit]
-        if self.step < self.warmup_steps:
-            selector, collective = self._warmup.make_selector(), self._warmup.make_collective()
-        selected = selector.select(accumulated, k, self.step)
-        self._reduced[unit] = await collective.reduce(self.comm, selected, k, self.step)
+        residual, k = self.residuals[unit], self.quotas[unit]
+        selector, collective = self._parts(unit)
+        found = residual.found(selector.watch(k, self.step))
+        selected = selector.select(residual.accumulated, k, self.step, found)
+        channel = self.comm.channel(unit)
+        self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step: write every residual, return every unit's average.
@@ -98,12 +107,18 @@ class Reducer:
         else:
             for residual, result in zip(self.residuals, reduced, strict=True):
                 residual.retain(result.delivered)  # residual = accumulated - delivered
+            self._share([result.spectrum for result in reduced])
             self.settle()
             self._close_step()
         return averages
 
     def refuse(self) -> None:
-        """Forget the open step: residuals, thresholds and boundaries are as before it."""
+        """Undo the open step: residuals, thresholds and boundaries are as before it.
+
+        The gradients that were accumulated become zero.
+        """
+        for residual in self.residuals:
+            residual.restore()
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
         self._reduced.clear()
@@ -115,12 +130,31 @@ class Reducer:
         self._close_step()
 
     async def reduce(self, gradients: Sequence[Tensor]) -> list[Vector]:
-        """Do a whole step: one flat gradient per unit in, one average per unit out."""
+        """Do a whole step: one flat gradient per unit, overwritten by its average.
+
+        Units are in flight together.  Returns the averages, sparse where their totals are.
+        """
         for unit, gradient in enumerate(gradients):
             self.accumulate(unit, 0, gradient)
-        for unit in range(len(self.units)):
-            await self.exchange(unit)
-        return self.commit()
+        await together([self.exchange(unit) for unit in range(len(self.units))])
+        averages = self.commit()
+        for average, gradient in zip(averages, gradients, strict=True):
+            average.write_to_(gradient)
+        return averages
+
+    def _parts(self, unit: int) -> tuple[Selector, Collective]:
+        """Return the selector and the collective of the open step."""
+        if self.step < self.warmup_steps:
+            return self._warmup.make_selector(), self._warmup.make_collective()
+        return self.selectors[unit], self.collectives[unit]
+
+    def _share(self, spectra: Sequence[Spectrum | None]) -> None:
+        """Give each unit its share of the global k, as the k largest of this step lay."""
+        known = [spectrum for spectrum in spectra if spectrum is not None]
+        if 1 < len(self.units) == len(known):
+            sizes = [unit.size for unit in self.units]
+            k = sum(unit.entries(self.density) for unit in self.units)
+            self.quotas = shares(known, k, sizes, self.quotas)
 
     def _average(self, total: Vector) -> Vector:
         """``average = total / world_size``."""

@@ -1,50 +1,115 @@
 """Error feedback: what was not delivered is kept and added to the next gradient.
 
-Two buffers per unit take turns: while a step is open, ``accumulated`` is written beside the
-residual, which stays untouched until ``commit`` swaps them.  A refused step just forgets
-``accumulated``: nothing is ever lost, and nothing has to be undone.
+``accumulate`` swaps: the residual's buffer receives ``residual + gradient`` and the gradient's memory
+receives the old residual, in one pass.  So a step that is refused is undone exactly, and error
+feedback costs one buffer of n elements, not two.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.kernels import Found
+from sparsync.selection.base import Watch
 from sparsync.sparse import DenseVector, Vector
 
 __all__ = ["Residual"]
 
 
-class Residual:
-    """The residual of one unit and the accumulated gradient of the open step.
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """One run of elements that was accumulated in the open step.
 
     Attributes:
-        value: `[n]` what has not been delivered yet; None stands for zeros.
-        accumulated: `[n]` residual + gradient of the open step.
+        start: its first element.
+        before: the old residual, in the gradient's memory; not written where the residual was zero.
+        found: what was watched for, relative to ``start``; None if too much or nothing was.
+    """
 
-    Both are float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no
-    longer grows when that is added, and mass would vanish before the law begins.
+    start: int
+    before: Tensor
+    found: Found | None
 
-    Memory: 2 n elements; n for an algorithm that delivers everything.
+
+class Residual:
+    """The residual of one unit; while a step is open, its accumulated gradient.
+
+    Attributes:
+        accumulated: `[n]` residual + gradient of what the open step has accumulated so far.
+        empty: the residual (of before the open step) is zero: nothing to keep or to undo.
+
+    float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no longer
+    grows when that is added, and mass would vanish before the law begins.
+
+    Memory: n elements; one more copy of 16-bit gradients while a step is open.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.value: Tensor | None = None
         wide = torch.promote_types(dtype, torch.float32)
         self.accumulated = torch.zeros(size, dtype=wide, device=device)
+        self.empty = True
+        self._pieces: list[_Piece] = []
 
-    def accumulate(self, start: int, gradient: Tensor) -> None:
-        """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``."""
-        stop = start + gradient.numel()
-        before = None if self.value is None else self.value[start:stop]
-        kernels.accumulate(gradient, before, self.accumulated[start:stop])
+    @property
+    def value(self) -> Tensor | None:
+        """`[n]` what has not been delivered yet; None stands for zeros.  Between steps only."""
+        return None if self.empty else self.accumulated
+
+    def accumulate(self, start: int, gradient: Tensor, watch: Watch | None = None) -> None:
+        """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
+
+        The gradient's memory (1-D, contiguous) belongs to the residual until ``retain`` or
+        ``restore``.
+        """
+        here = self.accumulated[start : start + gradient.numel()]
+        key, limit = (watch.key, watch.limit) if watch else (None, 0)
+        if gradient.dtype != here.dtype:
+            gradient = gradient.to(here.dtype)
+        if self.empty:
+            here.copy_(gradient)
+            found = None if key is None else kernels.find(here, key, limit)
+        else:
+            found = kernels.accumulate_(here, gradient, key, limit)
+        self._pieces.append(_Piece(start, gradient, found))
+
+    def found(self, watch: Watch | None) -> Found | None:
+        """Return all entries that were watched for; None where any piece had too many of them."""
+        if watch is None:
+            return None
+        pieces = sorted(self._pieces, key=lambda piece: piece.start)
+        parts = [(p.start, p.found) for p in pieces if p.found is not None]
+        if len(parts) < len(pieces) or not pieces:
+            return None
+        if len(parts) == 1 and parts[0][0] == 0:
+            return parts[0][1]
+        return Found(
+            torch.cat([found.indices + start for start, found in parts]),
+            torch.cat([found.values for _, found in parts]),
+        )
 
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""
+        self._pieces.clear()
         if isinstance(delivered, DenseVector) and delivered.values is self.accumulated:
-            self.value = None  # everything was delivered
+            self.empty = True  # everything was delivered; the buffer is written over
             return
         delivered.subtract_from_(self.accumulated)
-        spare = torch.zeros_like(self.accumulated) if self.value is None else self.value
-        self.value, self.accumulated = self.accumulated, spare
+        self.empty = False
+
+    def restore(self) -> None:
+        """Undo the open step, bit for bit; the gradients of it are zeroed."""
+        for piece in self._pieces:
+            if not self.empty:
+                self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
+            piece.before.zero_()
+        self._pieces.clear()
+
+    def load(self, value: Tensor | None) -> None:
+        """Set the residual between steps; None for zeros."""
+        self.empty = value is None
+        if value is not None:
+            self.accumulated.copy_(value)

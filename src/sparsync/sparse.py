@@ -76,7 +76,7 @@ class SparseVector:
         """
         if len(parts) == 1:
             return parts[0]
-        indices, values = kernels.merge([(p.indices, p.values) for p in parts])
+        indices, values = kernels.merge([(p.indices, p.values) for p in parts], parts[0].size)
         return SparseVector(indices, values, parts[0].size)
 
     @property
@@ -114,10 +114,7 @@ class SparseVector:
 
     def restrict(self, indices: Tensor) -> SparseVector:
         """Keep the elements whose index occurs in the ascending ``indices``."""
-        if self.nnz == 0 or indices.numel() == 0:
-            return SparseVector.empty(self.size, self.values)
-        at = torch.searchsorted(indices, self.indices).clamp_(max=indices.numel() - 1)
-        return self.keep(indices[at] == self.indices)
+        return self.keep(kernels.restrict(self.indices, indices))
 
     def keep(self, which: Tensor | builtins.slice) -> SparseVector:
         """Keep the stored elements named by a mask, by ascending positions, or by a slice."""
@@ -141,7 +138,11 @@ class SparseVector:
 
     def subtract_from_(self, dense: Tensor) -> None:
         """``dense -= self``, in place, touching ``nnz`` elements."""
-        dense[self.indices] -= self.values
+        kernels.subtract_(dense, self.indices, self.values)
+
+    def write_to_(self, dense: Tensor) -> None:
+        """``dense = self``, in place, in the dtype of ``dense``."""
+        kernels.scatter_(dense, self.indices, self.values)
 
     def isfinite(self) -> Tensor:
         """Return a boolean mask over the stored elements: neither NaN nor Inf."""
@@ -199,6 +200,10 @@ class DenseVector:
     def subtract_from_(self, dense: Tensor) -> None:
         """``dense -= self``, in place."""
         dense -= self.values
+
+    def write_to_(self, dense: Tensor) -> None:
+        """``dense = self``, in place, in the dtype of ``dense``."""
+        dense.copy_(self.values)
 
     def isfinite(self) -> Tensor:
         """Return a boolean mask over the elements: neither NaN nor Inf."""

@@ -3,10 +3,18 @@
 from functools import partial
 
 from sparsync.averaging import AllreduceAverage, LocalSgd
-from sparsync.collectives import Allgather, Dense, OkTopk
-from sparsync.presets import Algorithm, allgather, dense, oktopk, oktopk_paper
+from sparsync.collectives import Allgather, Budgeted, Dense, Halving, OkTopk
+from sparsync.presets import (
+    Algorithm,
+    allgather,
+    budgeted,
+    dense,
+    halving,
+    oktopk,
+    oktopk_paper,
+)
 from sparsync.selection import Everything, Exact, Reused
-from sparsync.wire import Coo
+from sparsync.wire import Coo, Packed
 
 SELECTORS = {
     "everything": Everything,
@@ -15,7 +23,13 @@ SELECTORS = {
     "reused, no cap": partial(Reused, cap=None),
 }
 
-CODECS = {"coo": Coo()}
+CODECS = {
+    "coo": Coo(),
+    "packed": Packed(),
+    "packed, int8": Packed("int8"),
+    "packed, int8, blocks of 7": Packed("int8", block=7),
+    "packed, fp32": Packed("fp32"),
+}
 
 PUBLISHED = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
 COLLECTIVES = {
@@ -35,6 +49,11 @@ COLLECTIVES = {
 }
 
 ALGORITHMS = {
+    "budgeted": budgeted(),
+    "budgeted, coo": budgeted(codec=Coo()),
+    "budgeted, int8": budgeted(codec=Packed("int8")),
+    "halving": halving(),
+    "halving, int8": halving(codec=Packed("int8")),
     "dense": dense(),
     "allgather": allgather(),
     "oktopk": oktopk(),
@@ -47,6 +66,17 @@ ALGORITHMS = {
 }
 
 AVERAGERS = {"allreduce": AllreduceAverage, "local": partial(LocalSgd, period=4)}
+
+# sums of these are left folds, too, but rounding errors are subtracted from them
+ROUNDING_COLLECTIVES = {
+    "budgeted": Budgeted,
+    "budgeted, coo": partial(Budgeted, Coo()),
+    "budgeted, fp32": partial(Budgeted, Packed("fp32")),
+    "budgeted, int8": partial(Budgeted, Packed("int8")),
+    "halving": Halving,
+    "halving, coo": partial(Halving, Coo()),
+    "halving, int8": partial(Halving, Packed("int8")),
+}
 
 # Dense takes dense vectors, and its sums are trees of the circulant graph, not left folds
 DENSE_COLLECTIVES = {"dense": Dense}

@@ -8,6 +8,7 @@ from .table import (
     CODECS,
     COLLECTIVES,
     DENSE_COLLECTIVES,
+    ROUNDING_COLLECTIVES,
     SELECTORS,
 )
 
@@ -25,6 +26,11 @@ def test_codec(name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collective(name):
     testing.check_collective(COLLECTIVES[name])
+
+
+@pytest.mark.parametrize("name", ROUNDING_COLLECTIVES)
+def test_rounding_collective(name):
+    testing.check_collective(ROUNDING_COLLECTIVES[name], rounding=True)
 
 
 @pytest.mark.parametrize("name", DENSE_COLLECTIVES)

@@ -2,7 +2,19 @@
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.budgeted import Budgeted, BudgetedState
 from sparsync.collectives.dense import Dense
+from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk import OkTopk, OkTopkState
 
-__all__ = ["Allgather", "Collective", "Dense", "OkTopk", "OkTopkState", "Reduced"]
+__all__ = [
+    "Allgather",
+    "Budgeted",
+    "BudgetedState",
+    "Collective",
+    "Dense",
+    "Halving",
+    "OkTopk",
+    "OkTopkState",
+    "Reduced",
+]

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.sparse import DenseVector, Vector
 from sparsync.units import Slot, Unit
 
@@ -38,7 +37,7 @@ def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, T
     for slot, part in zip(slots, average.split(boundaries), strict=True):
         view = gradients[slot][1]
         if view.is_contiguous():
-            kernels.scatter_(view.view(-1), part.indices, part.values)
+            part.write_to_(view.view(-1))
         else:  # channels_last and the like: a bucket keeps the parameter's strides
             view.copy_(part.to_dense().view(view.shape))
 

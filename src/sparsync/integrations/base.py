@@ -55,8 +55,8 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "steps": reducer.step,
         "skipped_steps": reducer.skipped,
         "units": [
-            {"parameters": len(u.slots), "size": u.size, "k": u.entries(reducer.density)}
-            for u in reducer.units
+            {"parameters": len(u.slots), "size": u.size, "k": k}
+            for u, k in zip(reducer.units, reducer.quotas, strict=True)
         ],
         "bytes_sent_last_step": ledger.last_step.sent,
         "bytes_received_last_step": ledger.last_step.received,
@@ -87,6 +87,7 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "world_size": reducer.comm.world_size,
         "step": reducer.step,
         "skipped": reducer.skipped,
+        "quotas": list(reducer.quotas),
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "residual": residual,
         "selectors": [selector.state_dict() for selector in reducer.selectors],
@@ -128,13 +129,14 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
             f"{len(parts)}; load a state that state_dict() returned"
         )
     states = [part.parsed_state(saved) for part, saved in zip(parts, saved_parts, strict=True)]
-    shared = [step, *states[len(reducer.selectors) :]]
+    quotas = _saved_quotas(state, reducer)
+    shared = [step, quotas, *states[len(reducer.selectors) :]]
     run(agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared}))
     for (_, kept), residual in zip(_pairs(reducer), residuals, strict=True):
-        kept.value = residual
+        kept.load(residual)
     for part, parsed in zip(parts, states, strict=True):
         part.state = parsed
-    reducer.step, reducer.skipped = step, skipped
+    reducer.step, reducer.skipped, reducer.quotas = step, skipped, quotas
     reducer.settle()
 
 
@@ -156,6 +158,20 @@ def _saved_residual(state: Mapping[str, Any], unit: Unit, kept: Residual) -> Ten
                 f"tensor of {slot.size} elements; was it saved from this model?"
             )
     return torch.cat([piece.to(kept.accumulated) for piece in pieces])
+
+
+def _saved_quotas(state: Mapping[str, Any], reducer: Reducer) -> list[int]:
+    value = state.get("quotas")
+    sizes = [unit.size for unit in reducer.units]
+    if (
+        not isinstance(value, list)
+        or len(value) != len(sizes)
+        or not all(type(k) is int and 0 <= k <= n for k, n in zip(value, sizes, strict=True))
+    ):
+        raise ConfigurationError(
+            f"the saved state has quotas {_brief(value)}, expected a number of entries per unit"
+        )
+    return value
 
 
 def _saved_count(state: Mapping[str, Any], name: str) -> int:

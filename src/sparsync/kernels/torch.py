@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["above", "accumulate", "key_range", "magnitude_keys", "merge", "scatter_", "top"]
+__all__ = [
+    "Found",
+    "above",
+    "accumulate",
+    "accumulate_",
+    "check_pair",
+    "count_from",
+    "find",
+    "key_range",
+    "magnitude_keys",
+    "merge",
+    "restrict",
+    "scatter_",
+    "subtract_",
+    "top",
+]
 
 _INTEGER_OF = MappingProxyType(
     {
@@ -27,6 +43,88 @@ _INTEGER_OF = MappingProxyType(
 _MANTISSA_BITS = MappingProxyType(
     {torch.float32: 23, torch.float64: 52, torch.float16: 10, torch.bfloat16: 7}
 )
+# elements that ``accumulate_`` copies at a time: on a GPU one launch, in a CPU's cache one round
+_BLOCK = 1 << 20
+
+
+class Found(NamedTuple):
+    """Entries of a vector.
+
+    Attributes:
+        indices: `[m]` with ``torch.int64``, ascending.
+        values: `[m]`.
+    """
+
+    indices: Tensor
+    values: Tensor
+
+
+def check_pair(residual: Tensor, gradient: Tensor) -> None:
+    """Raise unless ``accumulate_`` can swap the two.
+
+    Raises:
+        ConfigurationError: shapes, dtypes or devices differ, or one is not 1-D and contiguous.
+    """
+    for name, tensor in (("residual", residual), ("gradient", gradient)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"accumulate_: {name} has shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}; it must be 1-D and contiguous: pass a flat buffer"
+            )
+    if (residual.numel(), residual.dtype, residual.device) != (
+        gradient.numel(),
+        gradient.dtype,
+        gradient.device,
+    ):
+        raise ConfigurationError(
+            f"accumulate_: residual is {residual.numel()} x {residual.dtype} on {residual.device}, "
+            f"gradient {gradient.numel()} x {gradient.dtype} on {gradient.device}; they swap their "
+            "contents and must be alike: convert the gradient first"
+        )
+
+
+def accumulate_(
+    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
+) -> Found | None:
+    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``."""
+    check_pair(residual, gradient)
+    for new, old in zip(residual.split(_BLOCK), gradient.split(_BLOCK), strict=True):
+        before = new.clone()
+        new.add_(old)
+        old.copy_(before)
+    return None if key is None else find(residual, key, limit)
+
+
+def find(x: Tensor, key: int, limit: int | None) -> Found | None:
+    """Return all entries of magnitude key at least ``max(key, 1)``; None if more than ``limit``."""
+    keys = magnitude_keys(x)
+    if key > torch.iinfo(keys.dtype).max:  # above all keys, and no number of their dtype
+        indices = torch.empty(0, dtype=torch.int64, device=x.device)
+    else:
+        indices = (keys >= max(key, 1)).nonzero().flatten()
+    if limit is not None and indices.numel() > max(limit, 0):
+        return None
+    return Found(indices, x[indices])
+
+
+def restrict(indices: Tensor, among: Tensor) -> Tensor:
+    """Return the positions within ``indices`` of those that occur in ``among``; both ascend."""
+    if indices.numel() == 0 or among.numel() == 0:
+        return indices.new_empty(0)
+    at = torch.searchsorted(among, indices).clamp_(max=among.numel() - 1)
+    return (among[at] == indices).nonzero().flatten()
+
+
+def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``."""
+    dense[indices] -= values
+    return dense
+
+
+def count_from(values: Tensor, keys: Tensor) -> Tensor:
+    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64."""
+    mine = magnitude_keys(values).to(torch.int64).sort().values
+    return mine.numel() - torch.searchsorted(mine, keys.to(torch.int64))
 
 
 def accumulate(gradient: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
@@ -93,7 +191,7 @@ def above(x: Tensor, threshold_key: int, limit: int | None) -> Tensor:
     return positions
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
     """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     The fold is ``((s0 + s1) + s2) + ...`` per index, on every device: no atomics.

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor
 
+from sparsync.kernels import Found
 from sparsync.sparse import Vector
 from sparsync.state import Stateful
 
-__all__ = ["Selector"]
+__all__ = ["Selector", "Watch"]
+
+
+class Watch(NamedTuple):
+    """What to collect in the pass that accumulates: it costs next to nothing there.
+
+    Attributes:
+        key: collect entries of at least this magnitude (an integer of ``kernels.magnitude_keys``).
+        limit: give up when there are more than this.
+    """
+
+    key: int
+    limit: int
 
 
 class Selector(Stateful):
     """Chooses entries.  Its memory (thresholds, counters) is ``self.state``."""
 
+    def watch(self, k: int, step: int) -> Watch | None:
+        """Return what ``select`` would like to have collected; None: nothing.
+
+        Asked before the step's gradients are accumulated, with the state of the last step.
+        """
+        return None
+
     @abstractmethod
-    def select(self, accumulated: Tensor, k: int, step: int) -> Vector:
+    def select(self, accumulated: Tensor, k: int, step: int, found: Found | None = None) -> Vector:
         """Return the chosen entries of ``accumulated``, which is not modified.
 
         Args:
             accumulated: `[n]`, residual + gradient; any n, 0 included.
             k: number of entries asked for; more than n is legal.
             step: 0-based; a period p opens when ``step % p == 0``.
+            found: all entries that ``watch`` asked for, if they were collected.  It saves time and
+                changes nothing else.
 
         Returns:
             Entries with the values of ``accumulated``; zeros are never among them, NaN always is.

@@ -6,6 +6,7 @@ from typing import final
 
 from torch import Tensor
 
+from sparsync.kernels import Found
 from sparsync.selection.base import Selector
 from sparsync.sparse import DenseVector
 
@@ -19,6 +20,8 @@ class Everything(Selector):
     Cost: none.   State: none.   Differs from the paper: nothing.
     """
 
-    def select(self, accumulated: Tensor, k: int, step: int) -> DenseVector:
+    def select(
+        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+    ) -> DenseVector:
         """Return the accumulated gradient itself (not a copy)."""
         return DenseVector(accumulated)

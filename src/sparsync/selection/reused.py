@@ -10,10 +10,13 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Selector
+from sparsync.kernels import Found
+from sparsync.selection.base import Selector, Watch
 from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
+
+_ROOM = 4  # times k: what a reused threshold may find before the pass that accumulates gives up
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,29 @@ class Reused(Selector):
         self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.state = ReusedState()
 
-    def select(self, accumulated: Tensor, k: int, step: int) -> SparseVector:
-        """Return the entries above the threshold, which is renewed when the period opens."""
+    def watch(self, k: int, step: int) -> Watch | None:
+        """Watch what reaches the threshold, on the steps that reuse it."""
         known = self.state.threshold_key
-        positions = None
+        if known is None or step % self.threshold_period == 0:
+            return None
+        return Watch(known, _ROOM * k + 64)
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+    ) -> SparseVector:
+        """Return the entries above the threshold, which is renewed when the period opens."""
+        known, size = self.state.threshold_key, accumulated.numel()
         if step % self.threshold_period and known is not None:
-            limit = None if self.cap is None else max(math.floor(self.cap * k), 1)
-            positions = kernels.above(accumulated, known, limit)
-            if self.floor is not None and positions.numel() < min(k, self.floor * k):
-                positions = None
-        if positions is None:
-            positions = kernels.top(accumulated, k)
-            self.state = ReusedState(_smallest_key(accumulated[positions]))
-        return SparseVector(positions, accumulated[positions], accumulated.numel())
+            found = found or kernels.find(accumulated, known, None)
+            assert found is not None  # without a limit, none is too many
+            reached = SparseVector(found.indices, found.values, size)
+            if self.floor is None or reached.nnz >= min(k, self.floor * k):
+                limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
+                return reached.top(limit)
+        positions = kernels.top(accumulated, k)
+        selected = SparseVector(positions, accumulated[positions], size)
+        self.state = ReusedState(_smallest_key(selected.values))
+        return selected
 
 
 def _smallest_key(values: Tensor) -> int | None:

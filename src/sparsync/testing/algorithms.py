@@ -54,7 +54,9 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     """Check ``sum(accumulated) == total + sum(residual)`` over one step."""
     kept = reducer.residuals[0]
     before = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
-    (average,) = await reducer.reduce([gradient])
+    buffer = gradient.clone()
+    (average,) = await reducer.reduce([buffer])
+    assert torch.equal(buffer, average.to_dense()), f"{where}: the gradient is not its average"
     after = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
     world_size = comm.world_size
     accumulated = await comm.allgather(before + gradient, "verify")
@@ -89,5 +91,6 @@ async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: floa
                 assert after == before, f"{algorithm.name}: a refused step changed a state"
             else:
                 raise AssertionError(f"{algorithm.name}: NaN on one rank was not refused by all")
-        (one,), (other,) = await broken.reduce([gradient]), await untouched.reduce([gradient])
+        (one,) = await broken.reduce([gradient.clone()])
+        (other,) = await untouched.reduce([gradient.clone()])
         assert same(one, other), f"{algorithm.name}: a refused step left a trace"

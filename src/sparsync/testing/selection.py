@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from sparsync import kernels
 from sparsync.selection import Selector
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.testing.cases import STEPS, cases, noise
+from sparsync.testing.cases import STEPS, cases, noise, same
 
 __all__ = ["check_selector"]
 
@@ -25,10 +26,17 @@ def check_selector(make: Callable[[], Selector]) -> None:
         for step in range(STEPS):
             accumulated = case.make(0, 2, step)
             before = accumulated.clone()
+            watch, state = first.watch(case.k, step), first.state
             selected = first.select(accumulated, case.k, step)
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"
             assert selected.size == case.size, f"{where}: wrong size"
+            if watch is not None:
+                found = kernels.find(accumulated, watch.key, watch.limit)
+                other = make()
+                other.state = state
+                again = other.select(accumulated, case.k, step, found)
+                assert same(again, selected), f"{where}: what was watched changed the selection"
             if isinstance(selected, DenseVector):
                 continue
             selected.check()

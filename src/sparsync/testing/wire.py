@@ -11,31 +11,69 @@ from sparsync.wire.base import Codec
 
 __all__ = ["check_codec"]
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 def check_codec(codec: Codec) -> None:
-    """Check a codec: round trips, exact sizes, refusal of every truncated message.
+    """Check a codec: round trips, exact sizes, budgets, refusal of every truncated message.
+
+    What ``decode`` returns must be ``decoded``: for an exact dtype the vector itself; else no finite
+    value may become non-finite or the other way round, and the error must not exceed the vector.
 
     Example:
         >>> from sparsync.wire import Coo
         >>> check_codec(Coo())
     """
     for case in cases():
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for dtype in _DTYPES:
             vector = SparseVector.from_dense(case.make(0, 2, 1).to(dtype))
-            encoded = codec.encode(vector)
-            where = f"{type(codec).__name__}, case '{case.name}', {dtype}"
-            assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
-            nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
-            assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
-            longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8)])
-            assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
-            decoded = codec.decode(encoded.payload, vector.size)
-            assert same(decoded, encoded.decoded), f"{where}: decode differs from decoded"
-            if codec.exact:
-                assert same(decoded, vector), f"{where}: an exact codec changed the vector"
-            for length in {0, 1, 7, nbytes // 2, nbytes - 1} - {nbytes}:
-                try:
-                    codec.decode(encoded.payload[:length], vector.size)
-                except WireFormatError:
-                    continue
-                raise AssertionError(f"{where}: {length} of {nbytes} bytes were accepted")
+            _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}")
+    for dtype in _DTYPES:
+        _check_extremes(codec, dtype)
+    _check_budgets(codec, size=1000)
+
+
+def _check(codec: Codec, vector: SparseVector, where: str) -> None:
+    dtype = vector.values.dtype
+    encoded = codec.encode(vector)
+    assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
+    nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
+    assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
+    longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8)])
+    assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
+    decoded = codec.decode(encoded.payload, vector.size)
+    assert decoded.values.dtype == dtype, f"{where}: the dtype changed to {decoded.values.dtype}"
+    assert same(decoded, encoded.decoded), f"{where}: decode differs from decoded"
+    if codec.is_exact(dtype):
+        assert same(decoded, vector), f"{where}: an exact codec changed the vector"
+    before = vector.to_dense().double()
+    error = before - decoded.to_dense().double()
+    assert error.norm() <= before.norm(), f"{where}: the error exceeds the vector"
+    for length in {0, 1, 7, nbytes // 2, nbytes - 1} - {nbytes}:
+        try:
+            codec.decode(encoded.payload[:length], vector.size)
+        except WireFormatError:
+            continue
+        raise AssertionError(f"{where}: {length} of {nbytes} bytes were accepted")
+
+
+def _check_extremes(codec: Codec, dtype: torch.dtype) -> None:
+    """Ranks refuse a step together because NaN and Inf arrive, and only where they were sent."""
+    most = torch.finfo(dtype).max
+    values = torch.tensor(
+        [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64
+    )
+    for start in range(3):
+        vector = SparseVector.from_dense(values[start:].to(dtype))
+        where = f"{codec!r}, {vector.values.tolist()}, {dtype}"
+        decoded = codec.decode(codec.encode(vector).payload, vector.size)
+        assert torch.equal(vector.isfinite(), decoded.isfinite()), f"{where}: not finite alike"
+
+
+def _check_budgets(codec: Codec, size: int) -> None:
+    """``nbytes`` grows with the entries, and ``entries_within`` is its inverse."""
+    sizes = [codec.nbytes(nnz, size) for nnz in range(size + 1)]
+    assert sizes == sorted(sizes), f"{codec!r}: fewer entries take more bytes"
+    for budget in range(sizes[0], sizes[-1] + 2, 13):
+        fitting = sum(nbytes <= budget for nbytes in sizes) - 1
+        assert codec.entries_within(budget, size) == fitting, f"{codec!r}: {budget} bytes"

@@ -9,6 +9,7 @@ Algorithms are ``async def`` over these calls and never learn who drives them:
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, Literal, TypeVar, final
@@ -58,6 +59,15 @@ class Operation(ABC):
     def wait(self) -> None:
         """Block until done (real transports); raise a ``CommunicationError`` if it cannot be."""
 
+    def poll(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` (0: not at all); tell whether it is done; raise as ``wait``.
+
+        A transport that cannot look without waiting says False to 0 and waits to the end otherwise.
+        """
+        if not self.done and seconds > 0:
+            self.wait()
+        return self.done
+
     def __await__(self) -> Generator[Operation, None, Any]:
         if not self.done:
             yield self
@@ -99,9 +109,11 @@ class Communicator(ABC):
         world_size: number of ranks P; 1 is legal and never communicates.
         device: where payloads must live (CUDA tensors are staged to it).
         ledger: what was sent and received.
+        tag: the channel of this handle's messages; see ``channel``.
 
-    All payloads are 1-D ``torch.uint8``.  Messages between two ranks arrive in the order sent.
-    Ranks call collectives in the same order.  Cost: each method says so in `primitives`.
+    All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
+    order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
+    in `primitives`.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -109,6 +121,16 @@ class Communicator(ABC):
         self.world_size = world_size
         self.device = device
         self.ledger = Ledger()
+        self.tag = 0
+
+    def channel(self, tag: int) -> Communicator:
+        """Return a handle on the same group, links and ledger whose messages never meet others'.
+
+        Channels are what lets several units be in flight: each unit has its own.
+        """
+        twin = copy.copy(self)
+        twin.tag = tag
+        return twin
 
     # ---- what a transport provides -------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
@@ -63,9 +64,9 @@ class TorchCommunicator(Communicator):
             if self.announce_lengths and framing.variable:
                 length = torch.tensor([payload.numel()], device=self.device)
                 self.ledger.sent(phase, _LENGTH_BYTES, Parts(header=_LENGTH_BYTES), messages=0)
-                works.append(dist.isend(length, group=self.group, group_dst=dest))
+                works.append(dist.isend(length, group=self.group, group_dst=dest, tag=self.tag))
             if payload.numel():
-                works.append(dist.isend(payload, group=self.group, group_dst=dest))
+                works.append(dist.isend(payload, group=self.group, group_dst=dest, tag=self.tag))
         return _Send(self, where, works, payload)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -80,9 +81,11 @@ class TorchCommunicator(Communicator):
         result = tensor.to(self.device, copy=True)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         where = f"allreduce in phase '{phase}'"
-        with _named(self, where):
-            work = dist.all_reduce(result, op=reduce_op[op], group=self.group, async_op=True)
-        await _Send(self, where, [work], result)
+        await _Late(
+            self,
+            where,
+            lambda: dist.all_reduce(result, op=reduce_op[op], group=self.group, async_op=True),
+        )
         nbytes = -(-2 * result.numel() * result.itemsize * (self.world_size - 1) // self.world_size)
         kind = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
         messages = 2 * (self.world_size - 1).bit_length()
@@ -133,6 +136,23 @@ class _Send(Operation):
 
 
 @final
+class _Late(Operation):
+    """A native collective, started when it is waited for.
+
+    A group's collectives must start in one order on all ranks.  Of several channels in flight only
+    the oldest is waited for, which is the same on all ranks.
+    """
+
+    def __init__(self, comm: TorchCommunicator, where: str, start: Callable[[], Any]) -> None:
+        self.comm, self.where, self.start = comm, where, start
+
+    def wait(self) -> None:
+        with _named(self.comm, self.where):
+            self.start().wait(timedelta(seconds=self.comm.timeout))
+        self.done = True
+
+
+@final
 class _Receive(Operation):
     """A posted receive; the length is known from the framing or from its announcement."""
 
@@ -158,7 +178,9 @@ class _Receive(Operation):
     def _post(self) -> None:
         if self.buffer.numel():
             with _named(self.comm, self.where):
-                self.work = dist.irecv(self.buffer, group=self.comm.group, group_src=self.source)
+                self.work = dist.irecv(
+                    self.buffer, group=self.comm.group, group_src=self.source, tag=self.comm.tag
+                )
 
     def _finish(self) -> None:
         if self.work is not None:

@@ -46,11 +46,11 @@ class SimCommunicator(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to the network."""
-        return self.network.send(self.rank, dest, payload, phase)
+        return self.network.send(self.rank, dest, payload, phase, self.tag)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Post a receive; booked in the ledger when it is done."""
-        operation = self.network.receive(source, self.rank, capacity, phase)
+        operation = self.network.receive(source, self.rank, capacity, phase, self.tag)
         return _Booked(operation, self.ledger, phase)
 
 

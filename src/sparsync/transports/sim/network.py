@@ -62,6 +62,9 @@ class SimOperation(Operation):
         )
 
 
+_Link = tuple[int, int, int]  # source, dest, tag
+
+
 @dataclass
 class _Post:
     """A receive that has been posted."""
@@ -81,32 +84,38 @@ class Network(Generic[T]):
         self._ready: deque[int] = deque()
         self._send_port_free = [0.0] * world_size
         self._receive_port_free = [0.0] * world_size
-        self._mail: dict[tuple[int, int], deque[Tensor]] = {}
-        self._posts: dict[tuple[int, int], deque[_Post]] = {}
+        self._mail: dict[_Link, deque[Tensor]] = {}
+        self._posts: dict[_Link, deque[_Post]] = {}
 
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
-    def send(self, source: int, dest: int, payload: Tensor, phase: str) -> SimOperation:
+    def send(
+        self, source: int, dest: int, payload: Tensor, phase: str, tag: int = 0
+    ) -> SimOperation:
         """Put a copy of ``payload`` on its way."""
         operation = SimOperation(f"send to rank {dest} in phase '{phase}'")
         occupied = self.links.beta * payload.numel()
         leave = max(self.now, self._send_port_free[source])
         self._send_port_free[source] = leave + occupied
+        link = source, dest, tag
         copy = payload.clone()  # the sender may change its buffer once the operation is done
 
         def arrive() -> None:
             enter = max(self.now, self._receive_port_free[dest])
             self._receive_port_free[dest] = enter + occupied
-            self._at(enter + occupied, lambda: self._deliver(source, dest, copy, operation))
+            self._at(enter + occupied, lambda: self._deliver(link, copy, operation))
 
         self._at(leave + self.links.alpha, arrive)
         return operation
 
-    def receive(self, source: int, dest: int, capacity: int, phase: str) -> SimOperation:
-        """Post a receive; messages between two ranks match in the order sent."""
+    def receive(
+        self, source: int, dest: int, capacity: int, phase: str, tag: int = 0
+    ) -> SimOperation:
+        """Post a receive; messages between two ranks on one channel match in the order sent."""
         operation = SimOperation(f"message from rank {source} in phase '{phase}'")
-        self._posts.setdefault((source, dest), deque()).append(_Post(operation, capacity))
-        self._match(source, dest)
+        link = source, dest, tag
+        self._posts.setdefault(link, deque()).append(_Post(operation, capacity))
+        self._match(link)
         return operation
 
     def delay(self, seconds: float, what: str) -> SimOperation:
@@ -154,19 +163,19 @@ class Network(Generic[T]):
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event))
 
-    def _deliver(self, source: int, dest: int, payload: Tensor, sent: SimOperation) -> None:
+    def _deliver(self, link: _Link, payload: Tensor, sent: SimOperation) -> None:
         self._complete(sent, None)
-        self._mail.setdefault((source, dest), deque()).append(payload)
-        self._match(source, dest)
+        self._mail.setdefault(link, deque()).append(payload)
+        self._match(link)
 
-    def _match(self, source: int, dest: int) -> None:
-        mail = self._mail.get((source, dest))
-        posts = self._posts.get((source, dest))
+    def _match(self, link: _Link) -> None:
+        mail = self._mail.get(link)
+        posts = self._posts.get(link)
         while mail and posts:
             payload, post = mail.popleft(), posts.popleft()
             if payload.numel() > post.capacity:
                 raise ConfigurationError(
-                    f"rank {dest} posted {post.capacity} bytes for a {post.operation.what}, "
+                    f"rank {link[1]} posted {post.capacity} bytes for a {post.operation.what}, "
                     f"which has {payload.numel()} bytes"
                 )
             self._complete(post.operation, payload)

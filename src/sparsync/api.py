@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,11 +19,15 @@ from sparsync.transports.solo import SoloCommunicator
 __all__ = ["allreduce", "connect"]
 
 
-def connect(timeout: float = 300.0) -> Communicator:
+def connect(
+    timeout: float = 300.0, *, transport: str = "torch", curve_keys: Path | str | None = None
+) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
     Args:
         timeout: seconds that any wait may take before it fails with an error.
+        transport: "torch" (the group's own backend) or "zmq" (sockets of its own: ``close`` it).
+        curve_keys: folder with one certificate per rank, for an encrypted zmq.
 
     Example:
         >>> comm = connect()
@@ -31,15 +36,15 @@ def connect(timeout: float = 300.0) -> Communicator:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCommunicator()
-    from sparsync.transports.torch import TorchCommunicator
+    from sparsync.transports.connect import connect_group
 
-    return TorchCommunicator(timeout=timeout)
+    return connect_group(transport=transport, timeout=timeout, curve_keys=curve_keys)
 
 
 def allreduce(
     vector: Tensor | Vector,
     comm: Communicator,
-    algorithm: str | Algorithm = "oktopk",
+    algorithm: str | Algorithm = "budgeted",
     *,
     k: int | None = None,
     **options: Any,

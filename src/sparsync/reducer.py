@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from sparsync.collectives.base import Collective, Reduced
-from sparsync.collectives.spectrum import Spectrum, shares
 from sparsync.errors import NonFiniteGradientError
+from sparsync.kernels import Found
 from sparsync.presets import Algorithm, dense
 from sparsync.residual import Residual
-from sparsync.selection.base import Selector
+from sparsync.selection import shares
+from sparsync.selection.base import Selector, Watch, within
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.transports.flight import together
@@ -58,11 +60,13 @@ class Reducer:
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
-        self.quotas = [u.entries(density) for u in units]  # k of every unit in the open step
+        self.shares = shares.SharesState(tuple(u.entries(density) for u in units))
         self.selectors = [algorithm.make_selector() for _ in units]
         self.collectives = [algorithm.make_collective() for _ in units]
         self._warmup = dense()
+        self._next_shares = self.shares
         self._reduced: dict[int, Reduced] = {}
+        self._histograms: dict[int, Tensor] = {}
         self.settle()
 
     def accumulate(self, unit: int, start: int, gradient: Tensor) -> None:
@@ -71,18 +75,34 @@ class Reducer:
         The gradient's memory (1-D, contiguous) is borrowed until the step ends: what undoes the step
         lies there.
         """
-        selector, _ = self._parts(unit)
-        watch = selector.watch(self.quotas[unit], self.step)
-        self.residuals[unit].accumulate(start, gradient, watch)
+        self.residuals[unit].accumulate(start, gradient, self._watch(unit))
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
         residual, k = self.residuals[unit], self.quotas[unit]
         selector, collective = self._parts(unit)
-        found = residual.found(selector.watch(k, self.step))
+        candidates = residual.found(self._watch(unit))
+        found = within(candidates, selector.watch(k, self.step))
         selected = selector.select(residual.accumulated, k, self.step, found)
+        self._count(unit, candidates, selected)
         channel = self.comm.channel(unit)
         self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
+
+    async def share(self) -> None:
+        """Agree on the next step's shares of the global k: once all units were selected from."""
+        if not self._shared or len(self._histograms) < len(self.units):
+            return
+        counts = torch.stack([self._histograms[unit] for unit in range(len(self.units))])
+        channel = self.comm.channel(len(self.units))
+        summed = await channel.allreduce(counts, "shares")
+        self._next_shares = shares.next_shares(
+            self.shares,
+            shares.edges(self.shares.key, self.residuals[0].accumulated.dtype),
+            summed.tolist(),
+            sum(unit.entries(self.density) for unit in self.units),
+            [unit.size for unit in self.units],
+            self.comm.world_size,
+        )
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step: write every residual, return every unit's average.
@@ -107,7 +127,7 @@ class Reducer:
         else:
             for residual, result in zip(self.residuals, reduced, strict=True):
                 residual.retain(result.delivered)  # residual = accumulated - delivered
-            self._share([result.spectrum for result in reduced])
+            self.shares = self._next_shares
             self.settle()
             self._close_step()
         return averages
@@ -122,6 +142,8 @@ class Reducer:
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
         self._reduced.clear()
+        self._histograms.clear()
+        self._next_shares = self.shares
 
     def skip(self) -> None:
         """Refuse the open step and go on to the next."""
@@ -136,7 +158,8 @@ class Reducer:
         """
         for unit, gradient in enumerate(gradients):
             self.accumulate(unit, 0, gradient)
-        await together([self.exchange(unit) for unit in range(len(self.units))])
+        exchanges = [self.exchange(unit) for unit in range(len(self.units))]
+        await together([*exchanges, self.share()])
         averages = self.commit()
         for average, gradient in zip(averages, gradients, strict=True):
             average.write_to_(gradient)
@@ -148,13 +171,28 @@ class Reducer:
             return self._warmup.make_selector(), self._warmup.make_collective()
         return self.selectors[unit], self.collectives[unit]
 
-    def _share(self, spectra: Sequence[Spectrum | None]) -> None:
-        """Give each unit its share of the global k, as the k largest of this step lay."""
-        known = [spectrum for spectrum in spectra if spectrum is not None]
-        if 1 < len(self.units) == len(known):
-            sizes = [unit.size for unit in self.units]
-            k = sum(unit.entries(self.density) for unit in self.units)
-            self.quotas = shares(known, k, sizes, self.quotas)
+    def _watch(self, unit: int) -> Watch | None:
+        """Return what to collect while accumulating: for the selector, and for the shares."""
+        selector, _ = self._parts(unit)
+        mine = selector.watch(self.quotas[unit], self.step)
+        if not self._shared:
+            return mine
+        common = shares.watch(self.shares, sum(self.quotas), self.residuals[unit].accumulated.dtype)
+        if mine is None or common is None:
+            return mine or common
+        return Watch(min(mine.key, common.key), max(mine.limit, common.limit))
+
+    def _count(self, unit: int, candidates: Found | None, selected: Vector) -> None:
+        """Note what this unit would have liked to select, for the next step's shares."""
+        if not self._shared or isinstance(selected, DenseVector):
+            return
+        accumulated = self.residuals[unit].accumulated
+        if self.shares.key is None:
+            counted = shares.first_candidates(accumulated, selected)
+        else:
+            counted = candidates or selected
+        at = shares.edges(self.shares.key, accumulated.dtype)
+        self._histograms[unit] = shares.histogram(counted, at)
 
     def _average(self, total: Vector) -> Vector:
         """``average = total / world_size``."""
@@ -174,11 +212,24 @@ class Reducer:
                 )
         return None
 
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """K of every unit in the open step."""
+        return self.shares.quotas
+
+    @property
+    def _shared(self) -> bool:
+        """Several units of one dtype divide the global k; a single one has all of it."""
+        dtypes = {residual.accumulated.dtype for residual in self.residuals}
+        return len(self.units) > 1 == len(dtypes)
+
     def settle(self) -> None:
         """Make the present thresholds and boundaries those that ``refuse`` returns to."""
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
 
     def _close_step(self) -> None:
         self._reduced.clear()
+        self._histograms.clear()
+        self._next_shares = self.shares
         self.step += 1
         self.comm.ledger.begin_step(self.step)

@@ -2,8 +2,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import DenseVector, SparseVector
+from sparsync import DenseVector, SparseVector, kernels
 from sparsync.residual import Residual
+from sparsync.selection import Watch
 
 
 def residual(size: int) -> Residual:
@@ -24,8 +25,14 @@ steps = st.lists(
 def test_nothing_is_lost_over_any_steps_refused_ones_among_them(steps):
     kept, given_in, given_out = residual(6), torch.zeros(6), torch.zeros(6)
     for gradient, mask, refused in steps:
-        kept.accumulate(0, torch.tensor(gradient, dtype=torch.float32))
+        before = kept.value if kept.value is None else kept.value.clone()
+        given_gradient = torch.tensor(gradient, dtype=torch.float32)
+        kept.accumulate(0, given_gradient)
         if refused:
+            kept.restore()
+            assert not given_gradient.any()
+            assert (kept.value is None) == (before is None)
+            assert before is None or torch.equal(kept.value, before)
             continue
         accumulated = kept.accumulated.clone()
         delivered = SparseVector.from_dense(accumulated).restrict(
@@ -47,13 +54,50 @@ def test_pieces_accumulate_in_any_order():
 
 
 def test_a_refused_step_leaves_no_trace():
-    kept = residual(2)
-    kept.accumulate(0, torch.tensor([1.0, 2.0]))
-    kept.retain(SparseVector.empty(2, kept.accumulated))
-    kept.accumulate(0, torch.tensor([float("nan"), float("inf")]))
-    assert kept.value.tolist() == [1.0, 2.0]
-    kept.accumulate(0, torch.tensor([1.0, 1.0]))
-    assert kept.accumulated.tolist() == [2.0, 3.0]
+    kept = residual(3)
+    kept.accumulate(0, torch.tensor([1.0, 1e-30, 2.0]))
+    kept.retain(SparseVector.empty(3, kept.accumulated))
+    kept.accumulate(2, torch.tensor([float("inf")]))
+    kept.accumulate(0, torch.tensor([float("nan"), 1.0]))  # 1 + 1e-30 - 1 is not 1e-30
+    kept.restore()
+    assert kept.value.tolist() == torch.tensor([1.0, 1e-30, 2.0]).tolist()
+    kept.accumulate(0, torch.tensor([1.0, 1.0, 1.0]))
+    assert kept.accumulated.tolist() == [2.0, 1.0, 3.0]
+
+
+def test_16_bit_gradients_are_undone_exactly():
+    kept = Residual(2, torch.bfloat16, torch.device("cpu"))
+    kept.accumulate(0, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    kept.retain(SparseVector(torch.tensor([0]), torch.tensor([0.001]), 2))
+    before = kept.value.clone()
+    kept.accumulate(0, torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+    assert kept.accumulated.dtype == torch.float32
+    kept.restore()
+    assert torch.equal(kept.value, before)
+
+
+def test_one_buffer_serves_all_steps():
+    kept = residual(3)
+    buffer = kept.accumulated
+    for _ in range(3):
+        kept.accumulate(0, torch.ones(3))
+        kept.retain(SparseVector.empty(3, buffer))
+        assert kept.value is buffer and kept.accumulated is buffer
+
+
+def test_what_was_watched_is_found_in_pieces():
+    kept = residual(5)
+    kept.accumulate(0, torch.tensor([1.0, 0.0, 0.0, 0.0, 5.0]))
+    kept.retain(SparseVector.empty(5, kept.accumulated))
+    watch = Watch(int(kernels.magnitude_keys(torch.tensor([2.0]))), 2)
+    kept.accumulate(3, torch.tensor([3.0, 0.0]), watch)
+    kept.accumulate(0, torch.tensor([1.0, 1.0, 0.0]), watch)
+    found = kept.found(watch)
+    assert (found.indices.tolist(), found.values.tolist()) == ([0, 3, 4], [2.0, 3.0, 5.0])
+    kept.restore()
+    kept.accumulate(0, torch.full((5,), 9.0), watch)
+    assert kept.found(watch) is None, "more than the limit"
+    assert kept.found(None) is None
 
 
 def test_what_was_delivered_without_being_selected_is_owed():
@@ -62,18 +106,6 @@ def test_what_was_delivered_without_being_selected_is_owed():
     kept.accumulate(0, torch.tensor([1.0, 0.0]))
     kept.retain(SparseVector(torch.tensor([1]), torch.tensor([5.0]), 2))
     assert kept.value.tolist() == [1.0, -5.0]
-
-
-def test_the_two_buffers_take_turns():
-    kept = residual(3)
-    kept.accumulate(0, torch.ones(3))
-    first = kept.accumulated
-    kept.retain(SparseVector.empty(3, first))
-    second = kept.accumulated
-    assert kept.value is first and second is not first
-    kept.accumulate(0, torch.ones(3))
-    kept.retain(SparseVector.empty(3, first))
-    assert kept.value is second and kept.accumulated is first
 
 
 def test_delivering_everything_keeps_no_residual():

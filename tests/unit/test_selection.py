@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
 from sparsync.kernels import magnitude_keys
-from sparsync.selection import Everything, Exact, Reused, ReusedState
+from sparsync.selection import Everything, Exact, ExactState, Reused, ReusedState
 
 from .strategies import dense_tensors, same_vector
 
@@ -110,7 +110,10 @@ def test_state_survives_a_round_trip():
     selector.select(torch.tensor([1.0, 2.0]), k=1, step=0)
     other.load_state_dict(selector.state_dict())
     assert other.state == selector.state == ReusedState(key(2.0))
-    assert Exact().state_dict() == {}
+    exact, again = Exact(), Exact()
+    exact.select(torch.tensor([1.0, 2.0]), k=1, step=0)
+    again.load_state_dict(exact.state_dict())
+    assert again.state == exact.state != ExactState()
 
 
 @pytest.mark.parametrize(

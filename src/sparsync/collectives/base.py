@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from sparsync.collectives.spectrum import Spectrum
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
@@ -23,14 +22,12 @@ class Reduced:
         total: the sum over ranks of what was delivered, bit-identical on every rank.
         delivered: this rank's share of it: values with their own support.  What was *selected* and
             is not in here was dropped on the way and belongs into the residual.
-        spectrum: the magnitudes that the collective chose from, if it has a histogram of them.
 
     The law: ``sum over ranks(delivered) == total``.
     """
 
     total: Vector
     delivered: Vector
-    spectrum: Spectrum | None = None
 
 
 class Collective(Stateful):

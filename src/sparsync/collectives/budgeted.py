@@ -22,7 +22,7 @@ from sparsync.transports.base import Communicator
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.packed import Packed
 
-__all__ = ["Budgeted", "BudgetedState"]
+__all__ = ["Budgeted", "BudgetedState", "histogram_bytes"]
 
 _WORD_BYTES = 4
 _HISTOGRAM_SHARE = 0.06  # of the budget; the rest is divided evenly between the two exchanges
@@ -36,9 +36,33 @@ class BudgetedState:
 
     Attributes:
         threshold_key: about the smallest magnitude in the last total, as a key; None at first.
+        drift: by how much that differed from the one before: the next is looked for as far on.
     """
 
     threshold_key: int | None = None
+    drift: int = 0
+
+    @property
+    def expected_key(self) -> int | None:
+        """Where the next threshold is looked for."""
+        return None if self.threshold_key is None else max(self.threshold_key + self.drift, 1)
+
+    def after(self, threshold_key: int | None) -> BudgetedState:
+        """Return the state after a step that found ``threshold_key``."""
+        if threshold_key is None:
+            return self
+        last = self.threshold_key
+        return BudgetedState(threshold_key, 0 if last is None else threshold_key - last)
+
+
+def histogram_bytes(k: int, world_size: int, budget: float = 2.0) -> int:
+    """Return what histograms of one rank to one other may take in a step, in all rounds.
+
+    Example:
+        >>> histogram_bytes(147_283, 8), histogram_bytes(10_000, 32)
+        (2048, 150)
+    """
+    return min(int(_HISTOGRAM_SHARE * budget * _WORD_BYTES * k / world_size), _HISTOGRAM_BYTES)
 
 
 class _Limits(NamedTuple):
@@ -118,24 +142,24 @@ class Budgeted(Collective):
             comm,
             region.values,
             min(k, mine.size),
-            last_threshold_key=self.state.threshold_key,
+            expected_key=self.state.expected_key,
             message_bytes=limits.histogram,
             most_held=min(width, k * comm.world_size),
             most_kept=limits.kept,
         )
         kept = region.top(choice.counts[comm.rank])
         total, rounded = await self._allgather(comm, kept, choice.counts, mine.size)
-        self.state = BudgetedState(choice.threshold_key)
+        self.state = self.state.after(choice.threshold_key)
         delivered = sent.entries.restrict(total.indices)
         delivered = self._keep_error(comm, delivered, kept, rounded)
-        return Reduced(total, delivered, choice.spectrum)
+        return Reduced(total, delivered)
 
     def _limits(self, world_size: int, k: int, width: int, dtype: torch.dtype) -> _Limits:
         """Divide the budget among messages; without one, only what can be is a limit."""
         if k < _FEW_PER_RANK * world_size or world_size == 1:
             return _Limits(min(width, k), min(width, k), _HISTOGRAM_BYTES)
         message = self.budget * _WORD_BYTES * k / world_size  # one rank to one other, all phases
-        histogram = min(int(_HISTOGRAM_SHARE * message), _HISTOGRAM_BYTES)
+        histogram = histogram_bytes(k, world_size, self.budget)
         entries = self.codec.entries_within(int((message - histogram) / 2), width, dtype)
         return _Limits(min(entries, k), min(entries, k), histogram)
 

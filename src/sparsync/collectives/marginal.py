@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.spectrum import Spectrum
 from sparsync.transports.base import Communicator
 from sparsync.transports.framing import Raw
 
@@ -20,8 +19,9 @@ __all__ = ["Choice", "choose"]
 
 _PHASE = "threshold"
 _ROUNDS = 3  # at most; the first step has no last threshold to look around
-_COARSEST = 16  # the marginal bin may hold a 16th of what is wanted before it is divided again
-_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 512, 2.0  # distance of edges from the last threshold
+_COARSEST = 8  # the marginal bin may hold an 8th of what is wanted before it is divided again
+_NARROWEST = 1 / 256  # octaves; half a step of bf16: narrower bins hold nothing but ties
+_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 512, 2.0  # distance of edges from where it is expected
 _FIRST_OCTAVES = 32  # without a last threshold: magnitudes of 1 to 2^-32 are told apart first
 _NARROW_LIMIT = 1 << 16  # counts below it travel in two bytes
 
@@ -32,12 +32,10 @@ class Choice(NamedTuple):
     Attributes:
         counts: how many entries each rank keeps: its largest.
         threshold_key: about the magnitude of the smallest kept entry; None if nothing is kept.
-        spectrum: the histogram, summed over ranks.
     """
 
     counts: list[int]
     threshold_key: int | None
-    spectrum: Spectrum
 
 
 class _Margin(NamedTuple):
@@ -54,23 +52,23 @@ async def choose(
     values: Tensor,
     wanted: int,
     *,
-    last_threshold_key: int | None,
+    expected_key: int | None,
     message_bytes: int,
     most_held: int,
     most_kept: int,
 ) -> Choice:
     """Choose the ``wanted`` largest of all ranks' values, or all if they are fewer.
 
-    The bins lie around the last threshold, the finer the nearer.  All entries above the marginal bin
+    The bins lie around the expected threshold, the finer the nearer.  All entries above the marginal bin
     are kept; its own places go to the ranks in rank order, on each rank to the largest.  Where the
-    threshold jumped and the marginal bin holds more than a 16th of ``wanted``, it is divided in
+    threshold jumped and the marginal bin holds more than an 8th of ``wanted``, it is divided in
     another round.
 
     Args:
         comm: the group.
         values: `[m]` this rank's.
         wanted: how many entries are to be kept on all ranks together.
-        last_threshold_key: where to look.
+        expected_key: where to look first; None: everywhere.
         message_bytes: what one rank may send to one other in all rounds.
         most_held: no rank holds more values than this.
         most_kept: no rank may keep more.
@@ -79,24 +77,23 @@ async def choose(
     """
     width = 2 if most_held < _NARROW_LIMIT else 4
     stop, octave = kernels.key_range(values.dtype)
-    edges = _edges_around(last_threshold_key, octave, stop, message_bytes // 2 // width)
+    edges = _edges_around(expected_key, octave, stop, message_bytes // 2 // width)
     table = await _tell(comm, values, edges, width)
-    spectrum = Spectrum(tuple(edges), tuple(sum(column) for column in zip(*table, strict=True)))
+    present = sum(counts[0] for counts in table)  # the first edge is 1: all that are not zero
     margin = _margin(edges, table, wanted, stop)
     for _ in range(_ROUNDS - 1):
-        coarse = sum(margin.inside) > max(wanted // _COARSEST, 1)
-        if not coarse or margin.high - margin.low < 2 or spectrum.counts[0] <= wanted:
+        fine = margin.high - margin.low <= max(_NARROWEST * octave, 1)
+        if fine or sum(margin.inside) * _COARSEST <= wanted or present <= wanted:
             break
         edges = _edges_between(margin, message_bytes // 4 // width)
         table = await _tell(comm, values, edges, width)
-        finer = _margin(edges, table, wanted, margin.high)
-        margin = finer
+        margin = _margin(edges, table, wanted, margin.high)
     # what overfull ranks must leave, others may keep
     above = [min(count, most_kept) for count in margin.above]
     wishes = [min(i, most_kept - a) for i, a in zip(margin.inside, above, strict=True)]
-    places = min(wanted, spectrum.counts[0]) - sum(above)
+    places = min(wanted, present) - sum(above)
     counts = [a + g for a, g in zip(above, _in_rank_order(places, wishes), strict=True)]
-    return Choice(counts, _threshold(margin, wanted) if sum(counts) else None, spectrum)
+    return Choice(counts, _threshold(margin, wanted) if sum(counts) else None)
 
 
 async def _tell(
@@ -116,7 +113,7 @@ async def _tell(
 
 
 def _edges_around(center: int | None, octave: int, stop: int, bins: int) -> list[int]:
-    """Place edges at growing distances from the last threshold; the first is 1: not zero."""
+    """Place edges at growing distances from the center; the first is 1: not zero."""
     bins = max(bins, 8)
     if center is None:
         top = int(octave * 0.5 * (stop // octave))  # the key of about 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
+from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, Vector
 from sparsync.units import Slot, Unit
 
-__all__ = ["Round", "deliver_to_unused_", "write_"]
+__all__ = ["Round", "call_after_backward", "deliver_to_unused_", "write_"]
 
 
 class Round:
@@ -23,6 +25,11 @@ class Round:
         self.jobs: list[Future[None]] = []
         self.failed = False
         self.finished: Future[None] | None = None
+
+    def zero_(self) -> None:
+        """Zero the gradients of a refused step: what undid it lies in them, or local gradients."""
+        for _, buffer in self.buckets:
+            buffer.zero_()
 
 
 def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
@@ -54,3 +61,18 @@ def deliver_to_unused_(this: Round) -> None:
                 parameter.grad = average.clone()
             elif parameter.grad is not None:
                 parameter.grad.copy_(average)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
+
+    It takes a callback of a callback: DDP queues its own, later than the first.
+    """
+    engine = Variable._execution_engine
+    try:
+        engine.queue_callback(lambda: engine.queue_callback(callback))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "gradients were reduced outside of backward(), as DDP's join() does for uneven inputs; "
+            "that is not supported: give all ranks equally many batches"
+        ) from error

@@ -12,6 +12,7 @@ from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
 from sparsync.residual import Residual
+from sparsync.selection.shares import SharesState
 from sparsync.transports.base import run
 from sparsync.units import Unit
 
@@ -88,6 +89,7 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "step": reducer.step,
         "skipped": reducer.skipped,
         "quotas": list(reducer.quotas),
+        "quota_key": reducer.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "residual": residual,
         "selectors": [selector.state_dict() for selector in reducer.selectors],
@@ -129,14 +131,14 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
             f"{len(parts)}; load a state that state_dict() returned"
         )
     states = [part.parsed_state(saved) for part, saved in zip(parts, saved_parts, strict=True)]
-    quotas = _saved_quotas(state, reducer)
-    shared = [step, quotas, *states[len(reducer.selectors) :]]
+    shares = _saved_shares(state, reducer)
+    shared = [step, shares, *states[len(reducer.selectors) :]]
     run(agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared}))
     for (_, kept), residual in zip(_pairs(reducer), residuals, strict=True):
         kept.load(residual)
     for part, parsed in zip(parts, states, strict=True):
         part.state = parsed
-    reducer.step, reducer.skipped, reducer.quotas = step, skipped, quotas
+    reducer.step, reducer.skipped, reducer.shares = step, skipped, shares
     reducer.settle()
 
 
@@ -160,18 +162,20 @@ def _saved_residual(state: Mapping[str, Any], unit: Unit, kept: Residual) -> Ten
     return torch.cat([piece.to(kept.accumulated) for piece in pieces])
 
 
-def _saved_quotas(state: Mapping[str, Any], reducer: Reducer) -> list[int]:
-    value = state.get("quotas")
+def _saved_shares(state: Mapping[str, Any], reducer: Reducer) -> SharesState:
+    value, key = state.get("quotas"), state.get("quota_key")
     sizes = [unit.size for unit in reducer.units]
     if (
         not isinstance(value, list)
         or len(value) != len(sizes)
         or not all(type(k) is int and 0 <= k <= n for k, n in zip(value, sizes, strict=True))
+        or not (key is None or type(key) is int)
     ):
         raise ConfigurationError(
-            f"the saved state has quotas {_brief(value)}, expected a number of entries per unit"
+            f"the saved state has quotas {_brief(value)} and quota_key {_brief(key)}, expected a "
+            "number of entries per unit and a number or None"
         )
-    return value
+    return SharesState(tuple(value), key)
 
 
 def _saved_count(state: Mapping[str, Any], name: str) -> int:

@@ -7,19 +7,18 @@ together, after every total of the step is known to be finite.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.backward import Round, deliver_to_unused_, write_
+from sparsync.integrations.backward import Round, call_after_backward, deliver_to_unused_, write_
 from sparsync.integrations.base import (
     agree_on_reducer,
     load_reducer_state,
@@ -28,9 +27,9 @@ from sparsync.integrations.base import (
 )
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
-from sparsync.transports.base import check_timeout, run
+from sparsync.transports.base import Communicator, check_timeout
+from sparsync.transports.connect import check_transport, connect_group
 from sparsync.transports.engine import Engine
-from sparsync.transports.torch import TorchCommunicator
 from sparsync.units import Slot, plan_units
 
 __all__ = ["DdpSync", "attach"]
@@ -40,28 +39,34 @@ Nonfinite = Literal["raise", "skip", "propagate"]
 
 def attach(
     model: DistributedDataParallel,
-    algorithm: str | Algorithm = "oktopk",
+    algorithm: str | Algorithm = "budgeted",
     *,
     density: float = 0.01,
     unit_bytes: int | None = None,
     warmup_steps: int = 0,
     nonfinite: Nonfinite = "raise",
     timeout: float = 300.0,
+    transport: str = "auto",
+    curve_keys: Path | str | None = None,
     **options: Any,
 ) -> "DdpSync":
     """Exchange a DDP model's gradients sparsely; the training loop stays as it is.
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook.
-        algorithm: "oktopk", "oktopk-paper", "allgather", "dense", or an ``Algorithm``.
+        algorithm: "budgeted", "halving", "oktopk", "oktopk-paper", "allgather", "dense", or an
+            ``Algorithm``.
         density: fraction k / n of every unit that is exchanged, in (0, 1].
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
-            the whole model (None: the papers' semantics).
+            the whole model (None: the papers' semantics).  Several units are exchanged while the
+            backward pass goes on; under "budgeted" each gets its share of the global k.
         warmup_steps: the first steps run dense.
         nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
             "skip" (gradients become None: the optimizer passes), or "propagate" (every rank's
             gradient gets it, so that a GradScaler skips on all).  Residuals stay as they were.
         timeout: seconds that any wait may take before ``backward()`` raises.
+        transport: "zmq", "torch" (gloo), or "auto": the faster one (zmq).
+        curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
         options: of the preset, e.g. ``cap=None``, ``threshold_period=128``.
 
     Returns:
@@ -71,7 +76,8 @@ def attach(
         ConfigurationError: not DDP, a second attach, unknown algorithm or option, bad density.
         PeerError: ranks disagree on any of it.
 
-    Cost: one thread and one gloo process group; memory 2 n elements.
+    Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
+    (the residual) and O(k + n / P).
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
@@ -91,12 +97,22 @@ def attach(
         raise ConfigurationError(f"warmup_steps is {warmup_steps}; give at least 0")
     chosen, density = resolve(algorithm, **options), check_density(density)
     timeout = check_timeout(timeout)
+    check_transport(transport, curve_keys)
     if getattr(model, "_comm_hooks", None):
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
             "(a hook cannot be removed from DDP)"
         )
-    return DdpSync(model, chosen, density, unit_bytes, warmup_steps, nonfinite, timeout)
+    wires = _Wires(transport, timeout, curve_keys)
+    return DdpSync(model, chosen, density, unit_bytes, warmup_steps, nonfinite, wires)
+
+
+class _Wires(NamedTuple):
+    """What carries the bytes: see ``connect_group``."""
+
+    transport: str
+    timeout: float
+    curve_keys: Path | str | None
 
 
 class DdpSync:
@@ -110,7 +126,7 @@ class DdpSync:
         unit_bytes: int | None,
         warmup_steps: int,
         nonfinite: Nonfinite,
-        timeout: float,
+        wires: "_Wires",
     ) -> None:
         self._model = weakref.ref(model)
         self._nonfinite = nonfinite
@@ -121,12 +137,18 @@ class DdpSync:
         self._place: dict[Tensor, tuple[int, Slot]] = {
             parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
         }
-        self._group: dist.ProcessGroup | None = _own_group(model, timeout)
-        comm = TorchCommunicator(self._group, timeout=timeout)
+        self._group: dist.ProcessGroup | None = _own_group(model, wires.timeout)
+        comm = connect_group(
+            self._group,
+            transport=wires.transport,
+            timeout=wires.timeout,
+            curve_keys=wires.curve_keys,
+        )
         self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
         agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
         self._engine = Engine(algorithm.name)
-        weakref.finalize(self, self._engine.stop)  # a forgotten handle does not keep its thread
+        # a forgotten handle keeps neither its thread nor its sockets
+        weakref.finalize(self, _release, self._engine, comm)
         self._round = Round(len(units))
         model.register_comm_hook(self, _hook)
 
@@ -137,7 +159,12 @@ class DdpSync:
         return reducer_stats(self.reducer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank; see ``load_state_dict``."""
+        """Return this rank's state, to be saved per rank; see ``load_state_dict``.
+
+        After a ``backward()`` that broke off it is the state of before that step.
+        """
+        if self._engine.running:
+            self._engine.submit(self.reducer.refuse).result()
         return reducer_state(self.reducer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,6 +174,7 @@ class DdpSync:
     def close(self) -> None:
         """End the engine thread and its process group.  The hook stays: use the model no more."""
         self._engine.close()
+        self.reducer.comm.close()
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -171,10 +199,11 @@ class DdpSync:
         if buffer.is_cuda:  # the engine's thread has streams of its own
             torch.cuda.current_stream(buffer.device).synchronize()
         for unit in complete:
-            this.jobs.append(self._engine.submit(partial(self._exchange, this, unit)))
+            this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
             self._check_complete(this)
-            _call_after_backward(lambda: self._after(this))
+            this.jobs.append(self._engine.submit(self.reducer.share()))
+            call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
         return future
 
@@ -197,11 +226,11 @@ class DdpSync:
 
     # ---- on the engine's thread ------------------------------------------------------------------
 
-    def _exchange(self, this: "Round", unit: int) -> None:
+    async def _exchange(self, this: "Round", unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
             return
         try:
-            run(self.reducer.exchange(unit))
+            await self.reducer.exchange(unit)
         except BaseException:
             this.failed = True
             raise
@@ -215,9 +244,11 @@ class DdpSync:
                 write_(average, self.reducer.units[unit], this.gradients[unit])
         except NonFiniteGradientError:
             self.reducer.skip()
+            this.zero_()
             raise
         except BaseException:
             self.reducer.refuse()
+            this.zero_()
             raise
         finally:
             for future, buffer in this.buckets:
@@ -244,6 +275,12 @@ def _hook(sync, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string a
     return sync.on_bucket(bucket)
 
 
+def _release(engine: Engine, comm: Communicator) -> None:
+    """Let the thread end, then close the sockets that it used."""
+    engine.submit(comm.close) if engine.running else comm.close()
+    engine.stop()
+
+
 def _own_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGroup:
     """Make a gloo group of the model's ranks: the engine's traffic never meets DDP's own."""
     ranks = dist.get_process_group_ranks(model.process_group)
@@ -255,18 +292,3 @@ def _own_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGr
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _call_after_backward(callback: Callable[[], None]) -> None:
-    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
-
-    It takes a callback of a callback: DDP queues its own, later than the first.
-    """
-    engine = Variable._execution_engine
-    try:
-        engine.queue_callback(lambda: engine.queue_callback(callback))
-    except RuntimeError as error:
-        raise ConfigurationError(
-            "gradients were reduced outside of backward(), as DDP's join() does for uneven inputs; "
-            "that is not supported: give all ranks equally many batches"
-        ) from error

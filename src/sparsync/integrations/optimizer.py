@@ -23,7 +23,6 @@ from sparsync.integrations.base import (
 )
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
-from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator, run
 from sparsync.units import plan_units
 
@@ -119,18 +118,17 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
                     torch.mul(parameter.grad.reshape(-1), rates[parameter], out=piece)
             updates.append(flat)
         try:
-            averages = run(self.reducer.reduce(updates))
+            run(self.reducer.reduce(updates))  # in place
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
         except BaseException:
             self.reducer.refuse()
             raise
-        for unit, average in zip(self.reducer.units, averages, strict=True):
-            dense = average.to_dense() if isinstance(average, SparseVector) else average.values
+        for unit, flat in zip(self.reducer.units, updates, strict=True):
             for slot in unit.slots:
                 parameter = self._parameters[slot.name]
-                update = dense[slot.start : slot.start + slot.size]
+                update = flat[slot.start : slot.start + slot.size]
                 parameter.sub_(update.view(parameter.shape))
         return loss
 

@@ -10,6 +10,8 @@ value.  Every message of entries has a header of 8 bytes, which the papers leave
     dense       2 n (P - 1) / P                2 log2 P             ``dense``
     allgather   2 k (P - 1)                    log2 P               ``allgather`` ("TopkA")
     oktopk      [2 k, 6 k] (P - 1) / P         2 P + 2 log2 P       ``oktopk``, ``oktopk_paper``
+    budgeted    < 2 k (P - 1) / P              3 (P - 1)            ``budgeted`` (ours)
+    halving     about 1.6 k (P - 1) / P        2 log2 P             ``halving`` (ours)
     =========== ============================== ==================== =================================
 
 References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
@@ -17,9 +19,15 @@ References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sparsync.collectives.quantiles import REFINING_BINS, bins_for
+from sparsync.planning.cost import (
+    COUNT_BYTES,
+    ENTRY_BYTES,
+    WORD_BYTES,
+    Cost,
+    lower_bound_words,
+)
+from sparsync.planning.packed_costs import budgeted, halving
 from sparsync.wire.base import HEADER_BYTES
 
 __all__ = [
@@ -31,8 +39,10 @@ __all__ = [
     "allgatherv",
     "allreduce",
     "balance_and_allgatherv",
+    "budgeted",
     "dense",
     "equation_3",
+    "halving",
     "histogram",
     "lower_bound_words",
     "oktopk",
@@ -40,64 +50,6 @@ __all__ = [
     "oktopk_paper",
     "split",
 ]
-
-WORD_BYTES = 4  # the papers' unit
-ENTRY_BYTES = 2 * WORD_BYTES  # index and float32 value
-COUNT_BYTES = 8  # counts, lengths and boundaries travel as 64-bit integers
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one collective call costs the busiest rank.
-
-    Attributes:
-        messages: that a rank sends, one after the other.
-        nbytes: volume, the maximum over ranks of max(sent, received).
-
-    Phases add up; the sum is an upper bound, for the busiest rank may change from phase to phase.
-
-    Example:
-        >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
-        250.0
-    """
-
-    messages: float
-    nbytes: float
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.messages + other.messages, self.nbytes + other.nbytes)
-
-    @property
-    def words(self) -> float:
-        """Volume in the papers' unit of 4 bytes."""
-        return self.nbytes / WORD_BYTES
-
-    def words_per(self, k: int) -> float:
-        """Volume in words per requested entry; 0 when none is requested."""
-        return self.words / k if k else 0.0
-
-    def seconds(self, alpha: float, beta: float) -> float:
-        """Return ``messages * alpha + nbytes * beta``.
-
-        Args:
-            alpha: seconds per message.
-            beta: seconds per byte (the papers: per word).
-
-        Example:
-            >>> round(dense(size=1_000_000, world_size=2).seconds(alpha=50e-6, beta=8e-9), 6)
-            0.0321
-        """
-        return self.messages * alpha + self.nbytes * beta
-
-
-def lower_bound_words(k: int, world_size: int) -> float:
-    """Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO.
-
-    Example:
-        >>> lower_bound_words(k=1000, world_size=4)
-        1500.0
-    """
-    return 2 * k * (world_size - 1) / world_size
 
 
 def oktopk_bound_words(k: int, world_size: int, *, exchangeable: bool) -> float:

@@ -1,8 +1,8 @@
 """Which entries are worth sending: one selector per file."""
 
-from sparsync.selection.base import Selector
+from sparsync.selection.base import Selector, Watch
 from sparsync.selection.everything import Everything
-from sparsync.selection.exact import Exact
+from sparsync.selection.exact import Exact, ExactState
 from sparsync.selection.reused import Reused, ReusedState
 
-__all__ = ["Everything", "Exact", "Reused", "ReusedState", "Selector"]
+__all__ = ["Everything", "Exact", "ExactState", "Reused", "ReusedState", "Selector", "Watch"]

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.kernels import Found
 from sparsync.sparse import Vector
 from sparsync.state import Stateful
 
-__all__ = ["Selector", "Watch"]
+__all__ = ["Selector", "Watch", "within"]
 
 
 class Watch(NamedTuple):
@@ -24,6 +25,16 @@ class Watch(NamedTuple):
 
     key: int
     limit: int
+
+
+def within(found: Found | None, watch: Watch | None) -> Found | None:
+    """Return those of the found entries that ``watch`` asked for; None where it would be."""
+    if found is None or watch is None:
+        return None
+    reaching = kernels.find(found.values, watch.key, watch.limit)
+    if reaching is None or reaching.indices.numel() == found.indices.numel():
+        return found if reaching else None
+    return Found(found.indices[reaching.indices], reaching.values)
 
 
 class Selector(Stateful):

@@ -132,6 +132,9 @@ class Communicator(ABC):
         twin.tag = tag
         return twin
 
+    def close(self) -> None:  # noqa: B027 (most transports have nothing to release)
+        """Release sockets and threads, if the transport has its own.  Twice is legal."""
+
     # ---- what a transport provides -------------------------------------------------------------
 
     @abstractmethod

@@ -43,6 +43,11 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name=f"sparsync-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """The thread takes jobs."""
+        return self._thread.is_alive()
+
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
         """Queue a job; the future has its result or its exception.
 

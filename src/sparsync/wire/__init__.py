@@ -2,5 +2,6 @@
 
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
+from sparsync.wire.packed import Packed
 
-__all__ = ["Codec", "Coo", "Encoded"]
+__all__ = ["Codec", "Coo", "Encoded", "Packed"]

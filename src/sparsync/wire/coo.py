@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header, pack_header, parse_header
+from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header, first_bytes, pack_header
 
 __all__ = ["Coo"]
 
@@ -45,9 +45,10 @@ class Coo(Codec):
                 "use smaller units or more regions"
             )
         header = pack_header(Header(self.format, vector.values.dtype, vector.nnz))
+        start = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         indices = _to_unsigned(vector.indices).view(torch.uint8)
         values = vector.values.contiguous().view(torch.uint8)
-        payload = torch.cat([header.to(values.device), indices, values])
+        payload = torch.cat([start.to(values.device), indices, values])
         return Encoded(payload, vector)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
@@ -56,8 +57,8 @@ class Coo(Codec):
         Raises:
             WireFormatError: the payload is not a coo message for ``size`` elements.
         """
-        header = parse_header(payload)
-        expected = self.measure(payload).nbytes
+        header = self.check_header(first_bytes(payload, HEADER_BYTES))
+        expected = self.nbytes(header.count, size, header.dtype)
         if payload.numel() != expected:
             raise WireFormatError(
                 f"a message of {payload.numel()} bytes says that it has {header.count} entries, "
@@ -83,12 +84,7 @@ class Coo(Codec):
         Raises:
             WireFormatError: the buffer does not start with a coo header.
         """
-        header = parse_header(buffer)
-        if header.format != self.format:
-            raise WireFormatError(
-                f"a message has format {header.format}, expected coo ({self.format}); "
-                "do all ranks use the same codec?"
-            )
+        header = self.check_header(first_bytes(buffer, HEADER_BYTES))
         return self.parts(header.count, 0, header.dtype)
 
 

@@ -1,0 +1,297 @@
+"""Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
+
+``pack`` and ``unpack`` are the door: tensors on the CPU go to C++ (``native/packing.cpp``) where that is
+built, those on a GPU to Triton (``kernels/triton/packing.py``) where that is installed.  The other
+functions are the specification, in plain PyTorch on any device, which the others equal bit for bit.
+
+Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
+as they are, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between
+high parts in unary).  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``; the low bits of all
+entries come first, the unary part follows on the next bit, zero bits fill the last byte.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import native
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "INT8",
+    "index_bits",
+    "low_bits",
+    "pack",
+    "pack_indices",
+    "pack_values",
+    "to_float32",
+    "unpack",
+    "unpack_indices",
+    "unpack_values",
+    "value_bytes",
+]
+
+BF16: Final = 1
+INT8: Final = 2
+FP32: Final = 3
+
+_WORD = (1 << 32) - 1
+_INF, _LARGEST_BF16, _NAN_BF16 = 0x7F800000, 0x7F7F, 0x7FC0  # magnitudes as integers
+_LEVELS = 127.0  # int8 codes are -127 ... 127
+_NOT_FINITE = -128
+_LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # 127 times the next float32 is infinite
+_LARGEST = MappingProxyType(  # what rounding must not exceed to stay finite, there and back
+    {torch.float64: torch.finfo(torch.float32).max, torch.float16: 65280.0}
+)
+
+
+# ---- sizes ----------------------------------------------------------------------------------------
+
+
+def low_bits(nnz: int, size: int) -> int:
+    """Return ``floor(log2(size / nnz))``, in integers; 0 for no entries.
+
+    Example:
+        >>> low_bits(1, 1 << 32), low_bits(3, 11), low_bits(3, 12), low_bits(0, 5)
+        (32, 1, 2, 0)
+    """
+    return (size // nnz).bit_length() - 1 if nnz else 0
+
+
+def index_bits(nnz: int, size: int) -> int:
+    """Return the exact bits of ``nnz`` indices below ``size``; grows with ``nnz``.
+
+    Example:
+        >>> round(index_bits(147_282, 14_728_266) / 147_282, 2)  # at 1 %
+        8.56
+    """
+    if nnz == 0:
+        return 0
+    low = low_bits(nnz, size)
+    return nnz * (low + 1) - (-size >> low)  # minus the floor of the negative: plus the ceiling
+
+
+def value_bytes(nnz: int, form: int, block: int) -> int:
+    """Return the exact bytes of ``nnz`` values; int8 has a float32 scale per ``block`` of them."""
+    if form == INT8:
+        return nnz + 4 * -(-nnz // block)
+    return nnz * (2 if form == BF16 else 4)
+
+
+# ---- whole messages -------------------------------------------------------------------------------
+
+
+def pack(
+    header: bytes, indices: Tensor, values: Tensor, size: int, form: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Return header, values and indices as one uint8 payload, and the values that it says.
+
+    Raises:
+        ConfigurationError: the indices are not int64, strictly ascending below ``size``, one per
+            value (the specification trusts that they are).
+    """
+    exact = to_float32(values, form)
+    if _has_native(indices, values):
+        payload, rounded = _pack_natively(header, indices.contiguous(), exact, size, form, block)
+    else:
+        on = _functions(values)
+        raw = on.pack_values(exact, form, block)
+        rounded = exact if form == FP32 else on.unpack_values(raw, values.numel(), form, block)
+        start = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(values.device)
+        payload = torch.cat([start, raw, on.pack_indices(indices.contiguous(), size)])
+    return payload, rounded.to(values.dtype)
+
+
+def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return indices and float32 values of what follows the header; ``body`` has the exact length.
+
+    Raises:
+        WireFormatError: see ``unpack_indices``.
+    """
+    if _has_native(body):
+        return _unpack_natively(body.contiguous(), nnz, size, form, block)
+    middle, on = value_bytes(nnz, form, block), _functions(body)
+    values = on.unpack_values(body[:middle], nnz, form, block)
+    return on.unpack_indices(body[middle:], nnz, size), values
+
+
+def _functions(tensor: Tensor) -> Any:
+    """Return the module whose functions of these names take the tensor: Triton's, or this one."""
+    if tensor.is_cuda and importlib.import_module("sparsync.kernels.triton").installed():
+        return importlib.import_module("sparsync.kernels.triton.packing")
+    return sys.modules[__name__]
+
+
+def _has_native(*tensors: Tensor) -> bool:
+    return all(tensor.is_cpu for tensor in tensors) and native.chosen() != "torch"
+
+
+def _pack_natively(
+    header: bytes, indices: Tensor, values: Tensor, size: int, form: int, block: int
+) -> tuple[Tensor, Tensor]:
+    nnz, start = values.numel(), len(header)
+    body = value_bytes(nnz, form, block) + (index_bits(nnz, size) + 7) // 8
+    payload = torch.empty(start + body, dtype=torch.uint8, device="cpu")
+    payload.numpy().data[:start] = header
+    rounded = values if form == FP32 else torch.empty_like(values)
+    ends = payload.data_ptr() + start, body, rounded.data_ptr()
+    shape = nnz, size, form, block
+    alike = indices.dtype == torch.int64 and indices.shape == values.shape
+    if not alike or not native.EXTENSION.pack(indices.data_ptr(), values.data_ptr(), *shape, *ends):
+        raise ConfigurationError(
+            f"indices ({tuple(indices.shape)}, {indices.dtype}) must be int64, one per value and "
+            f"strictly ascending within [0, {size}); coalesce duplicates and sort first"
+        )
+    return payload, rounded
+
+
+def _unpack_natively(
+    body: Tensor, nnz: int, size: int, form: int, block: int
+) -> tuple[Tensor, Tensor]:
+    indices = torch.empty(nnz, dtype=torch.int64, device="cpu")
+    values = torch.empty(nnz, dtype=torch.float32, device="cpu")
+    ends = indices.data_ptr(), values.data_ptr()
+    found = native.EXTENSION.unpack(body.data_ptr(), body.numel(), nnz, size, form, block, *ends)
+    if found != nnz:
+        raise _unordered(size) if found < 0 else _miscounted(nnz, found)
+    return indices, values
+
+
+def _miscounted(nnz: int, found: int) -> WireFormatError:
+    return WireFormatError(
+        f"a message of {nnz} entries has {found} bits set where its indices stand; it is corrupt"
+    )
+
+
+def _unordered(size: int) -> WireFormatError:
+    return WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
+
+
+# ---- indices --------------------------------------------------------------------------------------
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    """Pack ascending int64 ``indices`` below ``size`` into the fewest whole bytes, uint8.
+
+    Example:
+        >>> pack_indices(torch.tensor([1, 2, 7]), 8).tolist()  # low bits 1, 0, 1; then 1 01 001 0
+        [45, 1]
+    """
+    nnz = indices.numel()
+    low = low_bits(nnz, size)
+    bits = index_bits(nnz, size)
+    words = indices.new_zeros(bits // 32 + 2)  # of 32 bits each, in int64: no sum has a sign
+    order = torch.arange(nnz, device=indices.device)
+    _put_(words, order * low, indices & ((1 << low) - 1))
+    _put_(words, nnz * low + (indices >> low) + order, torch.ones_like(indices))
+    return words.view(torch.int32)[::2].contiguous().view(torch.uint8)[: (bits + 7) // 8]
+
+
+def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
+    """Or ``bits`` (at most 32 each) into the stream at the bit positions ``at``, in place."""
+    shifted = bits << (at & 31)
+    words.index_add_(0, at >> 5, shifted & _WORD)  # no two entries share a bit: adding is or-ing
+    words.index_add_(0, (at >> 5) + 1, shifted >> 32)
+
+
+def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
+    """Unpack what ``pack_indices`` packed, and check every bit.
+
+    Raises:
+        WireFormatError: not ``nnz`` strictly ascending indices below ``size``, or padding is set.
+    """
+    low = low_bits(nnz, size)
+    order = torch.arange(nnz, device=packed.device)
+    # padding counts as unary: a set bit there is one index too many, or one beyond the size
+    unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
+    ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
+    if ones.numel() != nnz:
+        raise _miscounted(nnz, ones.numel())
+    indices = ((ones - order) << low) | _get(packed, order * low, low)
+    if nnz and bool((indices[-1] >= size) | (indices.diff() <= 0).any()):
+        raise _unordered(size)
+    return indices
+
+
+def _get(packed: Tensor, at: Tensor, width: int) -> Tensor:
+    """Read ``width`` bits (at most 32) at each of the bit positions ``at``."""
+    padded = packed.new_zeros((packed.numel() // 4 + 2) * 4)
+    padded[: packed.numel()] = packed
+    words = padded.view(torch.int32).to(torch.int64) & _WORD
+    pair = words[at >> 5] | (words[(at >> 5) + 1] << 32)
+    return (pair >> (at & 31)) & ((1 << width) - 1)
+
+
+# ---- values ---------------------------------------------------------------------------------------
+
+
+def to_float32(values: Tensor, form: int) -> Tensor:
+    """Convert to what ``pack_values`` takes; a finite value stays finite, there and back."""
+    if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
+        largest = _LARGEST[values.dtype]
+        values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
+    return values.to(torch.float32).contiguous()
+
+
+def pack_values(values: Tensor, form: int, block: int) -> Tensor:
+    """Pack float32 ``values`` into uint8; finite values stay finite, others non-finite.
+
+    BF16 rounds to the nearest, ties to even, but never up to Inf; every NaN becomes a quiet one.
+    INT8 writes the scales of all blocks, ``max |x| / 127`` over the block's finite values, then a
+    code per value: ``x / scale`` rounded (ties to even), -128 for NaN and Inf.
+    """
+    if form == BF16:
+        return _to_bf16(values).view(torch.uint8)
+    if form == FP32:
+        return values.view(torch.uint8)
+    count = values.numel()
+    rows = -(-count // block)
+    blocks = values.new_zeros(rows * block)
+    blocks[:count] = values
+    blocks = blocks.view(rows, block)
+    finite = blocks.isfinite()
+    peaks = torch.where(finite, blocks.abs(), 0.0).amax(1) if rows else values.new_empty(0)
+    # a tensor as divisor: by a number, CUDA multiplies with the rounded reciprocal
+    scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
+    divisors = torch.where(scales == 0, 1.0, scales)[:, None]
+    codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)  # denormal scales: far from exact
+    codes = torch.where(finite, codes, float(_NOT_FINITE)).to(torch.int8).flatten()[:count]
+    return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+
+
+def _to_bf16(values: Tensor) -> Tensor:
+    """Round to bf16 by integers, as int16: torch's own conversion has many bits for NaN."""
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
+    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
+    rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)
+    return (rounded | ((bits >> 16) & -0x8000)).to(torch.int16)  # with the sign's copies
+
+
+def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
+    """Unpack ``nnz`` float32 values; any bytes give some values, -128 of INT8 gives NaN."""
+    if form == FP32:
+        return _aligned(packed, torch.float32)
+    if form == BF16:
+        return (_aligned(packed, torch.int16).to(torch.int32) << 16).view(torch.float32)
+    rows = -(-nnz // block)
+    scales = _aligned(packed[: 4 * rows], torch.float32)
+    codes = packed[4 * rows :].view(torch.int8)
+    values = (
+        codes.to(torch.float32) * scales.repeat_interleave(block, output_size=rows * block)[:nnz]
+    )
+    return torch.where(codes == _NOT_FINITE, torch.nan, values)
+
+
+def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """View bytes as ``dtype``, copying where the offset does not suit it."""
+    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)

@@ -1,0 +1,63 @@
+"""What our own collectives cost: their bytes depend on the codec, not on words of 4 bytes."""
+
+from __future__ import annotations
+
+from sparsync.collectives.budgeted import histogram_bytes
+from sparsync.planning.cost import Cost
+from sparsync.transports.primitives import rounds
+from sparsync.wire.base import Codec
+from sparsync.wire.packed import Packed
+
+__all__ = ["budgeted", "halving"]
+
+
+def budgeted(
+    k: int,
+    size: int,
+    world_size: int,
+    *,
+    codec: Codec,
+) -> Cost:
+    """Return what ``collectives.Budgeted`` costs in steady state, where supports are independent.
+
+    Each rank sends every other its share of k entries, then a histogram, then what it keeps: k / P
+    entries each, packed, of n / P elements.  That is a mean; ``lower_bound_words`` bounds every step.
+
+    Args:
+        k: entries asked for.
+        size: elements n of the vector.
+        world_size: P.
+        codec: wire format.
+
+    Example:
+        >>> from sparsync.wire import Packed
+        >>> from sparsync.planning.cost import lower_bound_words
+        >>> cost = budgeted(147_283, 14_728_266, 8, codec=Packed())
+        >>> cost.messages, round(cost.words / lower_bound_words(147_283, 8), 2)
+        (21, 0.77)
+    """
+    entries = codec.nbytes(round(k / world_size), -(-size // world_size))
+    histogram = histogram_bytes(k, world_size) // 2  # one round
+    return Cost(3 * (world_size - 1), (world_size - 1) * (2 * entries + histogram))
+
+
+def halving(k: int, size: int, world_size: int, *, codec: Codec | None = None) -> Cost:
+    """Bound what ``collectives.Halving`` costs on any input: blocks of ceil(k / P) entries.
+
+    Args:
+        k: entries asked for.
+        size: elements n of the vector.
+        world_size: P.
+        codec: wire format; default packed, bf16.
+
+    Example:
+        >>> halving(147_283, 14_728_266, 8).messages
+        6
+    """
+    codec = codec or Packed()
+    quota, width = -(-k // world_size), -(-size // world_size)
+    own = codec.nbytes(min(quota, width), width)
+    scattered = sum(
+        codec.nbytes(min(quota, width) * count, width * count) for _, count in rounds(world_size)
+    )
+    return Cost(2 * (world_size - 1).bit_length(), scattered + own * (world_size - 1))

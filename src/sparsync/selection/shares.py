@@ -1,0 +1,162 @@
+"""Shares: how many entries each unit selects, so that all units together select the global top-k.
+
+A unit cannot know the magnitudes of another before its own exchange begins.  So it takes the share
+that it would have had on the step before, known in hindsight: all ranks add up one small histogram
+per unit of what they would have liked to select (DESIGN 4.5).  The shares always sum to k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.kernels import Found
+from sparsync.selection.base import Watch
+from sparsync.sparse import SparseVector
+
+__all__ = ["SharesState", "edges", "first_candidates", "histogram", "next_shares", "watch"]
+
+_BINS = 32  # per unit: 128 bytes
+_GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
+_ROOM = 8  # times k: where a unit's candidates stop to be counted
+_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distance of edges from the last magnitude
+
+
+@dataclass(frozen=True)
+class SharesState:
+    """What is carried from step to step; the same on every rank.
+
+    Attributes:
+        quotas: k of every unit.
+        key: the magnitude of the global k-th entry on the last step, as a key; None at first.
+    """
+
+    quotas: tuple[int, ...]
+    key: int | None = None
+
+
+def edges(key: int | None, dtype: torch.dtype) -> list[int]:
+    """Return ascending magnitude keys, the finer the nearer to ``key``; the first is 1.
+
+    Example:
+        >>> len(edges(None, torch.float32)), edges(None, torch.float32)[0]
+        (32, 1)
+    """
+    stop, octave = kernels.key_range(dtype)
+    if key is None:
+        return [1, *(stop * i // _BINS for i in range(1, _BINS))]
+    half = (_BINS - 2) // 2
+    growth = (_WIDEST_OCTAVES / _FINEST_OCTAVES) ** (1 / (half - 1))
+    steps = [round(_FINEST_OCTAVES * octave * growth**i) for i in range(half)]
+    inner = [*(key - d for d in reversed(steps)), key, *(key + d for d in steps)]
+    ascending = [min(max(edge, 1), stop) for edge in inner]
+    return [1, *ascending]
+
+
+def watch(state: SharesState, k: int, dtype: torch.dtype) -> Watch | None:
+    """Return from which magnitude on a unit's entries count, whatever its own share is."""
+    if state.key is None:
+        return None
+    _, octave = kernels.key_range(dtype)
+    return Watch(max(state.key - round(_GAP_OCTAVES * octave), 1), _ROOM * k + 64)
+
+
+def first_candidates(accumulated: Tensor, selected: SparseVector) -> Found | SparseVector:
+    """Return what counts on the first step, when no magnitude is known: an octave more."""
+    if not selected.nnz:
+        return selected
+    _, octave = kernels.key_range(accumulated.dtype)
+    key = int(kernels.magnitude_keys(selected.values).min()) - octave
+    return kernels.find(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
+
+
+def histogram(candidates: Found | SparseVector, at: Sequence[int]) -> Tensor:
+    """Count a unit's candidates from every edge on; `[len(at)]`, int64."""
+    keys = torch.tensor(at, device=candidates.values.device)
+    return kernels.count_from(candidates.values, keys).cpu()
+
+
+def next_shares(
+    state: SharesState,
+    at: Sequence[int],
+    counts: Sequence[Sequence[int]],
+    k: int,
+    sizes: Sequence[int],
+    world_size: int,
+) -> SharesState:
+    """Divide k among units as the ``k * world_size`` largest candidates of all ranks lay.
+
+    Args:
+        state: of the step that the counts are from.
+        at: the edges of the histograms.
+        counts: of every unit, summed over ranks.
+        k: what the shares sum to; at least one per unit that has elements.
+        sizes: elements of every unit; no share exceeds them.
+        world_size: P.
+
+    A unit of which even the smallest candidate belongs to the largest of all may have more: its
+    share at most doubles.
+
+    Example:
+        >>> state = SharesState((25, 25), key=50)
+        >>> next_shares(state, [1, 50, 99], [[50, 45, 0], [50, 5, 0]], 50, [900, 900], 1).quotas
+        (45, 5)
+    """
+    least = [min(1, size) for size in sizes]
+    wanted = max(k, sum(least)) * world_size
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    key, position = _reach(at, totals, wanted)
+    wishes = []
+    for unit, quota in zip(counts, state.quotas, strict=True):
+        reached = _between(unit, position) / world_size
+        saturated = reached >= unit[0] / world_size > 0
+        wishes.append(max(reached, 2.0 * quota) if saturated else reached)
+    return SharesState(tuple(_apportion(wishes, k, least, sizes)), key)
+
+
+def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:
+    """Return the key from which ``wanted`` entries lie, and its place between the edges."""
+    i = max((i for i, total in enumerate(totals) if total >= wanted), default=0)
+    if i + 1 == len(at) or totals[i] <= wanted:
+        return at[i], float(i)
+    part = (totals[i] - wanted) / (totals[i] - totals[i + 1])
+    return round(at[i] + part * (at[i + 1] - at[i])), i + part
+
+
+def _between(counts: Sequence[int], position: float) -> float:
+    """Interpolate a unit's count at a place between two edges."""
+    i = int(position)
+    after = counts[i + 1] if i + 1 < len(counts) else 0
+    return counts[i] + (position - i) * (after - counts[i])
+
+
+def _apportion(
+    wishes: Sequence[float], k: int, least: Sequence[int], sizes: Sequence[int]
+) -> list[int]:
+    """Scale and round wishes to whole numbers that sum to k, within ``[least, sizes]``.
+
+    Example:
+        >>> _apportion([9.0, 1.0, 0.0], 5, [1, 1, 1], [3, 9, 9])
+        [3, 1, 1]
+    """
+    k = min(max(k, sum(least)), sum(sizes))
+    low, high = 0.0, 2.0 * (k + 1) / max(min((w for w in wishes if w > 0), default=1.0), 1e-9)
+
+    def scaled(factor: float) -> list[int]:
+        limits = zip(wishes, least, sizes, strict=True)
+        return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
+
+    for _ in range(80):  # the largest factor that does not exceed k
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
+    result = scaled(low)
+    by_wish = sorted(range(len(wishes)), key=lambda i: -wishes[i])
+    while sum(result) < k:  # what rounding left, one by one
+        for i in by_wish:
+            if sum(result) < k and result[i] < sizes[i]:
+                result[i] += 1
+    return result

@@ -1,0 +1,56 @@
+"""Which transport carries the bytes of a process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sparsync.errors import ConfigurationError
+from sparsync.transports.base import Communicator
+from sparsync.transports.torch import TorchCommunicator
+
+__all__ = ["TRANSPORTS", "connect_group"]
+
+TRANSPORTS = ("auto", "torch", "zmq")
+
+
+def connect_group(
+    group: dist.ProcessGroup | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float = 300.0,
+    curve_keys: Path | str | None = None,
+) -> Communicator:
+    """Connect the ranks of a process group; all of them call it.
+
+    Args:
+        group: its members are the ranks; None for the default group.
+        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, which
+            was faster in every exchange that we measured (``benchmarks/transports.md``).
+        timeout: seconds that any wait may take.
+        curve_keys: folder with one certificate per rank: zmq encrypts, and refuses ranks without a
+            listed key.
+
+    Raises:
+        ConfigurationError: an unknown transport, or keys for one that does not encrypt.
+    """
+    check_transport(transport, curve_keys)
+    over_torch = TorchCommunicator(group, timeout=timeout)
+    if transport == "torch" or over_torch.world_size == 1:
+        return over_torch
+    from sparsync.transports.zmq import ZmqCommunicator  # opens sockets only where it is wanted
+
+    return ZmqCommunicator.over(over_torch, timeout=timeout, curve_keys=curve_keys)
+
+
+def check_transport(transport: str, curve_keys: Path | str | None) -> None:
+    """Refuse an unknown transport, or keys for one that does not encrypt."""
+    if transport not in TRANSPORTS:
+        raise ConfigurationError(
+            f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
+        )
+    if curve_keys is not None and transport == "torch":
+        raise ConfigurationError(
+            "curve_keys go with transport='zmq'; gloo neither encrypts nor authenticates"
+        )

@@ -1,0 +1,47 @@
+"""DESIGN 4.4: O(k) volume in O(log P) rounds, Ok-Topk's first stated limitation."""
+
+import math
+
+import pytest
+
+from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.planning import costs
+from sparsync.wire import Packed
+
+from .measured import ADVERSARIAL, EXCHANGEABLE, words
+
+SIZE, DENSITY = 256_000, 0.01
+
+
+@pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16])
+def test_halving_sends_log_p_messages_and_o_k_words(world_size, kind):
+    ranks = SimulatedRanks(Case("halving", world_size, SIZE, DENSITY, kind))
+    k = ranks.case.k
+    bound = costs.halving(k, SIZE, world_size)
+    for _ in range(2):
+        simulation = ranks.step()
+        sent = {ledger.total().messages_sent for ledger in simulation.ledgers}
+        assert sent == {2 * math.ceil(math.log2(world_size))} == {bound.messages}
+        assert words(simulation) <= bound.words
+        reduced = sum(e.selected.to_dense() for e in simulation.results).count_nonzero()
+        total = simulation.results[0].total
+        assert 0.9 * min(k, int(reduced)) <= total.nnz <= k + world_size
+
+
+def test_the_cost_form_is_tight():
+    ranks = SimulatedRanks(Case("halving", 8, SIZE, DENSITY, "uniform"))
+    for _ in range(2):
+        sent = words(ranks.step())
+        assert sent >= 0.9 * costs.halving(ranks.case.k, SIZE, 8, codec=Packed()).words
+
+
+@pytest.mark.parametrize(("world_size", "share"), [(4, 0.85), (16, 0.5)])
+def test_selecting_after_every_hop_costs_energy_that_grows_with_p(world_size, share):
+    """The price of O(log P) rounds: what would have grown large in later hops is dropped early."""
+    ranks = SimulatedRanks(Case("halving", world_size, SIZE, DENSITY, "clustered"))
+    for _ in range(3):
+        results = ranks.step().results
+        reduced = sum(e.selected.to_dense() for e in results)
+        best = reduced.abs().topk(ranks.case.k).values.square().sum()
+        assert share * best <= results[0].total.values.square().sum() <= best

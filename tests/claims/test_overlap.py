@@ -1,0 +1,96 @@
+"""DESIGN 4.5: units in flight, each with its share of the global k, keep the energy of its top-k."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparsync.presets import allgather, budgeted
+from sparsync.reducer import Reducer
+from sparsync.selection import shares
+from sparsync.transports.sim import Links, simulate
+from sparsync.transports.solo import SoloCommunicator
+from sparsync.units import plan_units
+from sparsync.workloads.byte_transformer import ByteTransformer
+from sparsync.workloads.text import ByteText
+
+DENSITY = 0.01
+STEPS = 16
+
+
+def gradients(model, text, step, rank, units):
+    model.zero_grad()
+    tokens, targets = text.batch(seed=0, step=step, rank=rank, batch_size=4)
+    F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return [part.clone() for part in flat.split([unit.size for unit in units])]
+
+
+def energies(algorithm, world_size, steps, monkeypatch=None):
+    """Train; return per step the total's energy over that of the top-k of all units together."""
+    torch.manual_seed(0)
+    text, model = ByteText.of_standard_library(), ByteTransformer(width=64, layers=2)
+    units = plan_units(model.named_parameters(), unit_bytes=60_000)
+    reducers = [Reducer(SoloCommunicator(), units, algorithm, DENSITY) for _ in range(world_size)]
+    k = sum(unit.entries(DENSITY) for unit in units)
+    ratios = []
+    for step in range(steps):
+        given = [gradients(model, text, step, rank, units) for rank in range(world_size)]
+        best = torch.zeros(sum(unit.size for unit in units))
+        for reducer, parts in zip(reducers, given, strict=True):
+            kept = [torch.zeros(()) if r.value is None else r.value for r in reducer.residuals]
+            accumulated = torch.cat([p + r for p, r in zip(parts, kept, strict=True)])
+            chosen = accumulated.abs().topk(k).indices
+            best[chosen] += accumulated[chosen]
+
+        async def program(comm, given=given):
+            reducers[comm.rank].comm = comm
+            return await reducers[comm.rank].reduce(given[comm.rank])
+
+        averages = simulate(program, world_size).results[0]
+        assert sum(reducers[0].quotas) == k, "the shares sum to k on every step"
+        assert len({reducer.shares for reducer in reducers}) == 1, "all ranks agree"
+        average = torch.cat([a.to_dense() for a in averages])
+        total = world_size * average
+        ratios.append(float(total.square().sum() / best.abs().topk(k).values.square().sum()))
+        torch.nn.utils.vector_to_parameters(
+            torch.nn.utils.parameters_to_vector(model.parameters()).detach() - 0.1 * average,
+            model.parameters(),
+        )
+    return ratios
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world_size"),
+    [(budgeted(), 1), (budgeted(), 2), (allgather(), 1)],
+    ids=["budgeted-1", "budgeted-2", "allgather-1"],
+)
+def test_shares_keep_the_energy_of_the_global_top_k(algorithm, world_size):
+    """A small model in its first steps, where thresholds move fast: 8 units of 16,000 elements."""
+    ratios = energies(algorithm, world_size, STEPS)
+    assert min(ratios[1:]) > 0.9
+    assert sum(ratios[2:]) / len(ratios[2:]) > 0.97
+
+
+def test_equal_densities_lose_energy(monkeypatch):
+    """The negative control: every unit 1 % of itself."""
+    monkeypatch.setattr(shares, "next_shares", lambda state, *rest: state)
+    ratios = energies(budgeted(), 1, STEPS)
+    assert sum(ratios[2:]) / len(ratios[2:]) < 0.9
+
+
+def test_units_in_flight_hide_each_others_latency():
+    """Four units on a network of pure latency take little longer than one."""
+
+    def seconds(count):
+        units = plan_units([(f"w{i}", torch.zeros(4000)) for i in range(count)], unit_bytes=1)
+        assert len(units) == count
+
+        async def program(comm):
+            reducer = Reducer(comm, units, budgeted(), DENSITY)
+            generator = torch.Generator().manual_seed(comm.rank)
+            for _ in range(4):
+                await reducer.reduce([torch.randn(4000, generator=generator) for _ in units])
+
+        return simulate(program, 4, links=Links(alpha=1e-3, beta=0.0)).seconds
+
+    assert seconds(4) < 2 * seconds(1)

@@ -1,0 +1,58 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import SparseVector
+from sparsync.kernels import magnitude_keys
+from sparsync.selection import shares
+from sparsync.selection.shares import SharesState
+
+counts = st.lists(st.integers(0, 1000), min_size=4, max_size=4).map(
+    lambda xs: sorted(xs, reverse=True)
+)
+AT = [1, 10, 100, 1000]
+
+
+@given(st.lists(st.tuples(counts, st.integers(1, 400)), min_size=1, max_size=6), st.data())
+def test_shares_sum_to_k_within_their_limits(units, data):
+    sizes = [size for _, size in units]
+    k = data.draw(st.integers(1, sum(sizes)))
+    state = SharesState(tuple(min(1, size) for size in sizes), None)
+    found = shares.next_shares(state, AT, [c for c, _ in units], k, sizes, world_size=1)
+    assert sum(found.quotas) == max(k, len(sizes))
+    assert all(1 <= quota <= size for quota, size in zip(found.quotas, sizes, strict=True))
+
+
+@given(st.lists(counts, min_size=2, max_size=5), st.integers(1, 4))
+def test_more_ranks_with_equal_counts_change_nothing(units, world_size):
+    state, sizes = SharesState((5,) * len(units), None), [500] * len(units)
+    one = shares.next_shares(state, AT, units, 100, sizes, 1)
+    many = [[world_size * c for c in unit] for unit in units]
+    assert shares.next_shares(state, AT, many, 100, sizes, world_size) == one
+
+
+def test_a_unit_that_shows_all_it_has_may_double():
+    state = SharesState((10, 90), key=100)
+    found = shares.next_shares(state, AT, [[10, 10, 10, 10], [500, 400, 80, 0]], 100, [900, 900], 1)
+    assert 15 <= found.quotas[0] <= 20
+
+
+def test_edges_ascend_around_the_last_magnitude():
+    key = int(magnitude_keys(torch.tensor([0.25])))
+    at = shares.edges(key, torch.float32)
+    assert key in at and at[0] == 1 and at == sorted(at)
+    extreme = shares.edges(3, torch.float32)
+    assert extreme == sorted(extreme) and min(extreme) == 1
+
+
+def test_the_histogram_counts_candidates():
+    candidates = SparseVector.from_dense(torch.tensor([0.5, 0.0, 2.0, -1.0]))
+    keys = magnitude_keys(torch.tensor([0.5, 1.0, 3.0])).tolist()
+    assert shares.histogram(candidates, [1, *keys]).tolist() == [3, 3, 2, 0]
+
+
+def test_first_candidates_reach_an_octave_below():
+    accumulated = torch.tensor([1.0, 4.0, 2.5, 1.5])
+    selected = SparseVector(torch.tensor([1, 2]), torch.tensor([4.0, 2.5]), 4)
+    found = shares.first_candidates(accumulated, selected)
+    assert found.indices.tolist() == [1, 2, 3]

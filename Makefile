@@ -5,13 +5,22 @@ DEMO_STEPS ?= 300
 
 BIN := .venv/bin
 INSTALLED := .venv/installed-by-make
+# -c pins what is installed; these pin what builds it, with older and with newer versions of pip
+PINS := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
+PIP := -m pip install --disable-pip-version-check
 
-.PHONY: help demo test test-slow check format clean
+# the native kernels once more, built with the address and undefined-behaviour sanitizers
+ASAN := build/asan
+ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
+ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py $(wildcard tests/unit/test_packed*.py)
+
+.PHONY: help demo test test-slow test-asan check format clean
 
 help:
 	@echo "make demo       train on 4 local ranks, dense and Ok-Topk: table, demo/loss.png, demo/demo.json"
 	@echo "make test       make check, then all tests that are not slow"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-asan  the tests of the native kernels, under AddressSanitizer"
 	@echo "make check      formatting, lint and types, without changing anything"
 	@echo "make format     format and fix what can be fixed"
 	@echo "make clean      remove caches and the demo's output (.venv stays; rm -r .venv removes it)"
@@ -28,6 +37,22 @@ test: check
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow || test $$? -eq 5
 
+# libstdc++ is loaded early as well: the sanitizer must find what throws exceptions before it is used
+test-asan: $(INSTALLED)
+	@if test -e '$(ASAN_LIBRARIES)'; then $(MAKE) --no-print-directory $(ASAN)/installed && \
+	  LD_PRELOAD="$(ASAN_LIBRARIES) $$($${CXX:-g++} -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 SPARSYNC_SANITIZED=1 \
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider -q -s -m "not slow" $(ASAN_TESTS); \
+	else echo "test-asan skipped: $${CXX:-g++} has no libasan.so; install a compiler with sanitizers"; fi
+
+# an environment of its own that sees the tools of .venv, but not the sparsync that is installed there
+$(ASAN)/installed: $(INSTALLED)
+	$(BIN)/python -m venv --clear $(ASAN)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$($(ASAN)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tools.pth"
+	$(PINS) $(ASAN)/bin/python $(PIP) --no-deps -C cmake.define.SPARSYNC_SANITIZE=ON -e .
+	@touch $@
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -41,11 +66,13 @@ clean:
 	rm -rf demo build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "sparsync needs Python >= 3.10, but $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1);" \
 	    "name another, as in: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	@echo "Installing into .venv (once; torch is large)"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing into .venv (torch is large; the native kernels are built: half a minute)"
+	$(PINS) $(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'import sparsync.kernels._native' 2>/dev/null || \
+	  echo "The native kernels could not be built: sparsync works, slower. Why: $(BIN)/pip install -v -e ."
 	@touch $@

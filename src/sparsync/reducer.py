@@ -82,7 +82,8 @@ class Reducer:
         residual, k = self.residuals[unit], self.quotas[unit]
         selector, collective = self._parts(unit)
         candidates = residual.found(self._watch(unit))
-        found = within(candidates, selector.watch(k, self.step))
+        dtype = residual.accumulated.dtype
+        found = within(candidates, selector.watch(k, self.step, dtype))
         selected = selector.select(residual.accumulated, k, self.step, found)
         self._count(unit, candidates, selected)
         channel = self.comm.channel(unit)
@@ -174,10 +175,11 @@ class Reducer:
     def _watch(self, unit: int) -> Watch | None:
         """Return what to collect while accumulating: for the selector, and for the shares."""
         selector, _ = self._parts(unit)
-        mine = selector.watch(self.quotas[unit], self.step)
+        dtype = self.residuals[unit].accumulated.dtype
+        mine = selector.watch(self.quotas[unit], self.step, dtype)
         if not self._shared:
             return mine
-        common = shares.watch(self.shares, sum(self.quotas), self.residuals[unit].accumulated.dtype)
+        common = shares.watch(self.shares, sum(self.quotas), dtype)
         if mine is None or common is None:
             return mine or common
         return Watch(min(mine.key, common.key), max(mine.limit, common.limit))

@@ -1,13 +1,16 @@
-"""``sparsync bench --transport torch``: the same rows from real processes over gloo."""
+"""``sparsync bench`` on real processes: over gloo, over ZeroMQ, in the lab, under a launcher."""
 
 import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sparsync.bench.collectives import BenchSettings, bench
+from sparsync.errors import ConfigurationError
+from sparsync.lab import Lab
 from sparsync.presets import PRESETS
 
 pytestmark = pytest.mark.gloo
@@ -17,28 +20,87 @@ SETTINGS = BenchSettings(
 )
 
 
+@pytest.fixture
+def lab():
+    """Skip where the kernel does not allow a lab."""
+    try:
+        with Lab(2, "1gbit"):
+            pass
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def left_behind():
+    """What a bench may leave in shared memory: nothing."""
+    return sorted(Path("/dev/shm").glob("sparsync-bench-*"))
+
+
 def test_processes_and_simulator_agree():
+    before = left_behind()
     measured = bench(SETTINGS)
-    simulated = bench(dataclasses.replace(SETTINGS, transport="sim"))
+    assert left_behind() == before
+    # the processes do as many steps again, to time the exchange alone
+    simulated = bench(dataclasses.replace(SETTINGS, transport="sim", steps=6))
     for real, virtual in zip(measured, simulated, strict=True):
         assert real.correct and real.transport == "torch"
+        assert (real.steps_verified, real.steps_total) == (7, 7)
         assert 0 < real.seconds_25 <= real.seconds_median <= real.seconds_75
+        assert real.seconds_exchange_median > 0 and real.seconds_add_median > 0
         assert real.entries_min == virtual.entries_min
         # the native allreduce is booked by its formula, without padding
         for volume in ("bytes_sent_max", "bytes_received_max"):
             assert getattr(real, volume) == pytest.approx(getattr(virtual, volume), rel=0.02)
 
 
+def test_large_vectors_are_verified_at_their_ends_and_compared_on_every_step():
+    pytest.importorskip("zmq")
+    settings = dataclasses.replace(
+        SETTINGS, collectives=("dense", "oktopk"), transport="zmq", verify="ends", steps=None
+    )
+    dense, sparse = bench(settings)
+    assert (dense.transport, sparse.transport) == ("torch", "zmq")
+    for row in (dense, sparse):
+        assert row.correct
+        assert (row.steps_verified, row.steps_total) == (2, row.warmup + 2 * row.steps + 1)
+        assert 3 <= row.steps <= 20
+        assert row.lab is row.wire_seconds is row.bytes_kernel_max is None
+
+
+def test_the_lab_counts_what_crosses_its_links(tmp_path, lab):
+    options = [
+        "--lab",
+        "1gbit",
+        "--ranks",
+        "2",
+        "--size",
+        "300000",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+    ]
+    more = ["--collectives", "dense,oktopk", "--transport", "torch", "--json", f"{tmp_path}/b.json"]
+    assert "/ wire" in run("-m", "sparsync", "bench", *options, *more)
+    dense, sparse = json.loads((tmp_path / "b.json").read_text())
+    for row in (dense, sparse):
+        assert row["lab"] == 1e9 and row["wrong"] == 0
+        # headers and acknowledgements are counted, too; evidence and barriers hardly
+        payload = max(row["bytes_sent_max"], row["bytes_received_max"])
+        assert payload < row["bytes_kernel_max"] < 1.2 * payload + 20_000
+    assert dense["wire_seconds"] <= dense["seconds_exchange_median"]
+    assert dense["speedup"] == 1 and sparse["speedup"] > 0
+
+
 def test_the_command_under_a_launcher(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--transport", "torch", "--collectives", "oktopk", "--size", "5000", "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "sparsync", "bench", *options, "--json", f"{tmp_path}/b.json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("oktopk") == 1  # only rank 0 prints
+    out = run(*launcher, "sparsync", "bench", *options, "--json", f"{tmp_path}/b.json")
+    assert sum("oktopk" in line for line in out.splitlines()) == 2  # only rank 0 prints: two tables
     (row,) = json.loads((tmp_path / "b.json").read_text())
     assert (row["ranks"], row["transport"], row["wrong"]) == (2, "torch", 0)

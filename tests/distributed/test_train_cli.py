@@ -13,6 +13,8 @@ from sparsync.bench.train import train
 from sparsync.bench.train_rank import dense_bytes_per_step
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.cli import exit_code
+from sparsync.errors import ConfigurationError
+from sparsync.lab import Lab
 
 pytestmark = pytest.mark.gloo
 
@@ -69,6 +71,8 @@ def test_two_algorithms_are_compared(tmp_path):
         assert (result["ranks"], result["steps"], len(result["loss"])) == (2, 3, 3)
         assert result["eval_loss"] < result["loss"][0]
         assert result["seconds_total"] >= result["seconds_per_step_median"] > 0
+        assert result["seconds_computation_median"] > 0 and result["seconds_rest_median"] >= 0
+        assert sum(result["seconds"]) == pytest.approx(result["seconds_total"], rel=0.5)
     assert (tmp_path / "new" / "loss.png").stat().st_size > 10_000
 
 
@@ -80,6 +84,63 @@ def test_the_same_command_under_a_launcher(tmp_path):
     assert out.count("bit-identical") == 1  # only rank 0 prints
     result = json.loads((tmp_path / "t.json").read_text())
     assert (result["ranks"], result["algorithm"]) == (2, "oktopk")
+
+
+def test_pytorchs_hooks_are_compared_with_their_bytes():
+    settings = TrainSettings(ranks=2, steps=4, layers=1, width=64)
+    dense, half, low_rank, ours = train(settings, ["dense", "fp16", "powersgd", "allgather"])
+    n = dense.parameters
+    assert half.bytes_sent == [dense_bytes_per_step(n, 2, itemsize=2)] * 4
+    assert half.loss[0] == dense.loss[0] and half.loss[1] == pytest.approx(dense.loss[1], rel=1e-3)
+    full, compressed = dense.bytes_sent[0], low_rank.bytes_sent[2]
+    assert low_rank.bytes_sent == [full, full, compressed, compressed]
+    # rank 4: 4 (rows + columns) numbers of every matrix that this makes less than half as large
+    w, embedding, positions = 64, 256 * 64, 64 * 64
+    layers = 4 * ((3 * w + w) + (w + w) + 2 * (4 * w + w))
+    ends = 2 * 4 * (256 + w)
+    norms = 2 * 3 * w
+    assert embedding > 8 * (256 + w) and positions > 8 * (64 + w)
+    assert compressed == dense_bytes_per_step(layers + ends + 4 * (64 + w) + norms, 2)
+    assert [r.bytes_counted for r in (dense, half, low_rank)] == ["formula"] * 3
+    assert (ours.bytes_counted, ours.density, half.density) == ("ledger", 0.01, 1.0)
+    for r in (dense, half, low_rank, ours):
+        assert r.replicas_equal and r.target_step == 4
+        assert r.target_loss == dense.loss[3] and r.bytes_kernel is None
+    assert dense.speedup_to_target == 1.0
+
+
+def test_a_run_ends_when_it_has_reached_the_target():
+    settings = TrainSettings(ranks=2, steps=30, layers=1, width=64, target_step=5)
+    dense, half = train(settings, ["fp16", "dense"])  # dense goes first: it sets the target
+    assert dense.algorithm == "dense" and dense.steps == dense.steps_to_target == 5
+    assert half.steps == half.steps_to_target < 30
+    assert half.speedup_to_target == pytest.approx(sum(dense.seconds) / sum(half.seconds))
+
+
+def test_a_training_in_the_lab(tmp_path):
+    try:
+        with Lab(2, "1gbit"):
+            pass
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    options = ["--algorithm", "dense,oktopk", "--ranks", "2", "--steps", "3", "--lab", "200mbit"]
+    more = [
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--transport",
+        "torch",
+        "--json",
+        f"{tmp_path}/t.json",
+    ]
+    code, out, err = run("-m", "sparsync", "train", *options, *more)
+    assert code == 0, err
+    assert "of the lab at 0.2 Gbit/s" in out
+    for result in json.loads((tmp_path / "t.json").read_text()):
+        assert result["lab"] == 200e6 and result["replicas_equal"] is True
+        for counted, kernel in zip(result["bytes_sent"], result["bytes_kernel"], strict=True):
+            assert 0.9 * counted < kernel < 1.2 * counted + 20_000
 
 
 def die(rank, step):

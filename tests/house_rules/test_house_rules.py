@@ -26,13 +26,13 @@ LAYERS = (
     ("api", "presets", "reducer", "residual", "units"),
     ("averaging",),
     ("integrations",),
-    ("__init__", "__main__", "bench", "cli", "testing", "workloads"),
+    ("__init__", "__main__", "bench", "cli", "lab", "testing", "workloads"),
 )
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 
 # what knows no network: it sees the seam of the transports, and no adapter
 ALGORITHMS = ("selection", "wire", "collectives", "planning", "averaging", "reducer", "residual")
-SEAM = {"base", "framing", "ledger", "primitives"}
+SEAM = {"base", "flight", "framing", "ledger", "primitives"}
 
 # the only imports that are not done at run time (for annotations; they would close a circle)
 TYPE_CHECKING_ONLY = {("sparsync.transports.primitives", "sparsync.transports.base")}

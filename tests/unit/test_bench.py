@@ -10,9 +10,9 @@ import torch
 from sparsync import DenseVector, SparseVector, cli
 from sparsync.bench.collectives import BenchSettings, bench
 from sparsync.bench.inputs import INPUTS
-from sparsync.bench.measure import Case, Outcome, SimulatedRanks
-from sparsync.bench.rows import Row, bound_words_per_k, summarize
-from sparsync.bench.verify import Evidence, Verdict, Verification
+from sparsync.bench.measure import Case, Measured, Outcome, SimulatedRanks
+from sparsync.bench.rows import Row
+from sparsync.bench.verify import Evidence, Verdict, Verification, digest
 from sparsync.presets import PRESETS, oktopk
 
 # ---- verification ---------------------------------------------------------------------------------
@@ -51,11 +51,12 @@ def test_totals_that_differ_between_ranks_are_wrong():
 
 
 def test_a_total_that_is_not_the_sum_of_what_was_delivered_is_wrong():
-    one_bit_more = 1.0 + 2.0**-23
-    verdict = judge(
-        ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0], sparse(1.0, 0.0, 0.0), sparse(one_bit_more, 0.0, 0.0))
-    )
-    assert verdict.wrong == 1
+    def step(value):
+        delivered = sparse(1.0, 0.0, 0.0)
+        return judge(([1.0, 0.0, 0.0], [0.0, 0.0, 0.0], delivered, sparse(value, 0.0, 0.0)))
+
+    assert step(1.0 + 2.0**-23).wrong == 0  # the collective chooses the tree of additions
+    assert step(1.0 + 2.0**-22).wrong == 1
 
 
 def test_dense_totals_may_differ_by_rounding_alone():
@@ -90,41 +91,39 @@ def test_missing_entries_are_counted():
 def test_evidence_survives_packing():
     total = sparse(1.0, 0.0, 2.0)
     evidence = Evidence(torch.ones(3), torch.zeros(3), total, total, total)
-    back = Evidence.unpack(evidence.pack())
+    packed = torch.full((5, 3), float("nan"))
+    evidence.write_(packed)
+    back = Evidence.unpack(packed)
     assert torch.equal(back.accumulated, torch.ones(3))
     assert torch.equal(back.residual, torch.zeros(3))
     for vector in (back.selected, back.delivered, back.total):
         assert vector.to_dense().tolist() == [1.0, 0.0, 2.0]
 
 
-# ---- rows -----------------------------------------------------------------------------------------
+def test_a_digest_is_of_every_bit():
+    same = [sparse(1.0, 0.0, 2.0), sparse(1.0, 0.0, 2.0)]
+    others = [sparse(1.0, 2.0, 0.0), sparse(1.0, 0.0, 2.0 + 2.0**-22), DenseVector(torch.ones(3))]
+    assert len({digest(total) for total in same}) == 1
+    assert len({digest(total) for total in [*same, *others]}) == 4
 
 
-def test_a_row_sums_up_its_steps():
-    outcomes = [
-        Outcome(9.0, 4000, 100, Verdict(0, 0.5, 1.0)),  # warm-up: untimed, but its volume counts
-        Outcome(1.0, 100, 200, Verdict(2, 0.1, 0.9)),
-        Outcome(3.0, 300, 100, Verdict(1, 0.2, 1.0)),
-        Outcome(2.0, 100, 100, Verdict(0, 0.3, 1.0)),
-    ]
-    row = summarize(Case("oktopk", 4, 10_000, 0.01), "sim", outcomes, warmup=1)
-    assert (row.steps, row.warmup, row.k) == (3, 1, 100)
-    assert (row.seconds_25, row.seconds_median, row.seconds_75) == (1.5, 2.0, 2.5)
-    assert (row.bytes_sent_max, row.bytes_received_max) == (4000, 200)
-    assert (row.words_per_k_max, row.bound_words_per_k) == (10.0, 4.5)
-    assert (row.entries_min, row.law_error_max, row.wrong) == (0.9, 0.5, 3)
-    assert not row.correct
+def test_totals_alone_tell_differences_and_missing_entries():
+    total = sparse(1.0, 0.0, 2.0)
+    assert Verdict.of_totals(4, 9, total, {7}) == Verdict(0, 0.0, 0.5)
+    assert Verdict.of_totals(4, 2, total, {7, 8}) == Verdict(1, 0.0, 1.0)
+    assert Verdict.of_totals(4, 9, DenseVector(torch.ones(3)), {7}).entries == 1.0
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_a_bound(name):
-    assert bound_words_per_k(Case(name, 4, 10_000, 0.01)) > 0
-    assert bound_words_per_k(Case(name, 1, 10_000, 0.01)) == 0
+# ---- simulated steps: what is verified ---------------------------------------------------------------
 
 
-def test_the_bound_depends_on_the_input():
-    bounds = [bound_words_per_k(Case("oktopk", 8, 10_000, 0.1, i)) for i in ("uniform", "disjoint")]
-    assert bounds == [5.25, 5.5]
+@pytest.mark.parametrize(("verify", "in_full"), [("every", 5), ("ends", 2), ("digest", 0)])
+def test_a_row_says_how_many_steps_were_verified_in_full(verify, in_full):
+    settings = BenchSettings(("oktopk",), 3, (3000,), steps=4, warmup=1, verify=verify)
+    (row,) = bench(settings)
+    assert (row.steps_verified, row.steps_total) == (in_full, 5)
+    assert (row.law_error_max is None) == (in_full == 0)
+    assert row.correct and row.entries_min == 1.0
 
 
 # ---- the command ----------------------------------------------------------------------------------
@@ -152,7 +151,9 @@ def test_the_json_has_the_documented_keys(command, tmp_path):
     assert [row["collective"] for row in rows] == ["dense", "allgather", "oktopk"]
     contract = (
         "collective transport ranks size density seconds_median bytes_sent_max bytes_received_max "
-        "words_per_k_max bound_words_per_k entries_min law_error_max wrong"
+        "words_per_k_max bound_words_per_k entries_min law_error_max wrong "
+        "seconds_exchange_median seconds_local_median seconds_add_median wire_seconds "
+        "bytes_kernel_max steps_verified speedup speedup_exchange exchange_over_wire local_over_add"
     )
     for row in rows:
         assert set(row) >= set(contract.split())
@@ -160,7 +161,11 @@ def test_the_json_has_the_documented_keys(command, tmp_path):
         assert row["words_per_k_max"] <= row["bound_words_per_k"]
         assert row["entries_min"] >= 1 and row["law_error_max"] <= 1 and row["wrong"] == 0
         assert 0 < row["seconds_25"] <= row["seconds_median"] <= row["seconds_75"]
+        assert row["seconds_exchange_median"] == row["seconds_median"]  # the clock is virtual
+        assert row["wire_seconds"] is row["bytes_kernel_max"] is row["local_over_add"] is None
         assert row["collective"] in out
+    assert rows[0]["speedup"] == 1
+    assert rows[2]["speedup"] == rows[0]["seconds_median"] / rows[2]["seconds_median"] > 1
     assert rows[0]["entries_min"] == rows[2]["entries_min"] == 1.0
 
 
@@ -192,9 +197,10 @@ def test_every_preset_is_correct_on_every_input(kind):
 
 
 def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
-    wrong = [Outcome(1.0, 8, 8, Verdict(1, 0.0, 1.0))]
+    wrong = [Outcome(1.0, 1.0, 8, 8, Verdict(1, 0.0, 1.0))]
     monkeypatch.setattr(
-        "sparsync.bench.collectives.measure_simulated", lambda case, steps: iter(wrong)
+        "sparsync.bench.collectives.measure_simulated",
+        lambda *_: Measured("sim", wrong, wrong, wrong, 0, []),
     )
     code, out, _ = command("--collectives", "oktopk", "--steps", "1", "--warmup", "0")
     assert code == 1
@@ -204,7 +210,7 @@ def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--collectives", "best"], "unknown algorithm 'best'; choose one of allgather, dense"),
+        (["--collectives", "best"], "unknown algorithm 'best'; choose one of allgather, "),
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--size", "many"], "size is 'many'; give whole numbers"),
         (["--size", "0"], "size is 0; give at least 1"),
@@ -215,7 +221,13 @@ def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
         (["--steps", "0"], "steps is 0; give at least 1"),
         (["--warmup", "-1"], "warmup is -1; give at least 0"),
         (["--input", "odd"], "unknown input 'odd'; choose one of uniform"),
-        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose sim or torch"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose one of sim, auto"),
+        (["--verify", "some"], "unknown verification 'some'; choose auto, every, ends, digest"),
+        (["--lab", "fast"], "fast"),
+        (["--lab", "1gbit", "--transport", "sim"], "--lab needs real ranks"),
+        (["--curve-keys", "."], "--curve-keys needs real ranks"),
+        (["--curve-keys", ".", "--transport", "torch"], "gloo neither encrypts"),
+        (["--curve-keys", "nowhere", "--transport", "zmq"], "'nowhere' is not a folder"),
         (["--network", "1gbit"], "has no latency"),
         (["--timeout", "0"], "timeout is 0.0"),
         (["--json", "."], "cannot write to '.'"),
@@ -234,6 +246,9 @@ def test_sim_inside_a_launcher_is_refused(command, monkeypatch):
     code, _, err = command("--steps", "1")
     assert code == 2
     assert "sim needs no launcher" in err
+    code, _, err = command("--steps", "1", "--lab", "1gbit")
+    assert code == 2
+    assert "--lab starts its own ranks" in err
 
 
 # ---- simulated ranks ------------------------------------------------------------------------------

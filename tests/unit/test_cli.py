@@ -38,7 +38,7 @@ def test_alone_it_prints_help(command):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, dense"),
+        (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, "),
         (["--algorithm", "dense,"], "unknown algorithm ''"),
         (["--density", "0"], "density is 0.0"),
         (["--density", "1.01"], "density is 1.01"),
@@ -53,6 +53,14 @@ def test_alone_it_prints_help(command):
         (["--momentum", "1"], "momentum is 1.0"),
         (["--warmup-steps", "-1"], "warmup_steps is -1"),
         (["--timeout", "0"], "timeout is 0.0"),
+        (["--width", "100"], "width is 100; give a multiple of 32"),
+        (["--layers", "0"], "layers is 0; give at least 1"),
+        (["--context", "0"], "context is 0"),
+        (["--target-step", "500"], "target_step is 500; give a step of the run, from 1 to 300"),
+        (["--algorithm", "fp16", "--target-step", "9"], "add dense"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'"),
+        (["--transport", "torch", "--curve-keys", "."], "gloo neither encrypts"),
+        (["--lab", "fast"], "fast"),
         (["--json", "."], "cannot write to '.'"),
         (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),
         (["--stpes", "3"], "--stpes"),
@@ -87,6 +95,17 @@ def test_exit_codes(capsys):
     assert cli.exit_code(failing(OSError("disk full"))) == 1
     assert cli.exit_code(failing(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "error: rank 3: died\nerror: disk full\n"
+
+
+def test_dense_ends_at_the_target():
+    settings = TrainSettings(steps=20, target_step=7)
+    assert [settings.steps_of(name) for name in ("dense", "fp16")] == [7, 20]
+    assert TrainSettings(steps=20).steps_of("dense") == 20
+
+
+def test_a_model_of_more_than_8_million_parameters_has_a_name():
+    model = TrainSettings(width=416).make_model()
+    assert sum(p.numel() for p in model.parameters()) > 8_000_000
 
 
 def test_the_learning_rate_warms_up():

@@ -1,19 +1,24 @@
-"""What a training run shows: the JSON contract, the table, the picture."""
+"""What a training run shows: the JSON contract, time to loss, the table, the picture."""
 
 import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from sparsync.bench import report
+from sparsync.bench import picture, report
 from sparsync.bench.report import TrainResult
+from sparsync.bench.target import Goal, check_target_step, trailing, with_target
+from sparsync.bench.train_table import comparison
 from sparsync.errors import ConfigurationError
 
 CONTRACT = {
     *("algorithm", "ranks", "steps", "density", "parameters", "optimizer", "lr", "loss"),
     *("eval_loss", "seconds_total", "seconds_per_step_median", "bytes_sent_per_step_max"),
-    "replicas_equal",
+    *("replicas_equal", "seconds_computation_median", "seconds_rest_median", "bytes_counted"),
+    *("target_step", "target_loss", "seconds_to_target", "speedup_to_target", "lab", "transport"),
 }
 
 
@@ -37,6 +42,15 @@ def result(algorithm, sent, **changed):
         "batch_size": 8,
         "context": 64,
         "warmup_steps": 0,
+        "seconds": [0.2] * 60,
+        "seconds_computation_median": 0.15,
+        "seconds_rest_median": 0.05,
+        "bytes_counted": "formula" if algorithm in ("dense", "fp16", "powersgd") else "ledger",
+        "bytes_kernel": None,
+        "transport": "torch",
+        "lab": None,
+        "layers": 4,
+        "width": 160,
     }
     return TrainResult(**{**fields, **changed})
 
@@ -47,7 +61,7 @@ DENSE, SPARSE = result("dense", 8_000_000), result("oktopk", 200_000)
 def shown(*results, width=80):
     console = Console(width=width, file=None, record=True, quiet=False)
     with console.capture() as captured:
-        console.print(report.comparison(results))
+        console.print(comparison(results))
     return captured.get()
 
 
@@ -64,10 +78,68 @@ def test_a_diverged_run_is_still_json(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["loss"] == [1.0, None, None]
 
 
+# ---- time to loss ----------------------------------------------------------------------------------
+
+
+def test_time_to_loss_is_counted_in_seconds_of_the_run():
+    dense = result("dense", 8, steps=3, loss=[4.0, 3.0, 2.0], seconds=[5.0] * 3)
+    slow = result("fp16", 4, steps=4, loss=[4.0, 3.0, 2.5, 1.5], seconds=[1.0, 1.0, 1.0, 2.0])
+    never = result("oktopk", 1, steps=3, loss=[4.0, 3.9, 3.8], seconds=[0.1] * 3)
+    first, second, third = with_target([dense, slow, never])
+    assert (first.target_step, first.target_loss, first.target_window) == (3, 2.0, 1)
+    assert (first.steps_to_target, first.seconds_to_target, first.speedup_to_target) == (3, 15, 1)
+    assert (second.steps_to_target, second.seconds_to_target) == (4, 5.0)
+    assert second.speedup_to_target == 3.0
+    assert third.target_loss == 2.0 and third.target_step == 3
+    assert third.steps_to_target is third.seconds_to_target is third.speedup_to_target is None
+
+
+def test_a_lucky_batch_is_no_loss_reached():
+    dense = result("dense", 8, steps=20, loss=[3.0] * 20, seconds=[1.0] * 20)
+    noisy = result("fp16", 4, steps=20, loss=[9.0, 1.0] + [9.0] * 18, seconds=[1.0] * 20)
+    _, judged = with_target([dense, noisy])
+    assert judged.target_window == 4 and judged.steps_to_target is None
+
+
+def test_without_dense_there_is_no_target():
+    assert with_target([SPARSE]) == [SPARSE]
+
+
+def test_a_run_ends_at_its_goal():
+    goal = Goal.of([5.0] * 10 + [3.0] * 10, step=20)
+    assert goal == Goal(3.0, 4)
+    assert not goal.reached_by([1.0, 4.0, 4.0, 4.0]) and not goal.reached_by([4.0])
+    assert goal.reached_by([9.0, 4.0, 4.0, 2.0, 2.0])
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=50), st.integers(1, 60))
+def test_an_average_looks_back_alone(loss, window):
+    curve = trailing(loss, window)
+    assert len(curve) == len(loss)
+    for i in range(len(loss)):
+        seen = loss[max(0, i + 1 - window) : i + 1]
+        assert min(seen) - 1e-9 <= curve[i] <= max(seen) + 1e-9
+    assert trailing(loss, 1) == loss
+
+
+def test_a_target_that_nobody_sets_is_refused():
+    check_target_step(None, 10, ["oktopk"])
+    check_target_step(10, 10, ["dense"])
+    with pytest.raises(ConfigurationError, match="target_step is 11; give a step of the run"):
+        check_target_step(11, 10, ["dense"])
+    with pytest.raises(ConfigurationError, match="not among the algorithms fp16; add dense"):
+        check_target_step(5, 10, ["fp16"])
+
+
+# ---- the table and the picture -----------------------------------------------------------------------
+
+
 def test_the_table_fits_a_terminal_and_tells_the_reduction():
-    table = shown(DENSE, SPARSE, result("oktopk-paper", 300_000))
+    runs = [DENSE, result("oktopk", 200_000, seconds=[0.01] * 60), result("oktopk-paper", 300_000)]
+    table = shown(*with_target(runs))
     assert "…" not in table
-    assert "40.0 x" in table
+    oktopk = next(line.split() for line in table.splitlines() if "oktopk " in line)
+    assert oktopk[:6] == ["oktopk", "20", "x", "40", "x", "0.6"]
     assert "200 kB" in table and "8 MB" in table
     assert "bit-identical" in table
 
@@ -93,7 +165,7 @@ def test_the_loss_column_of_a_short_run_is_not_averaged():
 @pytest.mark.parametrize("results", [[DENSE, SPARSE], [result("oktopk", 0, bytes_sent=[0] * 60)]])
 def test_the_picture_is_drawn(tmp_path, results):
     pytest.importorskip("matplotlib")
-    report.write_plot(results, tmp_path / "loss.png")
+    picture.write_plot(results, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -110,7 +182,7 @@ def test_paths_are_tried_before_work_begins(tmp_path):
 
 def test_a_picture_needs_matplotlib_and_a_known_format(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="png"):
-        report.check_plot_path(tmp_path / "loss.txt")
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+        picture.check_plot_path(tmp_path / "loss.txt")
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install sparsync\[report\]"):
-        report.check_plot_path(tmp_path / "loss.png")
+        picture.check_plot_path(tmp_path / "loss.png")

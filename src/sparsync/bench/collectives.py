@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json as json_module
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sparsync.bench.inputs import INPUTS, input_named
+from sparsync.bench.inputs import INPUTS
+from sparsync.bench.kernels import bench_kernels
+from sparsync.bench.kernels import table as kernel_table
 from sparsync.bench.launch import launch, launched
-from sparsync.bench.measure import Case, Outcome, measure_processes, measure_simulated
+from sparsync.bench.measure import Measured, measure_simulated
 from sparsync.bench.network import parse_network
+from sparsync.bench.plan import check_verify
+from sparsync.bench.processes import Team
+from sparsync.bench.progress import progress
 from sparsync.bench.report import check_writable
-from sparsync.bench.rows import Row, summarize, tables
+from sparsync.bench.rows import Row, Wire, entry, summarize
+from sparsync.bench.rows_table import tables
+from sparsync.bench.settings import BenchSettings
+from sparsync.bench.shaped import privileged, shaped
 from sparsync.errors import ConfigurationError
-from sparsync.presets import PRESETS, check_density, resolve
-from sparsync.transports.base import check_timeout
-from sparsync.transports.sim import Links
+from sparsync.presets import PRESETS
 
 __all__ = ["BenchSettings", "bench", "command"]
 
@@ -36,71 +40,49 @@ _Collectives = Annotated[str, typer.Option(help=f"With commas: {', '.join(sorted
 _Ranks = Annotated[int | None, typer.Option(help="World size. [default: 8, or the launcher's]")]
 _Size = Annotated[str, typer.Option(help="Elements of the vector; several, with commas.")]
 _Density = Annotated[str, typer.Option(help="k / n in (0, 1]; several, with commas.")]
-_Steps = Annotated[int, typer.Option(help="Steps that are timed.")]
-_Warmup = Annotated[int, typer.Option(help="Steps before: not timed, but their volume counts.")]
+_Steps = Annotated[
+    int | None,
+    typer.Option(help="Steps that are timed.", show_default="20; real ranks: 3 to 20, by speed"),
+]
+_Warmup = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps before: not timed, but their volume counts.",
+        show_default="5; real ranks: 1 to 5, by speed",
+    ),
+]
 _Input = Annotated[str, typer.Option(help=f"Kind of gradient: {', '.join(INPUTS)}.")]
 _Seed = Annotated[int, typer.Option(help="Of the gradients.")]
 _Transport = Annotated[
-    str, typer.Option(help="sim: virtual ranks and clock; torch: local processes over gloo.")
+    str | None,
+    typer.Option(
+        help="sim: virtual ranks and clock; torch: local processes over gloo; zmq: over ZeroMQ; "
+        "auto: the library's default of these. The row dense is gloo's native allreduce in all.",
+        show_default="sim; with --lab auto",
+    ),
 ]
 _Network = Annotated[str, typer.Option(help="What sim simulates: bandwidth,latency.")]
-_Timeout = Annotated[float, typer.Option(help="Seconds that a rank waits for another (torch).")]
+_Lab = Annotated[
+    str | None,
+    typer.Option(help="Put every rank behind a real link of this rate, as 1gbit (Linux)."),
+]
+_CurveKeys = Annotated[
+    Path | None, typer.Option(help="Folder of keys: zmq encrypts and refuses unknown ranks.")
+]
+_Verify = Annotated[
+    str,
+    typer.Option(
+        help="What is verified in full (the sum and the law): every step; its ends, first and last; "
+        "digest, none: ranks' totals are compared, as on all steps. auto: every step of small "
+        "vectors, the ends for large ones."
+    ),
+]
+_Timeout = Annotated[float, typer.Option(help="Seconds that a rank waits for another.")]
+_Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Measure the local kernels instead, one by one.")
+]
+_Device = Annotated[str, typer.Option(help="Of --kernels: cpu or cuda.")]
 _Json = Annotated[Path | None, typer.Option(help="Write the rows here.")]
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured: every collective at every size and density.
-
-    Attributes:
-        collectives: names of presets.
-        ranks: world size P.
-        sizes: numbers of elements n.
-        densities: k / n asked for.
-        steps: timed steps.
-        warmup: steps before them; their volume and correctness count, their time does not.
-        input: kind of gradient; "uniform" has the least overlap, hence the most fill-in.
-        seed: of the gradients.
-        transport: "sim" (virtual clock: communication alone) or "torch" (wall clock: everything).
-        links: the simulated network.
-        timeout: seconds that a process waits for another.
-    """
-
-    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
-    ranks: int = 8
-    sizes: tuple[int, ...] = (1_000_000,)
-    densities: tuple[float, ...] = (0.01,)
-    steps: int = 20
-    warmup: int = 5
-    input: str = "uniform"
-    seed: int = 0
-    transport: str = "sim"
-    links: Links = field(default_factory=Links)
-    timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in self.collectives:
-            resolve(name)
-        for name in ("ranks", "steps"):
-            _at_least(1, name, getattr(self, name))
-        for size in self.sizes:
-            _at_least(1, "size", size)
-        _at_least(0, "warmup", self.warmup)
-        for density in self.densities:
-            check_density(density)
-        input_named(self.input)
-        if self.transport not in ("sim", "torch"):
-            raise ConfigurationError(f"unknown transport {self.transport!r}; choose sim or torch")
-        check_timeout(self.timeout)
-
-    def cases(self) -> list[Case]:
-        """Return one case per row, collectives side by side."""
-        return [
-            Case(name, self.ranks, size, density, self.input, self.seed, self.links)
-            for size in self.sizes
-            for density in self.densities
-            for name in self.collectives
-        ]
 
 
 def command(
@@ -108,13 +90,18 @@ def command(
     ranks: _Ranks = None,
     size: _Size = "1000000",
     density: _Density = "0.01",
-    steps: _Steps = 20,
-    warmup: _Warmup = 5,
+    steps: _Steps = None,
+    warmup: _Warmup = None,
     input: _Input = "uniform",
     seed: _Seed = 0,
-    transport: _Transport = "sim",
+    transport: _Transport = None,
     network: _Network = "1gbit,50us",
+    lab: _Lab = None,
+    curve_keys: _CurveKeys = None,
+    verify: _Verify = "auto",
     timeout: _Timeout = 300.0,
+    kernels: _Kernels = False,
+    device: _Device = "cpu",
     json: _Json = None,
 ) -> None:
     """Measure collectives: time, volume against its bound, and correctness, on every step.
@@ -135,18 +122,43 @@ def command(
         seed=seed,
         transport=transport,
         links=parse_network(network),
+        lab=lab,
+        curve_keys=curve_keys,
+        verify=check_verify(verify),
         timeout=timeout,
     )
     if json is not None and os.environ.get("RANK", "0") == "0":
         check_writable(json)
+    if not (_show_kernels(settings, device, json) if kernels else _show_rows(settings, json)):
+        raise typer.Exit(1)
+
+
+def _show_rows(settings: BenchSettings, json: Path | None) -> bool:
+    """Measure and report the collectives; tell whether all results are right."""
+    privileged(settings.lab)
     rows = bench(settings)
     if rows is None:
-        return
+        return True
     Console().print(tables(rows))
-    if json is not None:
-        json.write_text(json_module.dumps([asdict(r) for r in rows], indent=1) + "\n", "utf-8")
-    if not all(row.correct for row in rows):
-        raise typer.Exit(1)
+    _write(json, [entry(row, rows) for row in rows])
+    return all(row.correct for row in rows)
+
+
+def _show_kernels(settings: BenchSettings, device: str, json: Path | None) -> bool:
+    """Measure and report the kernels; tell whether all agree with their specification."""
+    rows = []
+    for size in settings.sizes:
+        for density in settings.densities:
+            group = bench_kernels(device, size, density, seed=settings.seed)
+            Console().print(kernel_table(group))
+            rows += group
+    _write(json, [asdict(row) for row in rows])
+    return all(row.equal for row in rows)
+
+
+def _write(path: Path | None, entries: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json_module.dumps(entries, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:
@@ -158,39 +170,52 @@ def bench(settings: BenchSettings) -> list[Row] | None:
         >>> row.k, row.entries_min, row.wrong, row.correct
         (40, 1.0, 0, True)
     """
-    if settings.transport == "torch":
-        measured = launch(_measure_all, settings.ranks, settings, timeout=settings.timeout)
-    elif launched():
-        raise ConfigurationError("--transport sim needs no launcher; start it as one process")
+    wire: Wire | None = None
+    if settings.simulated:
+        if launched():
+            raise ConfigurationError("--transport sim needs no launcher; start it as one process")
+        measured = _on_one_thread(lambda: _simulate_all(settings))
     else:
-        measured = _on_one_thread(lambda: _measure_all(settings))
+        with shaped(settings.lab, settings.ranks) as network:
+            wire = network.wire
+            measured = launch(
+                _measure_all,
+                settings.ranks,
+                settings,
+                timeout=settings.timeout,
+                **network.options,
+            )
     if measured is None:
         return None
-    return [
-        summarize(case, settings.transport, outcomes, settings.warmup)
-        for case, outcomes in zip(settings.cases(), measured, strict=True)
-    ]
+    return [summarize(c, m, wire) for c, m in zip(settings.cases(), measured, strict=True)]
 
 
-def _measure_all(settings: BenchSettings) -> list[list[Outcome]]:
-    """Measure every case, here or on every rank of a process group; outcomes on rank 0 alone."""
-    cases, steps = settings.cases(), settings.warmup + settings.steps
-    real = settings.transport == "torch"
-    aside = dist.new_group() if real else None
-    measured = []
-    with _progress(len(cases) * steps, shown=not real or dist.get_rank() == 0) as advance:
-        for case in cases:
-            if aside is None:
-                stream: Iterator[Outcome | None] = measure_simulated(case, steps)
-            else:
-                stream = measure_processes(case, steps, aside, settings.timeout)
-            outcomes = []
-            for outcome in stream:
-                advance(f"{case.collective}, n = {case.size:,}, density {case.density:g}")
-                if outcome is not None:
-                    outcomes.append(outcome)
-            measured.append(outcomes)
-    return measured
+def _simulate_all(settings: BenchSettings) -> list[Measured]:
+    """Measure every case on virtual ranks."""
+    pace, rows = settings.pace(), []
+    steps, warmup = pace.timed([]), pace.warmup or 0
+    with progress(shown=True) as row:
+        for case in settings.cases():
+            with row(f"{case.name}, n = {case.size:,}, density {case.density:g}") as advance:
+                rows.append(measure_simulated(case, steps, warmup, settings.verify, advance))
+    return rows
+
+
+def _measure_all(settings: BenchSettings) -> list[Measured]:
+    """Measure every case on this rank of a process group."""
+    team = Team(
+        settings.ranks,
+        max(settings.sizes),
+        settings.connection(),
+        settings.verify,
+        in_lab=settings.lab is not None,
+    )
+    rows = []
+    with progress(shown=dist.get_rank() == 0) as row:
+        for case in settings.cases():
+            with row(f"{case.name}, n = {case.size:,}, density {case.density:g}") as advance:
+                rows.append(team.measure(case, settings.pace(), advance))
+    return rows
 
 
 def _on_one_thread(function: Callable[[], T]) -> T:
@@ -203,23 +228,6 @@ def _on_one_thread(function: Callable[[], T]) -> T:
         torch.set_num_threads(threads)
 
 
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr, if that is a terminal; yields what is to be called after every step."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not shown or not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
 def _numbers(name: str, text: str, convert: Callable[[str], float]) -> list[float]:
     """Read a list with commas."""
     try:
@@ -227,8 +235,3 @@ def _numbers(name: str, text: str, convert: Callable[[str], float]) -> list[floa
     except ValueError as error:
         kind = "whole numbers" if convert is int else "numbers"
         raise ConfigurationError(f"{name} is {text!r}; give {kind}, with commas between") from error
-
-
-def _at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise ConfigurationError(f"{name} is {value}; give at least {least}")

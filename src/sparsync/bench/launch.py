@@ -1,4 +1,7 @@
-"""Run one function on P local processes over gloo, or inside the ranks that a launcher started."""
+"""Run one function on P local processes over gloo, or inside the ranks that a launcher started.
+
+Local processes may sit in a ``Lab``: then all that they say to each other crosses its shaped links.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
+from sparsync.lab import Lab, Seat
 from sparsync.transports.base import check_timeout
 
 __all__ = ["RankError", "launch", "launched"]
@@ -38,6 +42,7 @@ def launch(
     *args: Any,
     timeout: float = 300.0,
     grace: float = 20.0,
+    lab: Lab | None = None,
 ) -> Any:
     """Call ``function(*args)`` on every rank, with ``torch.distributed`` (gloo) initialised.
 
@@ -47,6 +52,7 @@ def launch(
         args: picklable.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves when one has failed.
+        lab: an open lab of ``world_size`` ranks to put them in; None: they talk over loopback.
 
     Returns:
         What rank 0 returned; None in the other ranks of a launcher.
@@ -57,17 +63,20 @@ def launch(
     if world_size < 1:
         raise ConfigurationError(f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
+    if lab is not None:
+        _check_lab(lab, world_size)
     if launched():
         return _inside_launcher(function, world_size, args, timeout)
     # the parent serves the store on a port that the system chose: no race, no stuck port
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
-    for rank in range(world_size):
+    seats = [lab.seat(rank) if lab else None for rank in range(world_size)]
+    for rank, seat in enumerate(seats):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_child,
-            args=(rank, world_size, store.port, timeout, theirs, function, args),
+            args=(rank, world_size, store.port, seat, timeout, theirs, function, args),
             daemon=True,
         )
         process.start()
@@ -82,6 +91,17 @@ def launch(
                 process.terminate()
         for process in processes:
             process.join()
+
+
+def _check_lab(lab: Lab, world_size: int) -> None:
+    if launched():
+        raise ConfigurationError(
+            "a lab inside a launcher's rank; start one process, the lab's ranks are made by it"
+        )
+    if lab.ranks != world_size:
+        raise ConfigurationError(
+            f"a lab of {lab.ranks} ranks for {world_size} processes; give both the same number"
+        )
 
 
 def _inside_launcher(
@@ -105,6 +125,7 @@ def _child(
     rank: int,
     world_size: int,
     port: int,
+    seat: Seat | None,
     timeout: float,
     pipe: Connection,
     function: Callable[..., Any],
@@ -115,7 +136,10 @@ def _child(
     torch.set_num_threads(max(1, cores // world_size))
     try:
         wait_at_most = timedelta(seconds=timeout)
+        # connected before entering the lab: the store stays outside, off the wire and uncounted
         store = TCPStore(_HOST, port, is_master=False, timeout=wait_at_most)
+        if seat is not None:
+            seat.enter()
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=wait_at_most
         )

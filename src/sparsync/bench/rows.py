@@ -1,37 +1,70 @@
-"""The rows of ``sparsync bench``: what was measured, beside what is claimed."""
+"""The rows of ``sparsync bench``: what was measured, beside what is claimed and what is possible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
+from sparsync.bench.cases import Case
 from sparsync.bench.inputs import input_named
-from sparsync.bench.measure import Case, Outcome
-from sparsync.bench.report import format_bytes
-from sparsync.errors import ConfigurationError
+from sparsync.bench.measure import Measured
 from sparsync.planning import costs
 
-__all__ = ["Row", "bound_words_per_k", "summarize", "tables"]
+__all__ = ["Ratios", "Row", "Wire", "bound_words_per_k", "entry", "ratios", "summarize"]
 
 _QUARTILES = (0.25, 0.5, 0.75)
+_BITS_PER_BYTE = 8
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The shaped links of the lab.
+
+    Attributes:
+        bits_per_second: in each direction of each rank's link.
+        burst_bytes: that pass at once; no transfer pays for them.
+    """
+
+    bits_per_second: float
+    burst_bytes: int
+
+    def seconds(self, nbytes: float) -> float:
+        """Return what the link alone takes.
+
+        Example:
+            >>> Wire(1e9, burst_bytes=100_000).seconds(1_100_000)
+            0.008
+        """
+        return max(nbytes - self.burst_bytes, 0) * _BITS_PER_BYTE / self.bits_per_second
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; the fields are the keys of the JSON.
+    """What was measured of one collective; the fields are keys of the JSON.
 
     Maxima and minima are over all ranks and all steps, warm-up included; times over timed steps, each
-    that of the slowest rank.  Words have 4 bytes.
+    that of the slowest rank.  Words have 4 bytes.  None: does not apply.
 
     Attributes:
+        transport: what carried the bytes; "dense" is always gloo's native allreduce.
+        lab: bits per second of the shaped links.
+        steps: timed as a whole; as many again with the exchange timed alone.
+        steps_total: all steps of the row, untimed ones included.
+        steps_verified: of these, so many against the sum and the law; on the others the totals of
+            all ranks were compared.
+        seconds_median: whole ``reduce()``: accumulate, select, exchange, commit.
+        seconds_exchange_median: selected -> total, from a common start with all entries selected.
+        seconds_local_median: the whole minus the exchange.
+        seconds_add_median: ``residual.add_(gradient)`` on all ranks at once, after the timed steps.
+        wire_seconds: the median step's max(sent, received) bytes, less the burst, over the rate.
         words_per_k_max: max(sent, received) in words / k.
         bound_words_per_k: what is claimed for this collective on this input.
+        bytes_kernel_max: max(sent, received) as the kernel counted, its headers and repeats included.
         entries_min: entries of total / min(k, entries of the sum of what was selected); dense: 1.
         law_error_max: of the law of conservation, in units of its tolerance.
         wrong: entries of the totals that differ between ranks or from the sum of what was delivered.
@@ -39,6 +72,7 @@ class Row:
 
     collective: str
     transport: str
+    lab: float | None
     ranks: int
     size: int
     density: float
@@ -46,116 +80,144 @@ class Row:
     input: str
     steps: int
     warmup: int
+    steps_total: int
+    steps_verified: int
     seed: int
     seconds_25: float
     seconds_median: float
     seconds_75: float
+    seconds_exchange_median: float
+    seconds_local_median: float
+    seconds_add_median: float | None
+    wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
+    bytes_kernel_max: int | None
     words_per_k_max: float
-    bound_words_per_k: float
+    bound_words_per_k: float | None
     entries_min: float
-    law_error_max: float
+    law_error_max: float | None
     wrong: int
 
     @property
     def correct(self) -> bool:
-        """Nothing is wrong and the law of conservation holds."""
-        return self.wrong == 0 and self.law_error_max <= 1
+        """Nothing is wrong and the law of conservation holds, where it was verified."""
+        return self.wrong == 0 and (self.law_error_max is None or self.law_error_max <= 1)
 
 
-def summarize(case: Case, transport: str, outcomes: Sequence[Outcome], warmup: int) -> Row:
-    """Make a row of the outcomes of all steps, the first ``warmup`` of which are not timed."""
-    seconds = torch.tensor([o.seconds for o in outcomes[warmup:]], dtype=torch.float64)
+def summarize(case: Case, measured: Measured, wire: Wire | None = None) -> Row:
+    """Make a row of all steps of a case."""
+    outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
+    seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor(_QUARTILES, dtype=torch.float64)
-    low, median, high = seconds.quantile(quartiles).tolist()
+    low, middle, high = seconds.quantile(quartiles).tolist()
+    exchange = median([o.exchange for o in alone if o.exchange is not None])
+    volume = median([max(o.sent, o.received) for o in alone])
     sent, received = max(o.sent for o in outcomes), max(o.received for o in outcomes)
-    verdicts = [o.verdict for o in outcomes]
+    in_full = [o.verdict.law_error for o in outcomes if o.in_full]
+    kernel = [o.kernel for o in outcomes if o.kernel is not None]
     return Row(
         collective=str(case.collective),
-        transport=transport,
+        transport=measured.transport,
+        lab=None if wire is None else wire.bits_per_second,
         ranks=case.ranks,
         size=case.size,
         density=case.density,
         k=case.k,
         input=case.input,
-        steps=len(outcomes) - warmup,
-        warmup=warmup,
+        steps=len(whole),
+        warmup=measured.warmup,
+        steps_total=len(outcomes),
+        steps_verified=len(in_full),
         seed=case.seed,
         seconds_25=low,
-        seconds_median=median,
+        seconds_median=middle,
         seconds_75=high,
+        seconds_exchange_median=exchange,
+        seconds_local_median=max(middle - exchange, 0.0),
+        seconds_add_median=median(measured.add_seconds) if measured.add_seconds else None,
+        wire_seconds=None if wire is None else wire.seconds(volume),
         bytes_sent_max=sent,
         bytes_received_max=received,
+        bytes_kernel_max=max(kernel) if kernel else None,
         words_per_k_max=max(sent, received) / costs.WORD_BYTES / case.k,
         bound_words_per_k=bound_words_per_k(case),
-        entries_min=min(v.entries for v in verdicts),
-        law_error_max=max(v.law_error for v in verdicts),
-        wrong=sum(v.wrong for v in verdicts),
+        entries_min=min(o.verdict.entries for o in outcomes),
+        law_error_max=max(in_full) if in_full else None,
+        wrong=sum(o.verdict.wrong for o in outcomes),
     )
 
 
-def bound_words_per_k(case: Case) -> float:
+# ---- ratios: what compares between machines ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A row's times over others of the same run; the fields are keys of the JSON.  None: no such.
+
+    Attributes:
+        speedup: whole ``reduce()``, over the row "dense" of the same size and density.
+        speedup_exchange: of the exchange alone.
+        exchange_over_wire: the exchange in units of what the link takes for its bytes.
+        local_over_add: the rest in units of ``residual.add_(gradient)``.
+    """
+
+    speedup: float | None
+    speedup_exchange: float | None
+    exchange_over_wire: float | None
+    local_over_add: float | None
+
+
+def ratios(row: Row, rows: Sequence[Row]) -> Ratios:
+    """Compare a row with the dense one of its group."""
+    group = (row.size, row.density)
+    dense = next(
+        (r for r in rows if (r.size, r.density) == group and r.collective == "dense"), None
+    )
+    return Ratios(
+        None if dense is None else _over(dense.seconds_median, row.seconds_median),
+        None
+        if dense is None
+        else _over(dense.seconds_exchange_median, row.seconds_exchange_median),
+        _over(row.seconds_exchange_median, row.wire_seconds),
+        _over(row.seconds_local_median, row.seconds_add_median),
+    )
+
+
+def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a row and its ratios as they go into the JSON."""
+    return {**asdict(row), **asdict(ratios(row, rows))}
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
+
+
+# ---- claims -----------------------------------------------------------------------------------------
+
+
+def bound_words_per_k(case: Case) -> float | None:
     """Return what is claimed per requested entry: max(sent, received) of any rank on any step.
 
     For "oktopk-paper" that is the paper's claim, which leaves out the exact steps and the drift of
-    reused thresholds: see ``costs.oktopk_paper`` for the true cost.
+    reused thresholds: see ``costs.oktopk_paper`` for the true cost.  None: nothing is claimed.
     """
-    k, world_size = case.k, case.ranks
-    if case.collective == "dense":
-        return costs.dense(case.size, world_size).words_per(k)
-    if case.collective == "allgather":
-        return costs.allgather(k, world_size).words_per(k)
-    if case.collective == "oktopk":
-        exchangeable = input_named(case.input).exchangeable
-        return costs.oktopk_bound_words(k, world_size, exchangeable=exchangeable) / k
-    if case.collective == "oktopk-paper":
-        return costs.equation_3(k, world_size).words_per(k)
-    raise ConfigurationError(f"no bound is known for {case.collective!r}")
+    bound = _BOUNDS.get(str(case.collective))
+    return None if bound is None else bound(case) / case.k
 
 
-def tables(rows: Sequence[Row]) -> Group:
-    """Show the rows of one bench, a table per size and density, and what the columns mean."""
-    groups: dict[tuple[int, float], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.size, row.density), []).append(row)
-    return Group(*(_table(group) for group in groups.values()), Text(_legend(rows[0])))
+def _oktopk(case: Case) -> float:
+    exchangeable = input_named(case.input).exchangeable
+    return costs.oktopk_bound_words(case.k, case.ranks, exchangeable=exchangeable)
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    title = f"n = {rows[0].size:,}, density {rows[0].density:g}: k = {rows[0].k:,}"
-    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    shown.padding = (0, 1, 0, 0)
-    shown.add_column("\ncollective", no_wrap=True)
-    headings = ("\nms", "\n25-75 %", "\nvolume", "words\nper k", "\nbound", "entries\nper k")
-    for heading in (*headings, "\nlaw", "\nwrong"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        over = ">" if row.words_per_k_max > row.bound_words_per_k else ""
-        shown.add_row(
-            row.collective,
-            f"{1e3 * row.seconds_median:.3g}",
-            f"{1e3 * row.seconds_25:.3g}-{1e3 * row.seconds_75:.3g}",
-            format_bytes(max(row.bytes_sent_max, row.bytes_received_max)),
-            f"{over}{row.words_per_k_max:.4g}",
-            f"{row.bound_words_per_k:.4g}",
-            f"{row.entries_min:.3g}",
-            f"{row.law_error_max:.2g}",
-            f"{'' if row.correct else '!'}{row.wrong}",
-        )
-    return shown
-
-
-def _legend(row: Row) -> str:
-    clock = "virtual clock: communication alone" if row.transport == "sim" else "wall clock"
-    lower = costs.lower_bound_words(1, row.ranks)
-    return "\n".join(
-        (
-            f"{row.ranks} ranks, transport {row.transport} ({clock}), input {row.input}, "
-            f"{row.steps} steps after {row.warmup}",
-            "volume: max(sent, received) of any rank on any step; > above the bound, which is claimed "
-            "for k / P >= 256",
-            f"words per k: of 4 bytes; at least {lower:.4g} for k entries (Theorem 3.1)",
-            "law: |sum accumulated - total - sum residual| / tolerance; ! incorrect",
-        )
-    )
+_BOUNDS: MappingProxyType[str, Callable[[Case], float]] = MappingProxyType(
+    {
+        "dense": lambda case: costs.dense(case.size, case.ranks).words,
+        "allgather": lambda case: costs.allgather(case.k, case.ranks).words,
+        "oktopk": _oktopk,
+        "oktopk-paper": lambda case: costs.equation_3(case.k, case.ranks).words,
+        # below the lower bound that holds for entries of two words: indices and values are packed
+        "budgeted": lambda case: costs.lower_bound_words(case.k, case.ranks),
+    }
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +12,26 @@ import typer
 from rich.console import Console
 
 from sparsync.bench.launch import launch, launched
-from sparsync.bench.report import (
-    TrainResult,
-    check_plot_path,
-    check_writable,
-    comparison,
-    write_json,
-    write_plot,
-)
+from sparsync.bench.picture import check_plot_path, write_plot
+from sparsync.bench.report import TrainResult, check_writable, write_json
+from sparsync.bench.shaped import privileged, shaped
+from sparsync.bench.target import check_target_step, with_target
+from sparsync.bench.train_hooks import HOOKS, check_algorithm
 from sparsync.bench.train_rank import BeforeStep, train_rank
 from sparsync.bench.train_settings import TrainSettings
-from sparsync.presets import PRESETS, resolve
+from sparsync.bench.train_table import comparison
+from sparsync.integrations.ddp import attach
+from sparsync.presets import PRESETS
 
 __all__ = ["command", "train"]
 
 # the options: types and help; the defaults stand in the signature of ``command``
 _Algorithm = Annotated[
-    str, typer.Option(help=f"One of {', '.join(PRESETS)}; or several, with commas, to compare.")
+    str,
+    typer.Option(
+        help=f"One of {', '.join(PRESETS)}, or PyTorch's own hooks {', '.join(HOOKS)}; "
+        "or several, with commas, to compare."
+    ),
 ]
 _Ranks = Annotated[
     int | None, typer.Option(help="Local processes.", show_default="4, or the launcher's")
@@ -45,10 +49,41 @@ _LrWarmupSteps = Annotated[
     int, typer.Option(help="First steps, over which the learning rate grows.")
 ]
 _WarmupSteps = Annotated[int, typer.Option(help="First steps, which are exchanged dense.")]
-_BatchSize = Annotated[int, typer.Option(help="Windows of 64 bytes per rank and step.")]
+_BatchSize = Annotated[int, typer.Option(help="Windows per rank and step.")]
+_Context = Annotated[int, typer.Option(help="Bytes per window.")]
+_Layers = Annotated[
+    int, typer.Option(help="Blocks of the transformer: 12 width^2 parameters each.")
+]
+_Width = Annotated[
+    int, typer.Option(help="Of the transformer, a multiple of 32; 416 gives 8.6 M parameters.")
+]
+_TargetStep = Annotated[
+    int | None,
+    typer.Option(
+        help="Time to loss: how soon is the loss reached that dense has at this step? A run ends "
+        "when it is there.",
+        show_default="the last step of dense",
+    ),
+]
+_Transport = Annotated[
+    str,
+    typer.Option(
+        help="Of the sparse exchange: torch (gloo), zmq, or auto, the library's default. DDP and "
+        "PyTorch's hooks use gloo.",
+    ),
+]
+_Lab = Annotated[
+    str | None,
+    typer.Option(help="Put every rank behind a real link of this rate, as 100mbit (Linux)."),
+]
+_CurveKeys = Annotated[
+    Path | None, typer.Option(help="Folder of keys: zmq encrypts and refuses unknown ranks.")
+]
 _Timeout = Annotated[float, typer.Option(help="Seconds that a rank waits for another.")]
 _Json = Annotated[Path | None, typer.Option(help="Write what was measured here.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw loss over steps and bytes here (.png).")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw loss over seconds and bytes here (.png).")]
+
+_DEFAULT = str(inspect.signature(attach).parameters["algorithm"].default)
 
 
 def train(
@@ -58,7 +93,7 @@ def train(
 
     Args:
         settings: equal for all algorithms.
-        algorithms: names of presets, run one after the other.
+        algorithms: names of presets or of PyTorch's hooks, run one after the other.
         before_step: called with (rank, step) on every rank; importable.
 
     Returns:
@@ -69,20 +104,23 @@ def train(
         RankError: a rank failed; the others were ended.
     """
     for name in algorithms:
-        resolve(name)
-    results: list[TrainResult] | None = launch(
-        train_rank,
-        settings.ranks,
-        settings,
-        tuple(algorithms),
-        before_step,
-        timeout=settings.timeout,
-    )
-    return results
+        check_algorithm(name)
+    check_target_step(settings.target_step, settings.steps, algorithms)
+    with shaped(settings.lab, settings.ranks) as network:
+        results: list[TrainResult] | None = launch(
+            train_rank,
+            settings.ranks,
+            settings,
+            tuple(algorithms),
+            before_step,
+            timeout=settings.timeout,
+            **network.options,
+        )
+    return None if results is None else with_target(results, settings.target_step)
 
 
 def command(
-    algorithm: _Algorithm = "oktopk",
+    algorithm: _Algorithm = _DEFAULT,
     ranks: _Ranks = None,
     steps: _Steps = 300,
     density: _Density = 0.01,
@@ -93,11 +131,18 @@ def command(
     lr_warmup_steps: _LrWarmupSteps = 20,
     warmup_steps: _WarmupSteps = 0,
     batch_size: _BatchSize = 8,
+    context: _Context = 64,
+    layers: _Layers = 4,
+    width: _Width = 160,
+    target_step: _TargetStep = None,
+    transport: _Transport = "auto",
+    lab: _Lab = None,
+    curve_keys: _CurveKeys = None,
     timeout: _Timeout = 300.0,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Train a byte-level transformer on Python's own source text, data-parallel over gloo.
+    """Train a byte-level transformer on Python's own source text, data-parallel.
 
     Starts local processes, or runs inside those of a launcher (torchrun).  "dense" is plain DDP.
     """
@@ -114,15 +159,30 @@ def command(
         lr_warmup_steps=lr_warmup_steps,
         warmup_steps=warmup_steps,
         batch_size=batch_size,
+        context=context,
+        layers=layers,
+        width=width,
+        target_step=target_step,
+        transport=transport,
+        lab=lab,
+        curve_keys=curve_keys,
         timeout=timeout,
     )
+    _show(settings, [name.strip() for name in algorithm.split(",")], json, plot)
+
+
+def _show(
+    settings: TrainSettings, algorithms: Sequence[str], json: Path | None, plot: Path | None
+) -> None:
+    """Train and report; files are tried before any work begins."""
     if os.environ.get("RANK", "0") == "0":
         if json is not None:
             check_writable(json)
         if plot is not None:
             check_plot_path(plot)
+    privileged(settings.lab)
     try:
-        results = train(settings, [name.strip() for name in algorithm.split(",")])
+        results = train(settings, algorithms)
     finally:  # an interrupted rank 0 may have left its progress bar without showing the cursor again
         Console(stderr=True).show_cursor()
     if results is None:

@@ -23,28 +23,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.bench.report import TrainResult
+from sparsync.bench.shaped import check_rate, link_bytes
+from sparsync.bench.target import Goal
+from sparsync.bench.train_hooks import dense_bytes_per_step, make_exchange
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import PeerError, SparsyncError
-from sparsync.integrations.ddp import DdpSync, attach
-from sparsync.workloads.byte_transformer import ByteTransformer
 from sparsync.workloads.text import ByteText
 
 __all__ = ["BeforeStep", "dense_bytes_per_step", "train_rank"]
 
 BeforeStep = Callable[[int, int], None]
-
-
-def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) -> int:
-    """Return what a rank sends in a bandwidth-optimal allreduce: ``2 n (P - 1) / P`` elements.
-
-    Example:
-        >>> dense_bytes_per_step(parameters=1000, world_size=4)
-        6000
-    """
-    return -(-2 * parameters * itemsize * (world_size - 1) // world_size)
 
 
 def train_rank(
@@ -54,8 +44,9 @@ def train_rank(
 
     Args:
         settings: equal for all of them.
-        algorithms: names of presets.  "dense" is plain DDP without any hook of ours, so what it
-            sends is not counted: it is the closed form of an allreduce, ``dense_bytes_per_step``.
+        algorithms: names of presets or of PyTorch's hooks.  "dense" is plain DDP without any hook of
+            ours, so what it sends is not counted: it is the closed form of an allreduce,
+            ``dense_bytes_per_step``.
         before_step: called with (rank, step).
 
     Returns:
@@ -64,17 +55,29 @@ def train_rank(
     Raises:
         PeerError: another rank is gone; names this rank and the step.
     """
-    text = ByteText.of_standard_library()
-    results = []
+    text = ByteText.of_standard_library(context=settings.context)
+    computation = _computation_seconds(settings, text)
+    results: list[TrainResult] = []
+    goal: Goal | None = None
     with _progress() as progress:
-        for name in algorithms:
-            task = progress.add_task(name, total=settings.steps, loss=math.nan)
+        for name in _in_order(settings, algorithms):
+            task = progress.add_task(name, total=settings.steps_of(name), loss=math.nan)
 
             def after_step(loss: float, task: TaskID = task) -> None:
                 progress.update(task, advance=1, loss=loss)
 
-            results.append(_train(settings, name, text, before_step, after_step))
+            mine = _train(settings, name, text, goal, before_step, after_step)
+            results.append(_result(settings, name, computation, mine.gather()))
+            if name == "dense" and settings.target_step is not None:
+                goal = Goal.of(results[-1].loss, settings.target_step)
     return results
+
+
+def _in_order(settings: TrainSettings, algorithms: Sequence[str]) -> list[str]:
+    """Put "dense" first where it sets the target of the others."""
+    if settings.target_step is None:
+        return list(algorithms)
+    return sorted(algorithms, key=lambda name: name != "dense")
 
 
 def _progress() -> Progress:
@@ -95,57 +98,79 @@ def _train(
     settings: TrainSettings,
     name: str,
     text: ByteText,
+    goal: Goal | None,
     before_step: BeforeStep | None,
     after_step: Callable[[float], None],
-) -> TrainResult:
-    rank = dist.get_rank()
-    model = ByteTransformer(context=text.context, seed=settings.seed)
-    ddp = DistributedDataParallel(model)
-    sync = None if name == "dense" else _attach(ddp, name, settings)
-    optimizer = settings.make_optimizer(model)
-    mine = _RankReport()
-    for step in range(settings.steps):
-        if before_step is not None:
-            before_step(rank, step)
-        started = time.perf_counter()
-        with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, ddp, optimizer, text, step)
-        mine.seconds.append(time.perf_counter() - started)
-        mine.loss.append(loss)
-        mine.sent.append(_bytes_sent(model, sync))
-        after_step(loss)
-    if sync is not None:
-        sync.close()
-    with _naming_gloo(f"rank {rank}, evaluation"):
-        mine.evaluate_(model, text)
-        everyone = mine.gather()
-    return _result(settings, name, model, everyone)
-
-
-def _attach(ddp: DistributedDataParallel, name: str, settings: TrainSettings) -> DdpSync:
-    return attach(
-        ddp,
+) -> _RankReport:
+    """Train to the last step, or to the goal."""
+    rank, model = dist.get_rank(), settings.make_model()
+    exchange = make_exchange(
         name,
+        model,
         density=settings.density,
         warmup_steps=settings.warmup_steps,
         timeout=settings.timeout,
+        transport=settings.transport,
+        curve_keys=settings.curve_keys,
     )
+    optimizer = settings.make_optimizer(model)
+    mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse)
+    dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
+    losses: list[float] = []  # over all ranks; only followed where there is a goal
+    for step in range(settings.steps_of(name)):
+        if before_step is not None:
+            before_step(rank, step)
+        link, started = _link_sent(settings), time.perf_counter()
+        with _naming_gloo(f"rank {rank}, step {step}"):
+            loss = _step(settings, exchange.ddp, optimizer, text, step)
+        mine.seconds.append(time.perf_counter() - started)
+        mine.kernel.append(_link_sent(settings) - link)
+        mine.loss.append(loss)
+        mine.sent.append(exchange.bytes_sent())
+        after_step(loss)
+        if goal is not None:
+            losses.append(_mean_over_ranks(loss))
+            if goal.reached_by(losses):
+                break
+    exchange.close()
+    with _naming_gloo(f"rank {rank}, evaluation"):
+        mine.evaluate_(model, text)
+    return mine
 
 
-def _bytes_sent(model: nn.Module, sync: DdpSync | None) -> int:
-    """Return what this rank sent in the step that has just ended."""
-    if sync is not None:
-        return sync.reducer.comm.ledger.last_step.sent
-    return dense_bytes_per_step(_count(model), dist.get_world_size())
+def _mean_over_ranks(loss: float) -> float:
+    """Average the loss of a step, between steps: no clock runs."""
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
 
 
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _link_sent(settings: TrainSettings) -> int:
+    """Return what the kernel says that this rank's link has sent; 0 without one."""
+    counted = None if settings.lab is None else link_bytes()
+    return 0 if counted is None else counted[0]
+
+
+def _computation_seconds(settings: TrainSettings, text: ByteText, *, steps: int = 5) -> float:
+    """Return the seconds of a step without its exchange, on all ranks at once: the slowest's median.
+
+    One step more, before them, warms up caches and allocators.
+    """
+    model = settings.make_model()
+    optimizer, seconds = settings.make_optimizer(model), []
+    dist.barrier()
+    for step in range(steps + 1):
+        started = time.perf_counter()
+        _step(settings, model, optimizer, text, step)
+        seconds.append(time.perf_counter() - started)
+    slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _step(
     settings: TrainSettings,
-    ddp: DistributedDataParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     text: ByteText,
     step: int,
@@ -157,7 +182,7 @@ def _step(
         seed=settings.seed, step=step, rank=dist.get_rank(), batch_size=settings.batch_size
     )
     optimizer.zero_grad()
-    loss = F.cross_entropy(ddp(tokens).flatten(0, 1), targets.flatten())
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.item()
@@ -183,17 +208,27 @@ class _RankReport:
     """What one rank measured; gathered once, at the end.
 
     Attributes:
+        transport: see ``Exchange``.
+        counted: see ``Exchange``.
+        sparse: see ``Exchange``.
+        parameters: number of trained elements.
         loss: per step, of this rank's batch.
         seconds: per step.
         sent: bytes, per step.
+        kernel: bytes that the kernel counted on this rank's link, sent, per step.
         eval_loss_sum: summed over the bytes that this rank evaluated.
         eval_bytes: how many these are.
         digest: of the parameters after the last step.
     """
 
+    transport: str
+    counted: str
+    sparse: bool
+    parameters: int = 0
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+    kernel: list[int] = field(default_factory=list)
     eval_loss_sum: float = 0.0
     eval_bytes: int = 0
     digest: str = ""
@@ -211,6 +246,7 @@ class _RankReport:
             loss = F.cross_entropy(logits, targets[part].flatten(), reduction="sum")
             self.eval_loss_sum += loss.item()
         self.eval_bytes = targets.numel()
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().contiguous().numpy().tobytes())
@@ -224,27 +260,38 @@ class _RankReport:
 
 
 def _result(
-    settings: TrainSettings, name: str, model: ByteTransformer, everyone: Sequence[_RankReport]
+    settings: TrainSettings, name: str, computation: float, everyone: Sequence[_RankReport]
 ) -> TrainResult:
-    step_seconds = [max(times) for times in zip(*(r.seconds for r in everyone), strict=True)]
+    first = everyone[0]
+    seconds = [max(times) for times in zip(*(r.seconds for r in everyone), strict=True)]
     sent = [max(nbytes) for nbytes in zip(*(r.sent for r in everyone), strict=True)]
+    kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
     return TrainResult(
         algorithm=name,
         ranks=len(everyone),
-        steps=settings.steps,
-        density=1.0 if name == "dense" else settings.density,
-        parameters=_count(model),
+        steps=len(seconds),
+        density=settings.density if first.sparse else 1.0,
+        parameters=first.parameters,
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=sum(r.eval_loss_sum for r in everyone) / sum(r.eval_bytes for r in everyone),
         seconds_total=max(sum(r.seconds) for r in everyone),
-        seconds_per_step_median=median(step_seconds),
+        seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(sent),
         replicas_equal=len({r.digest for r in everyone}) == 1,
         bytes_sent=sent,
         seed=settings.seed,
         batch_size=settings.batch_size,
-        context=model.context,
-        warmup_steps=0 if name == "dense" else settings.warmup_steps,
+        context=settings.context,
+        warmup_steps=settings.warmup_steps if first.sparse else 0,
+        seconds=seconds,
+        seconds_computation_median=computation,
+        seconds_rest_median=max(median(seconds) - computation, 0.0),
+        bytes_counted=first.counted,
+        bytes_kernel=None if settings.lab is None else kernel,
+        transport=first.transport,
+        lab=None if settings.lab is None else check_rate(settings.lab),
+        layers=settings.layers,
+        width=settings.width,
     )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from sparsync.bench.connection import Connection
+from sparsync.bench.shaped import check_rate
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
 from sparsync.transports.base import check_timeout
+from sparsync.workloads.byte_transformer import HEAD_WIDTH, ByteTransformer
 
 __all__ = ["TrainSettings"]
 
@@ -31,6 +35,14 @@ class TrainSettings:
         warmup_steps: so many first steps are exchanged dense.
         batch_size: windows per rank and step.
         timeout: seconds that any rank waits for another.
+        layers: blocks of the transformer.
+        width: of its residual stream; a multiple of 32, the width of a head.
+        context: bytes per window.
+        target_step: whose loss of "dense" is the target: "dense" ends there, every other run when it
+            has reached it.  None: the last step of "dense", and all runs have equal steps.
+        transport: of the sparse exchange: "torch" (gloo), "zmq", or "auto", the library's default.
+        curve_keys: folder of keys, for zmq.
+        lab: rate of a real, shaped network on this machine, as "100mbit".
     """
 
     ranks: int = 4
@@ -44,17 +56,29 @@ class TrainSettings:
     warmup_steps: int = 0
     batch_size: int = 8
     timeout: float = 300.0
+    layers: int = 4
+    width: int = 160
+    context: int = 64
+    target_step: int | None = None
+    transport: str = "auto"
+    curve_keys: Path | None = None
+    lab: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "batch_size"):
+        for name in ("ranks", "steps", "batch_size", "layers", "width", "context"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("seed", "lr_warmup_steps", "warmup_steps"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         _check("optimizer", self.optimizer, self.optimizer in ("sgd", "adam"), "sgd or adam")
         _check("lr", self.lr, 0 < self.learning_rate < math.inf, "a number > 0")
         _check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
+        good = self.width % HEAD_WIDTH == 0
+        _check("width", self.width, good, f"a multiple of {HEAD_WIDTH}, the width of a head")
         check_timeout(self.timeout)
         check_density(self.density)
+        if self.lab is not None:
+            check_rate(self.lab)
+        Connection(self.transport, self.timeout, self.curve_keys)
 
     @property
     def learning_rate(self) -> float:
@@ -66,6 +90,18 @@ class TrainSettings:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a 0-based step."""
         return self.learning_rate * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
+
+    def steps_of(self, algorithm: str) -> int:
+        """Return how many steps an algorithm makes: "dense" ends at the target."""
+        if algorithm == "dense" and self.target_step is not None:
+            return self.target_step
+        return self.steps
+
+    def make_model(self) -> ByteTransformer:
+        """Build the model; the same weights on every rank."""
+        return ByteTransformer(
+            context=self.context, width=self.width, layers=self.layers, seed=self.seed
+        )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of a model's parameters."""

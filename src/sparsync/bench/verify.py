@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from sparsync.sparse import DenseVector, SparseVector, Vector
 
-__all__ = ["Evidence", "Verdict", "Verification"]
+__all__ = ["VECTORS", "Evidence", "Verdict", "Verification", "digest"]
+
+VECTORS = 5  # that make up a rank's evidence
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
 _TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing may differ
@@ -34,14 +38,15 @@ class Evidence:
     delivered: Vector
     total: Vector
 
-    def pack(self) -> Tensor:
-        """Return everything as one `[5, n]` tensor, to be sent to who verifies."""
-        vectors = (self.selected, self.delivered, self.total)
-        return torch.stack([self.accumulated, self.residual, *(v.to_dense() for v in vectors)])
+    def write_(self, packed: Tensor) -> None:
+        """Write everything into one `[5, n]` tensor, to be brought to who verifies."""
+        vectors = (v.to_dense() for v in (self.selected, self.delivered, self.total))
+        for row, vector in zip(packed, (self.accumulated, self.residual, *vectors), strict=True):
+            row.copy_(vector)
 
     @staticmethod
     def unpack(packed: Tensor) -> Evidence:
-        """Undo ``pack``; the vectors come back dense."""
+        """Undo ``write_``; the vectors come back dense."""
         accumulated, residual, *vectors = packed
         return Evidence(accumulated, residual, *(DenseVector(v) for v in vectors))
 
@@ -60,12 +65,42 @@ class Verdict(NamedTuple):
     law_error: float
     entries: float
 
+    @staticmethod
+    def of_totals(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
+        """Judge a step by its totals alone: no law; ``wrong`` counts at least one if they differ.
+
+        Args:
+            k: number of entries asked for.
+            selected: the most entries that any rank selected; so many the sum has, barring sums of 0.
+            total: any rank's.
+            digests: of all ranks' totals.
+        """
+        wanted = min(k, selected)
+        full = not isinstance(total, SparseVector) or not wanted
+        return Verdict(len(digests) - 1, 0.0, 1.0 if full else total.values.numel() / wanted)
+
+
+def digest(total: Vector) -> int:
+    """Return 63 bits that two totals share only if they are bit-identical.
+
+    Example:
+        >>> one, other = (DenseVector(torch.tensor([x, 0.0])) for x in (1.0, 2.0))
+        >>> digest(one) == digest(one), digest(one) == digest(other)
+        (True, False)
+    """
+    state = hashlib.sha256()
+    if isinstance(total, SparseVector):
+        state.update(total.indices.contiguous().numpy().data)
+    state.update(total.values.contiguous().numpy().data)
+    return int.from_bytes(state.digest()[:8], "little") >> 1
+
 
 class Verification:
     """Collects the evidence of all ranks, in rank order, in O(n) memory.
 
-    Sparse totals must equal the float32 left fold in rank order, bit for bit.  Dense totals, whose
-    tree of additions is the transport's own, must equal it to the law's tolerance.
+    Totals must be equal on all ranks, and equal to the sum of what was delivered to the law's
+    tolerance: the tree of additions, and where a codec rounds, are the collective's own.  (That some
+    sums are left folds, bit for bit, is the contract's business: ``sparsync.testing``.)
 
     Args:
         size: number of elements n.
@@ -85,7 +120,7 @@ class Verification:
         self.accumulated = torch.zeros(size, dtype=torch.float64)
         self.magnitude = torch.zeros(size, dtype=torch.float64)  # sum of |accumulated|
         self.residual = torch.zeros(size, dtype=torch.float64)
-        self.delivered = torch.zeros(size)  # float32: the left fold that totals must equal
+        self.delivered = torch.zeros(size, dtype=torch.float64)
         self.selected = torch.zeros(size)
         self.differs = torch.zeros(size, dtype=torch.bool)
         self.total: Vector | None = None
@@ -105,11 +140,8 @@ class Verification:
     def verdict(self) -> Verdict:
         """Judge the step."""
         assert self.total is not None
-        total, tolerance = self.total.to_dense(), self.unit * self.magnitude
-        if isinstance(self.total, SparseVector):
-            wrong = self.differs | (total != self.delivered)
-        else:
-            wrong = self.differs | ~((total.double() - self.delivered).abs() <= tolerance)
+        total, tolerance = self.total.to_dense().double(), self.unit * self.magnitude
+        wrong = self.differs | ~((total - self.delivered).abs() <= tolerance)
         difference = (self.accumulated - total - self.residual).abs()
         errors = difference / tolerance.clamp(min=_TINY)
         worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not know

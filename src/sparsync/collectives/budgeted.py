@@ -26,7 +26,7 @@ __all__ = ["Budgeted", "BudgetedState", "histogram_bytes"]
 
 _WORD_BYTES = 4
 _HISTOGRAM_SHARE = 0.06  # of the budget; the rest is divided evenly between the two exchanges
-_HISTOGRAM_BYTES = 2048  # of one rank to one other: more bins tell nothing that training sees
+_HISTOGRAM_BYTES = 512  # of one rank to one other: more bins tell nothing that training sees
 _FEW_PER_RANK = 256  # k / P below which headers and chance weigh too much for a budget
 
 
@@ -60,7 +60,7 @@ def histogram_bytes(k: int, world_size: int, budget: float = 2.0) -> int:
 
     Example:
         >>> histogram_bytes(147_283, 8), histogram_bytes(10_000, 32)
-        (2048, 150)
+        (512, 150)
     """
     return min(int(_HISTOGRAM_SHARE * budget * _WORD_BYTES * k / world_size), _HISTOGRAM_BYTES)
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsync.kernels import native
+
 __all__ = ["Dealt", "deal", "undeal"]
 
 _LOW_32 = 0xFFFFFFFF
@@ -32,12 +34,14 @@ class Dealt(NamedTuple):
 
 
 def deal(indices: Tensor, world_size: int) -> Dealt:
-    """Group ascending indices by owner.
+    """Group ascending indices by owner: in C++ on the CPU, if that was built.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
+    if indices.is_cpu and native.chosen() != "torch":
+        return _deal_natively(indices.contiguous(), world_size)
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
@@ -54,7 +58,27 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
         >>> torch.equal(undeal(mine, 1, 3), dealt.order.split(dealt.counts)[1])
         True
     """
+    if local.is_cpu and native.chosen() != "torch":
+        local, result = local.contiguous(), torch.empty_like(local)
+        native.EXTENSION.undeal(
+            local.data_ptr(), local.numel(), owner, world_size, result.data_ptr()
+        )
+        return result
     return local * world_size + (owner - _turn(local, world_size)) % world_size
+
+
+def _deal_natively(indices: Tensor, world_size: int) -> Dealt:
+    order, local = torch.empty_like(indices), torch.empty_like(indices)
+    counts = torch.empty(world_size, dtype=torch.int64)
+    native.EXTENSION.deal(
+        indices.data_ptr(),
+        indices.numel(),
+        world_size,
+        order.data_ptr(),
+        local.data_ptr(),
+        counts.data_ptr(),
+    )
+    return Dealt(order, local, counts.tolist())
 
 
 def _turn(group: Tensor, world_size: int) -> Tensor:

@@ -88,7 +88,8 @@ def accumulate_(
 ) -> Found | None:
     """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``."""
     check_pair(residual, gradient)
-    for new, old in zip(residual.split(_BLOCK), gradient.split(_BLOCK), strict=True):
+    for start in range(0, residual.numel(), _BLOCK):
+        new, old = residual[start : start + _BLOCK], gradient[start : start + _BLOCK]
         before = new.clone()
         new.add_(old)
         old.copy_(before)
@@ -124,7 +125,7 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
     """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64."""
     mine = magnitude_keys(values).to(torch.int64).sort().values
-    return mine.numel() - torch.searchsorted(mine, keys.to(torch.int64))
+    return mine.numel() - torch.searchsorted(mine, keys.to(torch.int64).contiguous())
 
 
 def accumulate(gradient: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparsync import kernels
@@ -40,10 +41,11 @@ def within(found: Found | None, watch: Watch | None) -> Found | None:
 class Selector(Stateful):
     """Chooses entries.  Its memory (thresholds, counters) is ``self.state``."""
 
-    def watch(self, k: int, step: int) -> Watch | None:
+    def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
         """Return what ``select`` would like to have collected; None: nothing.
 
-        Asked before the step's gradients are accumulated, with the state of the last step.
+        Asked before the step's gradients are accumulated, with the state of the last step; ``dtype`` is
+        that of the residual.
         """
         return None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from sparsync import kernels
@@ -23,26 +25,34 @@ class ExactState:
     """What is carried from step to step.
 
     Attributes:
-        watch_key: the magnitude from which candidates are collected, as a key; None at first.
-        gap: how far that lies below the last threshold, in octaves.
+        threshold_key: the k-th largest magnitude of the last step, as a key; None at first.
+        drift: by how much that moves per step, smoothed: the next is expected as far on.
+        gap: how far below the expected one candidates are collected, in octaves.
     """
 
-    watch_key: int | None = None
+    threshold_key: int | None = None
+    drift: int = 0
     gap: float = 0.125
+
+    def watch_key(self, octave: int) -> int | None:
+        """Return the magnitude from which candidates are collected."""
+        if self.threshold_key is None:
+            return None
+        return max(self.threshold_key + self.drift - round(self.gap * octave), 1)
 
 
 @final
 class Exact(Selector):
     """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
 
-    Candidates are collected in the pass that accumulates: all entries above the last threshold less
-    a gap.  The gap adapts so that they number about ``candidates * k``; exact selection runs on them
+    Candidates are collected in the pass that accumulates: all entries above the expected threshold
+    less a gap.  The gap adapts so that they number about ``candidates * k``; exact selection runs on them
     alone.  Where the gradient shrank by more than the gap, or grew so much that the candidates
     overflow, the step selects among all n, which costs more and is as exact.
 
     Args:
-        candidates: how many to aim at, as a multiple of k (ours: error feedback piles entries up
-            just below the threshold; 5 % lower there are twice as many).
+        candidates: how many to aim at, as a multiple of k and 8 sqrt(k) more (ours: error feedback
+            piles entries up just below the threshold; 5 % lower there are twice as many).
 
     Cost: n comparisons inside the pass that accumulates; a selection among about 2 k.
     State: ``ExactState``.
@@ -64,44 +74,55 @@ class Exact(Selector):
         self.candidates = candidates
         self.state = ExactState()
 
-    def watch(self, k: int, step: int) -> Watch | None:
-        """Watch what reaches the last threshold less the gap."""
-        key = self.state.watch_key
+    def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
+        """Watch what reaches the expected threshold less the gap."""
+        _, octave = kernels.key_range(dtype)
+        key = self.state.watch_key(octave)
         return None if key is None or k <= 0 else Watch(key, _limit(k, self.candidates))
 
     def select(
         self, accumulated: Tensor, k: int, step: int, found: Found | None = None
     ) -> SparseVector:
         """Return the k largest."""
-        size, watched = accumulated.numel(), self.state.watch_key
+        size = accumulated.numel()
         candidates = None if found is None else found.indices.numel()
-        if found is not None and (found.indices.numel() >= k or watched == 1):
+        _, octave = kernels.key_range(accumulated.dtype)
+        everything = self.state.watch_key(octave) == 1  # all that is not zero was collected
+        if found is not None and (found.indices.numel() >= k or everything):
             selected = SparseVector(found.indices, found.values, size).top(k)
         else:
             positions = kernels.top(accumulated, k)
             selected = SparseVector(positions, accumulated[positions], size)
-        self._adapt(selected, candidates, k)
+        if k > 0:
+            self._adapt(selected, candidates, k)
         return selected
 
     def _adapt(self, selected: SparseVector, candidates: int | None, k: int) -> None:
-        """Move the gap towards ``self.candidates * k`` candidates, at most by a factor of 2."""
-        if k <= 0:
+        """Note the threshold; move the gap towards ``self.candidates * k`` candidates."""
+        last, gap = self.state.threshold_key, self.state.gap
+        if selected.nnz < k:  # fewer than k non-zero entries: collect them all
+            self.state = ExactState(1, 0, gap)
             return
-        if selected.nnz < k:  # fewer than k non-zero entries: watch them all
-            self.state = ExactState(1, self.state.gap)
-            return
-        gap = self.state.gap
-        if candidates is None:  # too many, or none were collected: nothing is known
-            factor = 1.0
-        else:
-            excess = max(candidates - k, 0) / ((self.candidates - 1) * k)
-            factor = min(max(excess, 0.01) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5)
-        gap = min(max(gap * factor, _NARROWEST), _WIDEST)
-        _, octave = kernels.key_range(selected.values.dtype)
         threshold = int(kernels.magnitude_keys(selected.values).min())
-        self.state = ExactState(max(threshold - round(gap * octave), 1), gap)
+        if last is not None:
+            gap = min(max(gap * self._factor(candidates, k), _NARROWEST), _WIDEST)
+        moved = threshold - last if last is not None and last > 1 else 0
+        drift = (self.state.drift + moved) // 2  # smoothed: half of a move may be chance
+        self.state = ExactState(threshold, drift, gap)
+
+    def _factor(self, candidates: int | None, k: int) -> float:
+        """Return by what the gap changes: at most 2 up or down; too many candidates: None."""
+        if candidates is None:
+            return 0.5
+        excess = max(candidates - k, 0) / (_aim(k, self.candidates) - k)
+        return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
+
+
+def _aim(k: int, candidates: float) -> float:
+    """Return how many candidates to aim at: where k is small, chance moves the threshold more."""
+    return candidates * k + 8 * math.sqrt(k)
 
 
 def _limit(k: int, candidates: float) -> int:
-    """Return how many candidates are room for: twice the aim, and some for very small k."""
-    return round(2 * candidates * k) + 64
+    """Return how many candidates there is room for."""
+    return round(2 * _aim(k, candidates)) + 64

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from sparsync import kernels
@@ -80,7 +81,7 @@ class Reused(Selector):
         self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.state = ReusedState()
 
-    def watch(self, k: int, step: int) -> Watch | None:
+    def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
         """Watch what reaches the threshold, on the steps that reuse it."""
         known = self.state.threshold_key
         if known is None or step % self.threshold_period == 0:

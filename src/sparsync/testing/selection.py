@@ -26,7 +26,7 @@ def check_selector(make: Callable[[], Selector]) -> None:
         for step in range(STEPS):
             accumulated = case.make(0, 2, step)
             before = accumulated.clone()
-            watch, state = first.watch(case.k, step), first.state
+            watch, state = first.watch(case.k, step, accumulated.dtype), first.state
             selected = first.select(accumulated, case.k, step)
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"

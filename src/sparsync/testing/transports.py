@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from sparsync.sparse import SparseVector
 from sparsync.testing.cases import WORLD_SIZES
 from sparsync.transports.base import Communicator
 from sparsync.transports.framing import Raw
 from sparsync.transports.sim import simulate
+from sparsync.wire.base import MessageFraming
+from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "exercise_communicator"]
 
@@ -42,15 +45,30 @@ async def exercise_communicator(comm: Communicator) -> None:
         blocks = await gather(mine, lengths, "check", Raw("control"))
         for r, block in enumerate(blocks):
             assert block.tolist() == [r] * lengths[r], f"{gather.__name__}: block {r}"
-    outgoing = [torch.full((r + 1,), rank, dtype=torch.uint8) for r in range(world_size)]
-    received = await comm.alltoallv(outgoing, [rank + 1] * world_size, "check", Raw("control"))
-    assert [m.tolist() for m in received] == [[r] * (rank + 1) for r in range(world_size)]
+    await _check_alltoallv(comm)
     await _check_order(comm)
     half = await comm.split(rank % 2, key=-rank)
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await half.allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "split orders by key"
     await comm.barrier()
+
+
+async def _check_alltoallv(comm: Communicator) -> None:
+    """Check messages whose lengths are known, and messages that carry their lengths."""
+    rank, ranks = comm.rank, range(comm.world_size)
+    outgoing = [torch.full((rank + 1,), (10 * rank + r) % 256, dtype=torch.uint8) for r in ranks]
+    received = await comm.alltoallv(outgoing, [r + 1 for r in ranks], "check", Raw("control"))
+    expected = [[(10 * r + rank) % 256] * (r + 1) for r in ranks]
+    assert [m.tolist() for m in received] == expected, "alltoallv"
+    codec = Coo()
+    vectors = [SparseVector.from_dense(torch.arange(float(rank + r))) for r in ranks]
+    payloads = [codec.encode(v).payload for v in vectors]
+    capacities = [codec.nbytes(r + comm.world_size, 1) for r in ranks]
+    messages = await comm.alltoallv(payloads, capacities, "check", MessageFraming(codec))
+    for r, message in enumerate(messages):
+        decoded = codec.decode(message, max(rank + r, 1))
+        assert decoded.values.tolist() == list(range(1, rank + r)), "alltoallv of messages"
 
 
 async def _check_order(comm: Communicator) -> None:

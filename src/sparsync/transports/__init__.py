@@ -1,1 +1,1 @@
-"""Who carries the bytes: the ``Communicator`` seam and its adapters (torch, sim, a world of one)."""
+"""Who carries the bytes: the ``Communicator`` seam, its adapters (torch, zmq, sim, a world of one)."""

@@ -195,7 +195,11 @@ class Communicator(ABC):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order."""
+        """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order.
+
+        ``capacities[r]`` is the most that rank r sends to any one; the list is the same on all ranks,
+        so that a transport may use a native call with padded messages.
+        """
         return await primitives.alltoallv(self, payloads, capacities, phase, framing)
 
     async def barrier(self) -> None:
@@ -221,14 +225,16 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
+        self.tag = parent.tag
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        return self.parent.start_send(payload, self.ranks[dest], phase, framing)
+        return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Receive through the parent."""
-        return self.parent.start_recv(self.ranks[source], capacity, phase, framing)
+        source = self.ranks[source]
+        return self.parent.channel(self.tag).start_recv(source, capacity, phase, framing)
 
     def work(self, nbytes: int) -> Operation:
         """Account through the parent."""

@@ -10,7 +10,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator
 from sparsync.transports.torch import TorchCommunicator
 
-__all__ = ["TRANSPORTS", "connect_group"]
+__all__ = ["TRANSPORTS", "check_transport", "connect_group"]
 
 TRANSPORTS = ("auto", "torch", "zmq")
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["ByteTransformer"]
+__all__ = ["HEAD_WIDTH", "ByteTransformer"]
 
+HEAD_WIDTH = 32  # of an attention head, unless the number of heads is given
 _BYTES = 256  # the vocabulary: every value of a byte
 
 
@@ -20,7 +21,7 @@ class ByteTransformer(nn.Module):
         context: positions that the model can look at.
         width: size of the residual stream.
         layers: number of blocks.
-        heads: attention heads per block; divides ``width``.
+        heads: attention heads per block; divides ``width``.  Default: as many as are 32 wide.
         seed: of the initial weights; the same seed gives the same weights.
 
     Example:
@@ -29,6 +30,8 @@ class ByteTransformer(nn.Module):
         1323840
         >>> model(torch.zeros(8, 64, dtype=torch.int64)).shape
         torch.Size([8, 64, 256])
+        >>> sum(p.numel() for p in ByteTransformer(width=416).parameters())  # 12 w^2 a layer
+        8553792
 
     References: Radford et al., `Language Models are Unsupervised Multitask Learners
     <https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf>`_,
@@ -41,10 +44,11 @@ class ByteTransformer(nn.Module):
         context: int = 64,
         width: int = 160,
         layers: int = 4,
-        heads: int = 5,
+        heads: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        heads = max(width // HEAD_WIDTH, 1) if heads is None else heads
         if width % heads:
             raise ConfigurationError(
                 f"width {width} is not a multiple of heads {heads}; give one that is"

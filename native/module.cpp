@@ -1,0 +1,192 @@
+// The extension module sparsync.kernels._native.  Tensors come as addresses and sizes, validated by
+// kernels/native.py; the GIL is released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "dealing.h"
+#include "packing.h"
+#include "parallel.h"
+#include "scan.h"
+#include "select.h"
+#include "sparse.h"
+
+namespace nb = nanobind;
+using Address = uintptr_t;
+
+namespace {
+
+template <typename T>
+T *at(Address address) {
+  return reinterpret_cast<T *>(address);  // NOLINT: the caller holds the tensor
+}
+
+struct Named {
+  const char *name;
+  const sparsync::Scan *(*scan)();
+};
+constexpr Named instruction_sets[] = {{"avx512", sparsync::scan_avx512},
+                                      {"avx2", sparsync::scan_avx2},
+                                      {"neon", sparsync::scan_neon},
+                                      {"plain", sparsync::scan_plain}};
+
+std::vector<std::string> usable() {
+  std::vector<std::string> names;
+  for (const Named &set : instruction_sets)
+    if (set.scan() != nullptr) names.emplace_back(set.name);
+  return names;
+}
+
+const sparsync::Scan &scan_of(const char *isa) {
+  for (const Named &set : instruction_sets)
+    if (std::strcmp(set.name, isa) == 0 && set.scan() != nullptr) return *set.scan();
+  throw std::invalid_argument(std::string("this machine or build has no instruction set ") + isa);
+}
+
+constexpr int64_t plain_step = int64_t{1} << 15;  // elements per step of a pass that keeps nothing
+
+// Runs a collecting pass.  Every worker has its own `limit` places of the output; afterwards they are
+// moved together.  Returns the count, or -1 if more than `limit` were found.
+template <typename Pass>
+int64_t collect(int64_t n, int64_t limit, int workers, int64_t *indices, float *values,
+                const Pass &pass) {
+  std::vector<sparsync::Found> parts;
+  for (int64_t w = 0; w < workers; ++w)
+    parts.push_back({indices + w * limit, values + w * limit, limit, w % 2 == 1, 0});
+  sparsync::share(n, workers, sparsync::scan_step, [&](int worker, int64_t start, int64_t stop) {
+    pass(start, stop, parts[static_cast<size_t>(worker)]);
+  });
+  int64_t total = 0;
+  for (const auto &part : parts) total += part.count;
+  if (total > limit) return -1;
+  int64_t end = 0;
+  for (const auto &part : parts) {
+    if (part.count == 0) continue;  // without any room the addresses are null
+    const auto count = static_cast<size_t>(part.count);
+    const int64_t skip = part.downwards ? limit - part.count : 0;
+    std::memmove(indices + end, part.indices + skip, count * sizeof(int64_t));
+    std::memmove(values + end, part.values + skip, count * sizeof(float));
+    end += part.count;
+  }
+  return total;
+}
+
+void swap_add(Address residual, Address gradient, int64_t n, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  sparsync::share(n, threads, plain_step, [&](int, int64_t start, int64_t stop) {
+    scan.swap_add(at<float>(residual), at<float>(gradient), start, stop);
+  });
+}
+
+int64_t accumulate(Address residual, Address gradient, int64_t n, uint32_t key, int64_t limit,
+                   Address indices, Address values, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  return collect(n, limit, threads, at<int64_t>(indices), at<float>(values),
+                 [&](int64_t start, int64_t stop, sparsync::Found &found) {
+                   scan.accumulate(at<float>(residual), at<float>(gradient), start, stop, key,
+                                   found);
+                 });
+}
+
+int64_t find(Address x, int64_t n, uint32_t key, int64_t limit, Address indices, Address values,
+             int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  return collect(n, limit, threads, at<int64_t>(indices), at<float>(values),
+                 [&](int64_t start, int64_t stop, sparsync::Found &found) {
+                   scan.find(at<float>(x), start, stop, key, found);
+                 });
+}
+
+int64_t count(Address x, int64_t n, uint32_t key, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  std::vector<int64_t> counts(static_cast<size_t>(threads), 0);
+  sparsync::share(n, threads, plain_step, [&](int worker, int64_t start, int64_t stop) {
+    counts[static_cast<size_t>(worker)] += scan.count(at<float>(x), start, stop, key);
+  });
+  int64_t total = 0;
+  for (const int64_t part : counts) total += part;
+  return total;
+}
+
+int64_t top(Address x, int64_t n, int64_t k, Address positions, const char *isa) {
+  return sparsync::top(at<float>(x), n, k, at<int64_t>(positions), scan_of(isa));
+}
+
+uint32_t guess(Address x, int64_t n, int64_t k, int64_t stride) {
+  return sparsync::guess(at<float>(x), n, k, stride);
+}
+
+int64_t merge(const std::vector<std::tuple<Address, Address, int64_t>> &streams, int64_t size,
+              Address indices, Address values) {
+  std::vector<sparsync::Stream> parts;
+  parts.reserve(streams.size());
+  for (const auto &[i, v, count] : streams) parts.push_back({at<int64_t>(i), at<float>(v), count});
+  return sparsync::merge(parts, size, at<int64_t>(indices), at<float>(values));
+}
+
+int64_t restrict_to(Address indices, int64_t n, Address among, int64_t m, Address positions) {
+  return sparsync::restrict_to(at<int64_t>(indices), n, at<int64_t>(among), m,
+                               at<int64_t>(positions));
+}
+
+void subtract(Address dense, int64_t size, Address indices, Address values, int64_t n) {
+  sparsync::subtract(at<float>(dense), size, at<int64_t>(indices), at<float>(values), n);
+}
+
+void scatter(Address dense, int64_t size, Address indices, Address values, int64_t n,
+             int threads) {
+  sparsync::scatter(at<float>(dense), size, at<int64_t>(indices), at<float>(values), n, threads);
+}
+
+void deal(Address indices, int64_t n, int64_t world_size, Address order, Address local,
+          Address counts) {
+  sparsync::deal(at<int64_t>(indices), n, world_size, at<int64_t>(order), at<int64_t>(local),
+                 at<int64_t>(counts));
+}
+
+void undeal(Address local, int64_t n, int64_t owner, int64_t world_size, Address indices) {
+  sparsync::undeal(at<int64_t>(local), n, owner, world_size, at<int64_t>(indices));
+}
+
+void count_from(Address values, int64_t n, Address keys, int64_t bins, Address counts) {
+  sparsync::count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
+}
+
+}  // namespace
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool sanitized = true;
+#elif defined(__has_feature)
+constexpr bool sanitized = __has_feature(address_sanitizer);
+#else
+constexpr bool sanitized = false;
+#endif
+
+NB_MODULE(_native, m) {
+  using released = nb::call_guard<nb::gil_scoped_release>;
+  m.doc() = "The CPU kernels; kernels/native.py is their door.";
+  m.attr("sanitized") = sanitized;
+  m.def("instruction_sets", &usable);
+  m.def("swap_add", &swap_add, released());
+  m.def("accumulate", &accumulate, released());
+  m.def("find", &find, released());
+  m.def("count", &count, released());
+  m.def("top", &top, released());
+  m.def("guess", &guess, released());
+  m.def("merge", &merge, released());
+  m.def("restrict_to", &restrict_to, released());
+  m.def("subtract", &subtract, released());
+  m.def("scatter", &scatter, released());
+  m.def("count_from", &count_from, released());
+  m.def("deal", &deal, released());
+  m.def("undeal", &undeal, released());
+  bind_packing(m);
+}

@@ -1,0 +1,65 @@
+// The passes over whole vectors, one implementation per instruction set, chosen at run time.
+//
+// Magnitudes are compared as the bits of |x| ("keys"): finite floats in the order of |x|, then Inf,
+// then NaN.  It vectorises without -ffast-math, and a NaN is selected (seen), never lost.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels are written for little-endian machines"
+#endif
+
+namespace sparsync {
+
+constexpr uint32_t largest_key = 0x7fffffffu;
+
+// `static`: a copy that was compiled for one instruction set must not be merged with another
+static inline uint32_t key_of(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits & largest_key;
+}
+
+// Elements per step of a collecting pass: the parts of two vectors stay in the L1 cache.
+constexpr int64_t scan_step = 4096;
+
+// Room for what a worker finds: upwards, or downwards from its end.
+// `count` is `capacity + 1` once more was found than fits.
+struct Found {
+  int64_t *indices;
+  float *values;
+  int64_t capacity;
+  bool downwards;
+  int64_t count;
+};
+
+// The non-zero keys of a vector.
+struct Bounds {
+  uint32_t lowest;   // largest_key where there is none
+  uint32_t highest;  // 0 where there is none
+};
+
+struct Scan {
+  // residual, gradient = residual + gradient, residual; in [start, stop)
+  void (*swap_add)(float *residual, float *gradient, int64_t start, int64_t stop);
+  // the same of at most scan_step elements, and collects the sums with a key >= `key`
+  void (*accumulate)(float *residual, float *gradient, int64_t start, int64_t stop, uint32_t key,
+                     Found &found);
+  // collects what has a key >= `key` of at most scan_step elements
+  void (*find)(const float *x, int64_t start, int64_t stop, uint32_t key, Found &found);
+  // how many have a key >= `key`
+  int64_t (*count)(const float *x, int64_t start, int64_t stop, uint32_t key);
+  Bounds (*bounds)(const float *x, int64_t n);
+  // writes the positions with a key > `key`, and of those with this key the first `ties`
+  int64_t (*take)(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *positions,
+                  int64_t capacity);
+};
+
+// nullptr where this build or this machine does not have the instruction set
+const Scan *scan_plain();
+const Scan *scan_neon();
+const Scan *scan_avx2();
+const Scan *scan_avx512();
+
+}  // namespace sparsync

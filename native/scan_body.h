@@ -1,0 +1,153 @@
+// The passes themselves, included by one file per instruction set.  That file defines, in an unnamed
+// namespace, how 64 elements are handled:
+//   uint64_t reaching(const float *x, uint32_t key)            bit i: key_of(x[i]) >= key
+//   uint64_t add_reaching(float *r, float *g, uint32_t key)    swap-add, then the same of r
+//   void add_only(float *r, float *g)                          swap-add
+//
+// Everything here has internal linkage: code compiled for one instruction set must never be merged
+// with that of another by the linker.
+
+namespace {
+
+using sparsync::Bounds;
+using sparsync::Found;
+using sparsync::key_of;
+
+constexpr int64_t lane = 64;      // elements per mask word
+constexpr int ahead = 4;          // positions written at once, without looking how many there are
+constexpr uint64_t guard = uint64_t{1} << 63;  // ctz of zero is undefined; ctz(0 | guard) is not
+
+// Appends `base` + the position of every set bit.  Up to `ahead` entries beyond the count are scratch.
+inline int64_t emit(uint64_t word, uint16_t base, uint16_t *positions, int64_t count) {
+  const int bits = __builtin_popcountll(word);
+  uint16_t *out = positions + count;
+  for (int done = 0;;) {
+    // at 1 % density a word has 0 to 3 bits: writing four of them always costs less than a branch
+    // that the processor cannot predict
+    for (int i = 0; i < ahead; ++i) {
+      out[done + i] = static_cast<uint16_t>(base + __builtin_ctzll(word | guard));
+      word &= word - 1;
+    }
+    done += ahead;
+    if (done >= bits) return count + bits;
+  }
+}
+
+// The mask of a part shorter than 64.
+inline uint64_t reaching_part(const float *x, int64_t n, uint32_t key) {
+  uint64_t word = 0;
+  for (int64_t i = 0; i < n; ++i) word |= uint64_t{key_of(x[i]) >= key} << i;
+  return word;
+}
+
+inline void swap_part(float *r, float *g, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float old = r[i];
+    r[i] = old + g[i];
+    g[i] = old;
+  }
+}
+
+// Moves what a step found to the caller's memory, if it fits.
+inline void keep(const float *x, int64_t start, const uint16_t *positions, int64_t count,
+                 Found &found) {
+  if (found.count + count > found.capacity) {
+    found.count = found.capacity + 1;
+    return;
+  }
+  const int64_t at = found.downwards ? found.capacity - found.count - count : found.count;
+  int64_t *indices = found.indices + at;
+  float *values = found.values + at;
+  for (int64_t i = 0; i < count; ++i) {
+    indices[i] = start + positions[i];
+    values[i] = x[start + positions[i]];
+  }
+  found.count += count;
+}
+
+void swap_add(float *r, float *g, int64_t start, int64_t stop) {
+  int64_t at = start;
+  for (; at + lane <= stop; at += lane) add_only(r + at, g + at);
+  swap_part(r + at, g + at, stop - at);
+}
+
+void accumulate(float *r, float *g, int64_t start, int64_t stop, uint32_t key, Found &found) {
+  if (found.count > found.capacity) return swap_add(r, g, start, stop);
+  uint16_t positions[sparsync::scan_step + ahead];
+  int64_t count = 0, at = start;
+  for (; at + lane <= stop; at += lane) {
+    const uint64_t word = add_reaching(r + at, g + at, key);
+    count = emit(word, static_cast<uint16_t>(at - start), positions, count);
+  }
+  if (at < stop) {
+    swap_part(r + at, g + at, stop - at);
+    const uint64_t word = reaching_part(r + at, stop - at, key);
+    count = emit(word, static_cast<uint16_t>(at - start), positions, count);
+  }
+  keep(r, start, positions, count, found);
+}
+
+void find(const float *x, int64_t start, int64_t stop, uint32_t key, Found &found) {
+  if (found.count > found.capacity) return;
+  uint16_t positions[sparsync::scan_step + ahead];
+  int64_t count = 0, at = start;
+  for (; at + lane <= stop; at += lane)
+    count = emit(reaching(x + at, key), static_cast<uint16_t>(at - start), positions, count);
+  if (at < stop) {
+    const uint64_t word = reaching_part(x + at, stop - at, key);
+    count = emit(word, static_cast<uint16_t>(at - start), positions, count);
+  }
+  keep(x, start, positions, count, found);
+}
+
+int64_t count(const float *x, int64_t start, int64_t stop, uint32_t key) {
+  int64_t total = 0, at = start;
+  for (; at + lane <= stop; at += lane) total += __builtin_popcountll(reaching(x + at, key));
+  return total + __builtin_popcountll(reaching_part(x + at, stop - at, key));
+}
+
+Bounds bounds(const float *x, int64_t n) {
+  Bounds found{sparsync::largest_key, 0};
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = key_of(x[i]);
+    const uint32_t low = key == 0 ? sparsync::largest_key : key;
+    found.lowest = low < found.lowest ? low : found.lowest;
+    found.highest = key > found.highest ? key : found.highest;
+  }
+  return found;
+}
+
+// Clears the highest `surplus` bits.
+inline uint64_t without_last(uint64_t word, int surplus) {
+  for (; surplus > 0; --surplus) word ^= guard >> __builtin_clzll(word);
+  return word;
+}
+
+int64_t take(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *positions,
+             int64_t capacity) {
+  uint16_t inside[lane + ahead];
+  int64_t taken = 0;
+  for (int64_t at = 0; at < n; at += lane) {
+    const int64_t size = n - at < lane ? n - at : lane;
+    const auto mask = [&](uint32_t low) {
+      return size == lane ? reaching(x + at, low) : reaching_part(x + at, size, low);
+    };
+    uint64_t word = mask(key + (ties == 0));
+    if (ties > 0 && word != 0) {
+      const uint64_t equal = word & ~mask(key + 1);
+      const int count = __builtin_popcountll(equal);
+      const int surplus = count > ties ? count - static_cast<int>(ties) : 0;
+      word = (word ^ equal) | without_last(equal, surplus);
+      ties -= count - surplus;
+    }
+    const int64_t count = emit(word, 0, inside, 0);
+    if (taken + count > capacity) break;
+    for (int64_t i = 0; i < count; ++i) positions[taken + i] = at + inside[i];
+    taken += count;
+  }
+  return taken;
+}
+
+constexpr sparsync::Scan passes{swap_add, accumulate, find, count, bounds, take};
+
+}  // namespace

@@ -1,0 +1,128 @@
+#include "select.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+namespace sparsync {
+namespace {
+
+constexpr int bin_bits = 11;                  // 2048 bins: three rounds settle all 31 bits of a key
+constexpr int tables = 4;                     // equal neighbours would wait for each other's count
+constexpr int64_t block = int64_t{1} << 30;   // elements before a 32-bit count could overflow
+constexpr int64_t few = 4096;                 // keys that are cheaper to partition than to count
+using Histogram = std::array<int64_t, size_t{1} << bin_bits>;
+
+// How many keys of x fall into each bin of 2^shift keys in [low, high].  There are no keys above
+// `high` that belong to its bin.
+void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift, Histogram &bins) {
+  bins.fill(0);
+  const uint32_t outside = ((high - low) >> shift) + 1;
+  for (int64_t first = 0; first < n; first += block) {
+    std::array<std::array<uint32_t, (size_t{1} << bin_bits) + 1>, tables> counts{};
+    const auto bin = [&](int64_t i) {  // what is below `low` wraps around to the top
+      return std::min((key_of(x[i]) - low) >> shift, outside);
+    };
+    const int64_t stop = std::min(n, first + block);
+    int64_t i = first;
+    for (; i + tables <= stop; i += tables)
+      for (int t = 0; t < tables; ++t) ++counts[static_cast<size_t>(t)][bin(i + t)];
+    for (; i < stop; ++i) ++counts[0][bin(i)];
+    for (size_t b = 0; b < bins.size(); ++b)
+      for (const auto &table : counts) bins[b] += table[b];
+  }
+}
+
+struct Threshold {
+  uint32_t key;  // all above it are taken
+  int64_t ties;  // and this many of those that equal it
+};
+
+// Where the `wanted`-th largest of the keys in [low, high] lies; they are fewer than `few`.
+Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int64_t wanted) {
+  std::array<uint32_t, few> keys;
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = key_of(x[i]);
+    keys[static_cast<size_t>(count)] = key;  // kept only where the count goes on
+    count += key - low <= high - low;
+  }
+  const auto kth = keys.begin() + (wanted - 1);
+  std::nth_element(keys.begin(), kth, keys.begin() + count, std::greater<>());
+  return {*kth, std::count(keys.begin(), kth + 1, *kth)};
+}
+
+// Where the `wanted`-th largest of the keys lies.  There are at least that many non-zero ones.
+Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan) {
+  const Bounds bounds = scan.bounds(x, n);
+  uint32_t low = bounds.lowest, high = bounds.highest;
+  Histogram bins;
+  while (low < high) {
+    const int width = 32 - __builtin_clz(high - low);
+    const int shift = std::max(0, width - bin_bits);
+    histogram(x, n, low, high, shift, bins);
+    size_t bin = (high - low) >> shift;
+    for (; bins[bin] < wanted; --bin) wanted -= bins[bin];
+    low += static_cast<uint32_t>(bin) << shift;
+    high = std::min(high, low + (1u << shift) - 1);
+    if (bins[bin] == wanted) return {low - 1, 0};  // the whole bin
+    if (low < high && bins[bin] < few) return among_few(x, n, low, high, wanted);
+  }
+  return {low, wanted};
+}
+
+}  // namespace
+
+int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan &scan) {
+  if (k <= 0) return 0;
+  const int64_t non_zero = scan.count(x, 0, n, 1);
+  if (non_zero <= k) return scan.take(x, n, 0, 0, positions, k);
+  const Threshold found = threshold(x, n, k, scan);
+  return scan.take(x, n, found.key, found.ties, positions, k);
+}
+
+uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride) {
+  std::vector<uint32_t> keys;
+  keys.reserve(static_cast<size_t>(n / stride));
+  uint32_t state = 1;  // where in its stretch an element is taken varies, or periodic data would fool
+  for (int64_t first = 0; first + stride <= n; first += stride) {
+    state = state * 1664525u + 1013904223u;  // Numerical Recipes' generator
+    const int64_t offset = static_cast<int64_t>((uint64_t{state} * static_cast<uint64_t>(stride)) >> 32);
+    keys.push_back(key_of(x[first + offset]));
+  }
+  // four standard deviations of the sampled count above its mean
+  const double mean = static_cast<double>(k) / static_cast<double>(stride);
+  const auto rank = static_cast<size_t>(mean + 4 * std::sqrt(mean) + 4);
+  if (rank >= keys.size()) return 1;
+  std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(rank), keys.end(),
+                   std::greater<>());
+  return std::max<uint32_t>(keys[rank], 1);
+}
+
+void count_from(const float *values, int64_t n, const int64_t *keys, int64_t bins,
+                int64_t *counts) {
+  for (int64_t i = 1; i < bins; ++i)
+    if (keys[i - 1] > keys[i]) throw std::invalid_argument("keys must ascend; sort them first");
+  if (bins == 0) return;
+  std::vector<int64_t> at_least(static_cast<size_t>(bins) + 1, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t key = key_of(values[i]);
+    const int64_t *base = keys;
+    for (int64_t left = bins; left > 1;) {
+      const int64_t half = left / 2;
+      base += half & -static_cast<int64_t>(base[half - 1] <= key);  // arithmetic, not a branch
+      left -= half;
+    }
+    const int64_t reached = (base - keys) + (*base <= key);
+    ++at_least[static_cast<size_t>(reached)];
+  }
+  for (int64_t i = bins; i > 0; --i) {
+    counts[i - 1] = at_least[static_cast<size_t>(i)];
+    at_least[static_cast<size_t>(i - 1)] += counts[i - 1];
+  }
+}
+
+}  // namespace sparsync

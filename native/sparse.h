@@ -1,0 +1,31 @@
+// Kernels on sorted (indices, values) streams.  Each checks its indices and throws
+// std::invalid_argument rather than touch memory outside its arguments.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sparsync {
+
+struct Stream {
+  const int64_t *indices;
+  const float *values;
+  int64_t count;
+};
+
+// Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
+// The output has room for all entries of all streams.
+int64_t merge(const std::vector<Stream> &streams, int64_t size, int64_t *indices, float *values);
+
+// Writes the positions in `indices` of those that occur in `among`; both ascend; returns how many.
+int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,
+                    int64_t *positions);
+
+// dense[indices[i]] -= values[i]
+void subtract(float *dense, int64_t size, const int64_t *indices, const float *values, int64_t n);
+
+// dense = 0; dense[indices[i]] = values[i]; the indices ascend.
+void scatter(float *dense, int64_t size, const int64_t *indices, const float *values, int64_t n,
+             int threads);
+
+}  // namespace sparsync

@@ -1,0 +1,294 @@
+"""The hot loops in C++ (``native/``), for float32 on the CPU: the same results as ``kernels/torch.py``.
+
+Built when the package is installed, if there is a C++ compiler.  The instruction set is chosen at run
+time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another one of
+them, or ``torch``: not to use this module at all.
+
+Tensors are passed as addresses; what could read or write outside them is refused here or in C++.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.kernels.torch import Found, check_pair
+
+__all__ = [
+    "EXTENSION",
+    "accumulate_",
+    "chosen",
+    "count_from",
+    "find",
+    "instruction_sets",
+    "merge",
+    "restrict",
+    "scatter_",
+    "subtract_",
+    "top",
+]
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("sparsync.kernels._native")
+    except ImportError:  # not built, or built for another machine
+        return None
+
+
+EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
+
+# a thread is worth its start (some 50 us) from here on: a pass over 2^20 elements takes 200 us
+_ELEMENTS_PER_THREAD: Final = 1 << 20
+# below, ``find`` without a limit makes room for everything rather than count first
+_SMALL: Final = 1 << 14
+# from here on ``top`` guesses a threshold from a sample instead of counting all keys
+_SAMPLED: Final = 1 << 17
+# one element of so many is sampled, or of fewer, so that there are at least 2^12 samples
+_STRIDE: Final = 256
+_SAMPLES: Final = 1 << 12
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, ...]:
+    """Return the names of those that this build and this machine have, the fastest first."""
+    return tuple(EXTENSION.instruction_sets()) if EXTENSION is not None else ()
+
+
+@functools.cache
+def chosen() -> str:
+    """Return the instruction set in use; ``torch`` if this module is not.
+
+    Raises:
+        ConfigurationError: ``SPARSYNC_KERNELS`` names what is not there.
+    """
+    available = (*instruction_sets(), "torch")
+    wanted = os.environ.get("SPARSYNC_KERNELS") or available[0]
+    if wanted not in available:
+        raise ConfigurationError(
+            f"SPARSYNC_KERNELS is {wanted!r}; this installation on this machine has "
+            f"{', '.join(available)}: name one of them or unset it"
+        )
+    return wanted
+
+
+def accumulate_(
+    residual: Tensor,
+    gradient: Tensor,
+    key: int | None = None,
+    limit: int = 0,
+    *,
+    isa: str | None = None,
+    threads: int | None = None,
+) -> Found | None:
+    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
+
+    Args:
+        residual: `[n]`, modified.
+        gradient: `[n]`, modified.
+        key: collect entries of the new residual from this magnitude key on, in the same pass.
+        limit: how many at most.
+        isa: one of ``instruction_sets()``; default ``chosen()``.
+        threads: at most so many; default ``torch.get_num_threads()``, fewer for small vectors.
+
+    Returns:
+        The entries; None without a key, or if there are more than ``limit``.
+
+    Cost: one pass that reads and writes both.
+    """
+    check_pair(residual, gradient)
+    n, isa, workers = residual.numel(), isa or chosen(), _workers(residual.numel(), threads)
+    addresses = _address("residual", residual), _address("gradient", gradient)
+    if key is None:
+        EXTENSION.swap_add(*addresses, n, workers, isa)
+        return None
+    return _collect(
+        lambda low, room, indices, values: EXTENSION.accumulate(
+            *addresses, n, low, room, indices, values, workers, isa
+        ),
+        key,
+        min(limit, n),
+        workers,
+    )
+
+
+def find(
+    x: Tensor,
+    key: int,
+    limit: int | None,
+    *,
+    isa: str | None = None,
+    threads: int | None = None,
+) -> Found | None:
+    """Return all entries of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
+
+    Cost: one reading of x; a second one without a limit.
+    """
+    n, isa, workers = x.numel(), isa or chosen(), _workers(x.numel(), threads)
+    address = _address("x", x)
+    if limit is None:
+        limit = n if n <= _SMALL else EXTENSION.count(address, n, _low(key), workers, isa)
+    return _collect(
+        lambda low, room, indices, values: EXTENSION.find(
+            address, n, low, room, indices, values, workers, isa
+        ),
+        key,
+        min(limit, n),
+        workers,
+    )
+
+
+def top(x: Tensor, k: int, *, isa: str | None = None, threads: int | None = None) -> Tensor:
+    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
+
+    Ties go to the lower position.  Cost: for many elements, a reading of x and a selection among
+    somewhat more than k; where the sample misled, or k is no small part, up to six readings.
+    """
+    n, isa = x.numel(), isa or chosen()
+    address = _address("x", x)
+    k = min(k, n)
+    if k <= 0:
+        return _room(0, torch.int64)
+    if n >= _SAMPLED and 4 * k <= n:
+        key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
+        candidates = find(x, key, 4 * k + _SMALL, isa=isa, threads=threads)
+        if candidates is not None and candidates.indices.numel() >= k:
+            return candidates.indices[top(candidates.values, k, isa=isa)]
+    positions = _room(k, torch.int64)
+    return positions[: EXTENSION.top(address, n, k, positions.data_ptr(), isa)]
+
+
+def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+    """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
+
+    Raises:
+        ConfigurationError: indices of a stream are not ascending within ``[0, size)``.
+    """
+    for indices, values in streams:
+        _equally_long(indices, values)
+    parts = [
+        (_address("indices", i, torch.int64), _address("values", v), i.numel()) for i, v in streams
+    ]
+    room = sum(count for _, _, count in parts)
+    indices, values = _room(room, torch.int64), _room(room, torch.float32)
+    count = _guarded(EXTENSION.merge, parts, size, indices.data_ptr(), values.data_ptr())
+    return indices[:count], values[:count]
+
+
+def restrict(indices: Tensor, among: Tensor) -> Tensor:
+    """Return the positions within ``indices`` of those that occur in ``among``; both ascend.
+
+    Raises:
+        ConfigurationError: they do not ascend.
+    """
+    positions = torch.empty_like(indices)
+    ours = _address("indices", indices, torch.int64), indices.numel()
+    others = _address("among", among, torch.int64), among.numel()
+    return positions[: _guarded(EXTENSION.restrict_to, *ours, *others, positions.data_ptr())]
+
+
+def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: an index lies outside; nothing was subtracted.
+    """
+    _guarded(EXTENSION.subtract, *_places(dense, indices, values))
+    return dense
+
+
+def scatter_(
+    dense: Tensor, indices: Tensor, values: Tensor, *, threads: int | None = None
+) -> Tensor:
+    """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: indices do not ascend within ``dense``; nothing was written.
+    """
+    places = _places(dense, indices, values)
+    _guarded(EXTENSION.scatter, *places, _workers(dense.numel(), threads))
+    return dense
+
+
+def count_from(values: Tensor, keys: Tensor) -> Tensor:
+    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
+
+    Raises:
+        ConfigurationError: the keys do not ascend.
+    """
+    keys = keys.to(torch.int64).contiguous()
+    counts = torch.empty_like(keys)
+    addresses = _address("values", values), _address("keys", keys, torch.int64)
+    arguments = (addresses[0], values.numel(), addresses[1], keys.numel(), counts.data_ptr())
+    _guarded(EXTENSION.count_from, *arguments)
+    return counts
+
+
+# ---- passing tensors ------------------------------------------------------------------------------
+
+
+def _address(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"{name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; the native "
+            f"kernels take contiguous {dtype} on the CPU: call sparsync.kernels, which chooses"
+        )
+    return tensor.data_ptr()
+
+
+def _room(count: int, dtype: torch.dtype) -> Tensor:
+    """Allocate, whatever the user's default dtype and device are."""
+    return torch.empty(count, dtype=dtype, device="cpu")
+
+
+def _equally_long(indices: Tensor, values: Tensor) -> None:
+    if indices.dim() != 1 or indices.shape != values.shape:
+        raise ConfigurationError(
+            f"indices {tuple(indices.shape)} and values {tuple(values.shape)} must be 1-D and "
+            "equally long"
+        )
+
+
+def _places(dense: Tensor, indices: Tensor, values: Tensor) -> tuple[int, int, int, int, int]:
+    _equally_long(indices, values)
+    return (
+        _address("dense", dense),
+        dense.numel(),
+        _address("indices", indices, torch.int64),
+        _address("values", values),
+        indices.numel(),
+    )
+
+
+def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
+    """Call a kernel that checks its indices; its complaint becomes ours."""
+    try:
+        return kernel(*arguments)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _workers(n: int, threads: int | None) -> int:
+    return max(1, min(threads or torch.get_num_threads(), n // _ELEMENTS_PER_THREAD))
+
+
+def _low(key: int) -> int:
+    """Return the key as an unsigned 32-bit number; zeros are never found."""
+    return min(max(key, 1), 1 << 31)
+
+
+def _collect(
+    run: Callable[[int, int, int, int], int], key: int, limit: int, workers: int
+) -> Found | None:
+    """Make room (memory that is not written costs nothing), run the pass, cut to what it found."""
+    limit = max(limit, 0)
+    indices, values = (_room(workers * limit, t) for t in (torch.int64, torch.float32))
+    count = run(_low(key), limit, indices.data_ptr(), values.data_ptr())
+    return None if count < 0 else Found(indices[:count], values[:count])

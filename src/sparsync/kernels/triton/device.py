@@ -1,0 +1,225 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The device code: each function is a Triton kernel, or a helper that kernels call.
+
+A kernel runs as many programs, each on one block of ``BLOCK`` elements; ``at`` are the positions of its
+elements (64 bits: vectors may have more than 2^31 elements) and ``inside`` masks those beyond
+the end.  Names ending in ``_ptr`` are the addresses of contiguous tensors; ``bits`` are float32 elements
+read as int32.  No kernel depends on the order in which programs run: nothing but integers is added
+atomically.
+"""
+
+from __future__ import annotations
+
+from sparsync.kernels.triton.language import jit, tl
+
+__all__ = [
+    "choose_digit",
+    "compact",
+    "compact_top",
+    "count_above",
+    "count_digits",
+    "count_keys",
+    "count_members",
+    "count_top",
+    "positions",
+    "scatter",
+    "swap_accumulate",
+]
+
+
+# ---- helpers --------------------------------------------------------------------------------------
+
+
+@jit
+def positions(BLOCK: tl.constexpr):
+    """Return the positions of this program's elements."""
+    return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@jit
+def _keys(bits):
+    """Order bits of float32 like magnitudes: the specification's ``magnitude_keys``."""
+    return bits & 0x7FFFFFFF
+
+
+@jit
+def _lower_bound(sorted_ptr, count, steps, wanted, inside):
+    """For each wanted number: how many of ``count`` ascending ones are below it.
+
+    ``steps`` is ``count.bit_length()``: so many halvings close every search.
+    """
+    low = tl.zeros_like(wanted)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        unsure = inside & (low < high)
+        below = tl.load(sorted_ptr + middle, mask=unsure, other=0) < wanted
+        low = tl.where(unsure & below, middle + 1, low)
+        high = tl.where(unsure & ~below, middle, high)
+    return low
+
+
+# ---- ordered selection: count per block, then compact ------------------------------------------------
+
+
+@jit
+def swap_accumulate(
+    residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """``residual, gradient = residual + gradient, residual``; count per block what reaches ``key``."""
+    at = positions(BLOCK)
+    inside = at < n
+    before = tl.load(residual_ptr + at, mask=inside, other=0.0)
+    accumulated = before + tl.load(gradient_ptr + at, mask=inside, other=0.0)
+    tl.store(residual_ptr + at, accumulated, mask=inside)
+    tl.store(gradient_ptr + at, before, mask=inside)
+    if COUNT:
+        reaching = _keys(accumulated.to(tl.int32, bitcast=True)) >= key
+        tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
+
+
+@jit
+def count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
+    """Count per block what reaches ``key`` (at least 1, so that padding never does)."""
+    at = positions(BLOCK)
+    reaching = _keys(tl.load(bits_ptr + at, mask=at < n, other=0)) >= key
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
+
+
+@jit
+def compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
+    """Write positions and bits of what reaches ``key``, ascending; ``ends`` = running sums of counts."""
+    at = positions(BLOCK)
+    bits = tl.load(bits_ptr + at, mask=at < n, other=0)
+    reaching = _keys(bits) >= key
+    number = tl.cumsum(reaching.to(tl.int32), axis=0)  # 1 for the block's first
+    start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(reaching.to(tl.int32), axis=0)
+    tl.store(positions_ptr + start + number - 1, at, mask=reaching)
+    tl.store(values_ptr + start + number - 1, bits, mask=reaching)
+
+
+# ---- exact top k: a radix select, then ordered selection with ties ------------------------------------
+
+
+@jit
+def count_digits(
+    bits_ptr,
+    state_ptr,
+    histogram_ptr,
+    n,
+    rounds,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RADIX: tl.constexpr,
+):
+    """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
+
+    Each program strides over the vector, so that few programs add to the histogram.  What is no
+    candidate is counted as digit 0, whose count ``choose_digit`` never reads.
+    """
+    at = positions(BLOCK)
+    chosen = tl.load(state_ptr)
+    counts = tl.zeros([RADIX], tl.int64)
+    for _ in range(rounds):
+        keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
+        digits = keys >> SHIFT
+        digits = tl.where(digits // RADIX == chosen, digits % RADIX, 0)
+        counts += tl.histogram(digits, RADIX)
+        at += tl.num_programs(0).to(tl.int64) * BLOCK
+    tl.atomic_add(histogram_ptr + tl.arange(0, RADIX), counts, sem="relaxed")
+
+
+@jit
+def choose_digit(
+    state_ptr,
+    histogram_ptr,
+    RADIX: tl.constexpr,
+):
+    """Append to ``state[0]`` the digit of the ``state[1]``-th largest candidate; count down to it."""
+    chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
+    digits = tl.arange(0, RADIX)
+    counts = tl.load(histogram_ptr + digits)
+    counts = tl.where(digits == 0, 0, counts)
+    reaching = (
+        tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+    )  # with this digit or more
+    enough = (digits > 0) & (reaching >= wanted)
+    digit = tl.max(tl.where(enough, digits, 0), axis=0)
+    larger = tl.sum(tl.where(digits > digit, counts, 0), axis=0)
+    tl.store(state_ptr, chosen * RADIX + digit)
+    tl.store(state_ptr + 1, wanted - larger)
+
+
+@jit
+def count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
+    """Count per block the keys above the k-th largest, ``state[0]``, and those that tie with it."""
+    at = positions(BLOCK)
+    keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
+    kth = tl.load(state_ptr)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    tl.store(counts_ptr + block, tl.sum((keys > kth).to(tl.int32), axis=0))
+    tl.store(counts_ptr + blocks + block, tl.sum((keys == kth).to(tl.int32), axis=0))
+
+
+@jit
+def compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
+    """Write the positions of the top k, ascending, and how many there are.
+
+    Of the ties the first ``state[1]`` are taken; none if the k-th largest is zero.
+    """
+    at = positions(BLOCK)
+    keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
+    kth, taken = tl.load(state_ptr), tl.load(state_ptr + 1)
+    taken = tl.where(kth > 0, taken, 0)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    larger, ties = (keys > kth).to(tl.int32), (keys == kth).to(tl.int32)
+    larger_end, ties_end = tl.load(ends_ptr + block), tl.load(ends_ptr + blocks + block)
+    # how many of either kind lie before an element, in all blocks
+    larger_before = larger_end - tl.sum(larger, axis=0) + tl.cumsum(larger, axis=0) - larger
+    ties_before = ties_end - tl.sum(ties, axis=0) + tl.cumsum(ties, axis=0) - ties
+    selected = (keys > kth) | ((keys == kth) & (ties_before < taken))
+    tl.store(positions_ptr + larger_before + tl.minimum(ties_before, taken), at, mask=selected)
+    if block == blocks - 1:
+        tl.store(count_ptr, larger_end + tl.minimum(ties_end, taken))
+
+
+# ---- sets and sums ----------------------------------------------------------------------------------
+
+
+@jit
+def scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
+    """``dense[i] = v``, ``+= v`` or ``-= v`` (``SIGN`` 0, 1 or -1); no index occurs twice."""
+    at = positions(BLOCK)
+    inside = at < n
+    targets = dense_ptr + tl.load(indices_ptr + at, mask=inside, other=0)
+    values = tl.load(values_ptr + at, mask=inside, other=0.0)
+    if SIGN == 1:
+        values = tl.load(targets, mask=inside, other=0.0) + values
+    if SIGN == -1:
+        values = tl.load(targets, mask=inside, other=0.0) - values
+    tl.store(targets, values, mask=inside)
+
+
+@jit
+def count_members(
+    indices_ptr, among_ptr, members_ptr, counts_ptr, n, among, steps, BLOCK: tl.constexpr
+):
+    """Mark with 1 the indices that occur among the ``among`` ascending ones; count them per block."""
+    at = positions(BLOCK)
+    inside = at < n
+    wanted = tl.load(indices_ptr + at, mask=inside, other=0)
+    place = _lower_bound(among_ptr, among, steps, wanted, inside)
+    found = tl.load(among_ptr + place, mask=inside & (place < among), other=-1)
+    members = (inside & (found == wanted)).to(tl.int32)
+    tl.store(members_ptr + at, members, mask=inside)
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(members, axis=0))
+
+
+@jit
+def count_keys(bits_ptr, keys_ptr, histogram_ptr, n, keys, steps, BLOCK: tl.constexpr):
+    """Count each element at the largest of the ``keys`` ascending ones that it reaches, if any."""
+    at = positions(BLOCK)
+    inside = at < n
+    own = _keys(tl.load(bits_ptr + at, mask=inside, other=0)).to(tl.int64)
+    reached = _lower_bound(keys_ptr, keys, steps, own + 1, inside)
+    tl.atomic_add(histogram_ptr + reached - 1, 1, mask=inside & (reached > 0), sem="relaxed")

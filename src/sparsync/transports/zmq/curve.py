@@ -1,0 +1,147 @@
+"""Keys and their check: who may connect, and as which rank (CURVE, ZeroMQ's RFC 26, and ZAP, RFC 27)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["CurveKeys", "Doorkeeper", "load_curve_keys", "make_curve_keys", "zap_reply"]
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
+
+
+@final
+class CurveKeys:
+    """What one rank holds: its own pair, and the public key of every rank."""
+
+    def __init__(self, public: bytes, secret: bytes, publics: Mapping[int, bytes]) -> None:
+        self.public, self.secret, self.publics = public, secret, dict(publics)
+        self.ranks = {key: rank for rank, key in self.publics.items()}
+
+    def serve(self, socket: zmq.Socket[Any]) -> None:
+        """Let ``socket`` accept encrypted connections only."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.secret
+
+    def join(self, socket: zmq.Socket[Any], peer: int) -> None:
+        """Let ``socket`` prove that it is this rank, and accept nobody but ``peer``."""
+        socket.curve_serverkey = self.publics[peer]
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
+    """Write one certificate per rank: ``rank-0.key`` (public) and ``rank-0.key_secret``, and so on.
+
+    Give every rank all ``.key`` files and its own ``.key_secret``; nobody else may read that.
+
+    Args:
+        directory: made if missing, readable by its owner only.
+        ranks: how many ranks the job has.
+
+    Returns:
+        The public files, in rank order.
+
+    Raises:
+        ConfigurationError: keys are there already, or ``ranks`` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> [path.name for path in make_curve_keys(tempfile.mkdtemp(), 2)]
+        ['rank-0.key', 'rank-1.key']
+    """
+    if ranks < 1:
+        raise ConfigurationError(f"ranks is {ranks}; give the number of ranks, at least 1")
+    directory = Path(directory)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    present = sorted(directory.glob("rank-*.key*"))
+    if present:
+        raise ConfigurationError(
+            f"{present[0]} is there already; remove the old keys or name another directory"
+        )
+    made = []
+    for rank in range(ranks):
+        public, secret = zmq.auth.create_certificates(directory, f"rank-{rank}")
+        Path(secret).chmod(0o600)
+        made.append(Path(public))
+    return made
+
+
+def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveKeys:
+    """Read the public keys of all ranks and the secret one of this rank.
+
+    Raises:
+        ConfigurationError: a file is missing or no certificate, or two ranks share a key.
+    """
+    directory = Path(directory)
+    publics = {r: _load(directory / f"rank-{r}.key")[0] for r in range(world_size)}
+    public, secret = _load(directory / f"rank-{rank}.key_secret")
+    if secret is None:
+        raise ConfigurationError(
+            f"{directory / f'rank-{rank}.key_secret'} holds no secret key; make new keys"
+        )
+    if public != publics[rank] or len(set(publics.values())) != world_size:
+        raise ConfigurationError(
+            f"the keys in {directory} do not fit together (rank {rank}'s secret to its public key, "
+            "one key per rank); make new keys"
+        )
+    return CurveKeys(public, secret, publics)
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is missing or no certificate ({error}); make keys for all ranks with "
+            "make_curve_keys(directory, ranks) and copy them to every host"
+        ) from error
+
+
+@final
+class Doorkeeper:
+    """Answers ZeroMQ's question "may this key in, and as whom?" on a thread of its own.
+
+    A thread, because connections are made while the rank computes.  It ends when the context ends.
+    """
+
+    def __init__(self, context: zmq.Context[Any], ranks: Mapping[bytes, int]) -> None:
+        socket = context.socket(zmq.REP)
+        socket.linger = 0
+        socket.bind(ZAP_ENDPOINT)
+        self.refused = 0
+        self.thread = threading.Thread(
+            target=self._work, args=(socket, dict(ranks)), name="sparsync-zap", daemon=True
+        )
+        self.thread.start()
+
+    def _work(self, socket: zmq.Socket[Any], ranks: Mapping[bytes, int]) -> None:
+        try:
+            while True:
+                request = socket.recv_multipart()
+                reply = zap_reply(request, ranks)
+                self.refused += reply[2] != b"200"
+                socket.send_multipart(reply)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            socket.close()
+
+
+def zap_reply(request: list[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Answer one ZAP request: version, id, status, text, user id (the rank), metadata."""
+    version, number = [*request, b"", b""][:2]
+    user = None
+    if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
+        user = ranks.get(z85.encode(request[6]))
+    if user is None:
+        return [version, number, b"400", b"no listed key", b"", b""]
+    return [version, number, b"200", b"OK", str(user).encode(), b""]

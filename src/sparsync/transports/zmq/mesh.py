@@ -1,0 +1,263 @@
+"""All sockets of one rank, and the progress of everything that is under way on them."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+import zmq
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.transports.zmq.curve import CurveKeys
+from sparsync.transports.zmq.header import APART, HEADER_BYTES, HELLO, Header, Phases, pack
+from sparsync.transports.zmq.incoming import Incoming
+from sparsync.transports.zmq.link import Link
+from sparsync.transports.zmq.mailbox import Mailboxes, Message
+from sparsync.transports.zmq.settings import ZmqSettings
+
+__all__ = ["Mesh"]
+
+ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
+
+
+@final
+class Mesh:
+    """The links of one rank to all others, opened when first used.
+
+    Attributes:
+        dropped: messages that were refused, by reason.
+        lost: ranks that are gone, and why.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        incoming: Incoming,
+        endpoints: Sequence[str],
+        rank: int,
+        job: int,
+        settings: ZmqSettings,
+        keys: CurveKeys | None,
+    ) -> None:
+        self.context, self.incoming, self.endpoints = context, incoming, list(endpoints)
+        self.rank, self.job, self.settings, self.keys = rank, job, settings, keys
+        self.world_size = len(self.endpoints)
+        self.links: dict[int, Link] = {}
+        self.phases = Phases()
+        self.mailboxes = Mailboxes(settings.max_unclaimed)
+        self.dropped: Counter[str] = Counter()
+        self.lost: dict[int, str] = {}
+        self._heard: set[int] = set()
+        self._ended: set[int] = set()
+        self._next_look = 0.0
+        self._waiting_since: dict[int, float] = {}
+        self.close = weakref.finalize(
+            self, _close, context, incoming, self.links, settings.linger, os.getpid()
+        )
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def link(self, peer: int) -> Link:
+        """Return the link to a peer, opened now if it is the first use."""
+        link = self.links.get(peer)
+        if link is None:
+            link = Link(self.context, peer, self.endpoints[peer], self.settings, self.keys)
+            self.links[peer] = link
+            hello = pack(HELLO, self.rank, self.job, 0, 0, 0, 0, 0)
+            link.socket.send(hello, zmq.NOBLOCK)
+        return link
+
+    # ---- progress ------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Wait at most ``seconds`` (and at most one tick) for anything to happen, and do it."""
+        if seconds <= 0:
+            self.drain()
+        elif any(link.queue for link in self.links.values()):
+            self._wait_for_room(min(seconds, self.settings.tick))
+        elif seconds >= self.settings.tick:
+            self._take_one(0)  # sleeps inside ZeroMQ, for one tick
+        elif self.incoming.socket.poll(max(round(seconds * 1000), 1)):
+            self.drain()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self.settings.tick
+            self._look(now)
+
+    def drain(self) -> None:
+        """Take in all that has arrived, and send what waits, without waiting."""
+        while self._take_one(zmq.NOBLOCK):
+            pass
+        for link in self.links.values():
+            if link.queue:
+                link.flush()
+
+    def _wait_for_room(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self.incoming.socket, zmq.POLLIN)
+        for link in self.links.values():
+            if link.queue and not link.lost:
+                poller.register(link.socket, zmq.POLLOUT)
+        poller.poll(max(round(seconds * 1000), 1))
+        self.drain()
+
+    def _look(self, now: float) -> None:
+        """Notice deaths: ended connections, and ranks that are waited for but never heard of."""
+        self._ended.update(self.incoming.look())
+        for link in self.links.values():
+            link.look()
+        if self._ended:
+            self.drain()  # an end is reported behind the last message
+            for rank in sorted(self._ended):
+                self.lose(rank, "its connection ended; it died, or it closed its communicator")
+            self._ended.clear()
+        wanted = self.mailboxes.waiting_for()
+        self._waiting_since = {r: self._waiting_since.get(r, now) for r in wanted}
+        for rank in wanted:
+            self._watch(rank, now)
+        if len(self.lost) == self.world_size - 1 and self.lost:
+            self.mailboxes.fail(None, "all other ranks are gone")
+
+    def _watch(self, rank: int, now: float) -> None:
+        """Judge a rank that a receive waits for by the link to it, unless it has sent before."""
+        if rank in self.lost:
+            self.mailboxes.fail(rank, self.lost[rank])
+        elif rank in self.incoming.ranks.values():
+            return
+        elif rank not in self.links:
+            if now - self._waiting_since[rank] >= self.settings.watch_after:
+                self.link(rank)
+        elif self.links[rank].lost and now - self.links[rank].lost_at >= self.settings.grace:
+            self.drain()
+            if rank not in self.incoming.ranks.values():
+                self.lose(rank, self.links[rank].lost)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Give up on a rank: receives that name it fail, and so does what is asked of it later."""
+        self.lost.setdefault(rank, f"rank {rank}: {reason}")
+        self.mailboxes.fail(rank, self.lost[rank])
+
+    # ---- receiving -----------------------------------------------------------------------------
+
+    def _take_one(self, flags: int) -> bool:
+        """Take in one message, if there is one."""
+        try:
+            frame = self.incoming.socket.recv(flags, copy=False)
+        except zmq.Again:
+            return False
+        body, frames = frame, 1
+        while body.more:
+            body, frames = self.incoming.socket.recv(copy=False), frames + 1
+        try:
+            self._take(frame, body, frames)
+        except WireFormatError:
+            self.dropped["malformed"] += 1
+        return True
+
+    def _take(self, frame: zmq.Frame, body: zmq.Frame, frames: int) -> None:
+        raw = frame.buffer
+        header = Header.parse(raw)
+        if header.job != self.job:
+            self.dropped["of another job"] += 1
+        elif header.source >= self.world_size or header.source == self.rank:
+            self.dropped["from an unknown rank"] += 1
+        elif self.keys is not None and frame.get("User-Id") != str(header.source):
+            self.dropped["from a rank that poses as another"] += 1
+        else:
+            if header.source not in self._heard:
+                self._hear(header.source, frame)
+            if header.flags != HELLO:
+                apart, inline = header.flags == APART, len(raw) - HEADER_BYTES
+                nbytes = len(body.buffer) if apart else inline
+                if nbytes != header.length or frames != 1 + apart or (apart and inline):
+                    raise WireFormatError("the frames are not as long as the header says")
+                payload = _whole(body) if apart else _copy(raw[HEADER_BYTES:])
+                self._deliver(header, payload)
+
+    def _deliver(self, header: Header, payload: Tensor) -> None:
+        source = header.source
+        due = self.mailboxes.next_sequence(source, header.tag)
+        if header.sequence < due or source in self.lost:
+            self.dropped["a second time, or from a rank given up"] += 1
+        elif header.sequence > due:
+            self.lose(
+                source, f"its message {header.sequence} came where {due} was due: one is lost"
+            )
+        elif not self.mailboxes.deliver(
+            Message(source, header.tag, header.step, header.phase, payload)
+        ):
+            self.lose(
+                source,
+                f"messages that nobody receives would take more than {self.settings.max_unclaimed} "
+                "bytes; raise max_unclaimed if a rank may run so far ahead",
+            )
+
+    def _hear(self, source: int, frame: zmq.Frame) -> None:
+        """Note which connection is whose: its end, in order behind its messages, is a rank's end."""
+        self._heard.add(source)
+        descriptor = frame.get(zmq.SRCFD)
+        self._ended.update(self.incoming.look())
+        if descriptor in self.incoming.connected:
+            self.incoming.ranks[descriptor] = source
+        else:
+            self._ended.add(source)  # it came, spoke, and went
+
+    def refusals(self) -> dict[str, int]:
+        """Count what was refused, by reason: messages, and connections whose key is not listed."""
+        keeper = self.incoming.doorkeeper
+        refused = {} if keeper is None or not keeper.refused else {"unlisted keys": keeper.refused}
+        return {**self.dropped, **refused}
+
+    def check_open(self) -> None:
+        """Refuse the use of a closed communicator."""
+        if not self.close.alive:
+            raise ConfigurationError(
+                f"rank {self.rank}: this communicator is closed; make a new one"
+            )
+
+
+def _copy(raw: memoryview) -> Tensor:
+    """Copy a short payload out of the buffer that it shares with others."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else _nothing()
+
+
+def _whole(frame: zmq.Frame) -> Tensor:
+    """Make a tensor of a frame's own memory, which the tensor keeps alive."""
+    raw = frame.buffer
+    payload = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else _nothing()
+    return payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _close(
+    context: zmq.Context[Any],
+    incoming: Incoming,
+    links: dict[int, Link],
+    linger: float,
+    pid: int,
+) -> None:
+    """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
+    if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
+        return
+    deadline = time.monotonic() + linger
+    for link in links.values():
+        while link.queue and not link.lost and time.monotonic() < deadline:
+            link.flush()
+            link.socket.poll(10, zmq.POLLOUT)
+            link.look()
+    for link in links.values():
+        link.look()
+        link.close(max(deadline - time.monotonic(), 0.01))
+    incoming.close()
+    context.term()
+    if incoming.doorkeeper is not None:
+        incoming.doorkeeper.thread.join()

@@ -1,0 +1,268 @@
+"""Every kernel on every backend: equal to the specification in all bits, whatever comes in."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsync import kernels
+from sparsync.kernels import native
+from sparsync.kernels import torch as specification
+
+NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
+BY_ISA = ("accumulate_", "find", "top")
+
+
+def native_backend(isa):
+    forced = {name: partial(getattr(native, name), isa=isa) for name in BY_ISA}
+    return SimpleNamespace(**{n: forced.get(n) or getattr(native, n) for n in NAMES})
+
+
+BACKENDS = {
+    "door": kernels,
+    "torch": specification,
+    **{f"native {isa}": native_backend(isa) for isa in native.instruction_sets()},
+}
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+
+TINY, BIG = 1e-45, torch.finfo(torch.float32).max
+AWKWARD = [0.0, -0.0, TINY, -TINY, 1.0, -1.0, BIG, -BIG, float("inf"), float("-inf"), float("nan")]
+# around the words of 64, the steps of 4096, and what is sampled rather than counted
+SIZES = [0, 1, 63, 64, 129, 4097, 12_345, (1 << 17) + 7]
+
+
+def noise(n, seed=0, scale=1.0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def bits(n, seed=0):
+    """Any bit patterns: denormals, NaN of all kinds, everything."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(torch.float32)
+
+
+def awkward(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.tensor(AWKWARD)[torch.randint(len(AWKWARD), (n,), generator=generator)]
+
+
+def heavy_tail(n, seed=0):
+    return noise(n, seed) ** 9
+
+
+def one_hot(n, seed=0):
+    x = torch.zeros(n)
+    x[n // 2 : n // 2 + 1] = -3.0
+    return x
+
+
+def constant(n, seed=0):
+    return torch.full((n,), -0.25)
+
+
+def ascending(n, seed=0):
+    return torch.arange(n, dtype=torch.float32)
+
+
+def periodic(n, seed=0):
+    """Large on every 256th element only, the stride of a sample."""
+    x = noise(n, seed, 1e-6)
+    x[::256] += 1.0
+    return x
+
+
+def largest_nan(n, seed=0):
+    """NaN with the largest key there is, among others."""
+    x = torch.full((n,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x[1::3] = 1.0
+    return x
+
+
+VECTORS = (noise, bits, awkward, heavy_tail, one_hot, constant, ascending, periodic, largest_nan)
+
+every_vector = pytest.mark.parametrize("make", VECTORS, ids=lambda make: make.__name__)
+every_size = pytest.mark.parametrize("n", SIZES)
+
+
+def unaligned(x, offset):
+    """The same elements, starting at an odd place in memory."""
+    return torch.cat([x.new_zeros(offset), x, x.new_zeros(3)])[offset : offset + x.numel()]
+
+
+def same(a, b):
+    """Equal bits."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    if a.dtype == torch.float32:
+        a, b = a.view(torch.int32), b.view(torch.int32)
+    assert torch.equal(a, b)
+
+
+def same_sums(a, b):
+    """Equal bits, but a NaN equals a NaN: which of two operands it resembles is left open."""
+    same(torch.where(a.isnan(), torch.nan, a), torch.where(b.isnan(), torch.nan, b))
+
+
+def same_found(a, b):
+    assert (a is None) == (b is None)
+    if a is not None:
+        same(a.indices, b.indices)
+        same(a.values, b.values)
+
+
+def thresholds(x):
+    """Below all keys, above all keys, and some that occur."""
+    keys = specification.magnitude_keys(x).sort().values
+    some = keys[:: max(x.numel() // 3, 1)].tolist()
+    return {-5, 0, 1, *some, *(key + 1 for key in some), (1 << 31) - 1, 1 << 31, 1 << 40}
+
+
+@every_backend
+@every_vector
+@every_size
+def test_find(backend, make, n):
+    x = unaligned(make(n), n % 5)
+    for key in thresholds(x):
+        expected = specification.find(x, key, None)
+        count = expected.indices.numel()
+        same_found(backend.find(x, key, None), expected)
+        same_found(backend.find(x, key, count), expected)
+        assert count == 0 or backend.find(x, key, count - 1) is None
+
+
+@every_backend
+@every_vector
+@every_size
+def test_accumulate(backend, make, n):
+    residual, gradient = unaligned(make(n, 1), n % 5), unaligned(make(n, 2), n % 3)
+    total = residual + gradient
+    for key in (None, *thresholds(total)):
+        for limit in (0, n // 4, n):
+            r, g = residual.clone(), unaligned(gradient, 1)
+            found = backend.accumulate_(r, g, key, limit)
+            same_sums(r, total)
+            same(g, residual)
+            same_found(found, None if key is None else specification.find(r, key, limit))
+
+
+@every_backend
+@every_vector
+@every_size
+def test_top(backend, make, n):
+    x = unaligned(make(n), n % 7)
+    nnz = int((x != 0).sum())
+    for k in {-1, 0, 1, 2, n // 100, n // 3, n // 2, nnz - 1, nnz, nnz + 1, n, n + 5}:
+        same(backend.top(x, k), specification.top(x, k))
+
+
+def streams_of(make, size, count, density):
+    streams = []
+    for rank in range(count):
+        generator = torch.Generator().manual_seed(rank)
+        indices = (torch.rand(size, generator=generator) < density).nonzero().flatten()
+        streams.append((indices, make(indices.numel(), rank)))
+    return streams
+
+
+@every_backend
+@every_vector
+@pytest.mark.parametrize(
+    ("size", "density"), [(0, 1.0), (1, 1.0), (1000, 0.0), (1000, 1.0), (200_000, 0.01)]
+)
+def test_merge(backend, make, size, density):
+    for count in (1, 2, 5):
+        streams = streams_of(make, size, count, density)
+        merged, expected = backend.merge(streams, size), specification.merge(streams, size)
+        same(merged[0], expected[0])
+        same_sums(merged[1], expected[1])
+
+
+@every_backend
+def test_merge_of_few_entries_far_apart(backend):
+    size = 1 << 50
+    places = torch.tensor([0, 65_535, 65_536, 1 << 33, (1 << 33) + 1, size - 1])
+    streams = [
+        (places, torch.ones(6)),
+        (places[3:4], -torch.ones(1)),
+        (places[:0], torch.ones(0)),
+    ]
+    indices, values = backend.merge(streams, size)
+    assert indices.tolist() == [0, 65_535, 65_536, (1 << 33) + 1, size - 1]
+    assert values.tolist() == [1.0] * 5
+
+
+@every_backend
+def test_merge_keeps_the_order_of_the_streams(backend):
+    streams = [(torch.tensor([5]), torch.tensor([v])) for v in (1e8, 1.0, -1e8, 1.0)]
+    assert backend.merge(streams, 6)[1].tolist() == [1.0]
+    streams[1], streams[2] = streams[2], streams[1]
+    assert backend.merge(streams, 6)[1].tolist() == [2.0]
+
+
+@every_backend
+@pytest.mark.parametrize("size", [1, 100, 50_000, 400_000, 1 << 45])
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 1), (300, 3000), (5000, 200)])
+def test_restrict(backend, size, n, m):
+    generator = torch.Generator().manual_seed(n + m)
+    pool = torch.randint(size, (max(n, m, 1) * 2,), generator=generator)
+    indices, among = (
+        torch.unique(pool[torch.randint(pool.numel(), (count,), generator=generator)])
+        for count in (n, m)
+    )
+    positions = backend.restrict(unaligned(indices, 1), unaligned(among, 2))
+    members = set(among.tolist())
+    assert positions.tolist() == [i for i, v in enumerate(indices.tolist()) if v in members]
+
+
+@every_backend
+@every_vector
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+def test_subtract_and_scatter(backend, make, density):
+    for size in (0, 1, 1000, 70_001):
+        ((indices, values),) = streams_of(make, size, 1, density)
+        dense, expected = unaligned(make(size, 9), 3), make(size, 9)
+        assert backend.subtract_(dense, indices, values) is dense
+        same_sums(dense, specification.subtract_(expected, indices, values))
+        assert backend.scatter_(dense, indices, values) is dense
+        same(dense, specification.scatter_(expected, indices, values))
+
+
+@every_backend
+@every_vector
+@every_size
+def test_count_from(backend, make, n):
+    values = unaligned(make(n), n % 3)
+    for dtype in (torch.int32, torch.int64):
+        keys = torch.tensor(sorted(t for t in thresholds(values) if 0 <= t < 1 << 31), dtype=dtype)
+        for some in (keys, keys[:1], keys[:0], keys.repeat_interleave(3), keys[::2]):
+            expected = [int((specification.magnitude_keys(values) >= key).sum()) for key in some]
+            counts = backend.count_from(values, some)
+            assert (counts.tolist(), counts.dtype) == (expected, torch.int64)
+
+
+@pytest.mark.parametrize("isa", native.instruction_sets())
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5])
+def test_threads_change_nothing(isa, threads, monkeypatch):
+    monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", 64)
+    options = {"isa": isa, "threads": threads}
+    for n in (100, 8192, 300_001):
+        x, g = heavy_tail(n), noise(n, 1)
+        key = int(specification.magnitude_keys(x).sort().values[n // 2])
+        expected = specification.find(x, key, None)
+        count = expected.indices.numel()
+        for limit in (None, count, n):
+            same_found(native.find(x, key, limit, **options), expected)
+        assert native.find(x, key, count - 1, **options) is None
+        same(native.top(x, n // 100, **options), specification.top(x, n // 100))
+        for limit in (0, n // 9, n):
+            r, h = x.clone(), g.clone()
+            found = native.accumulate_(r, h, key, limit, **options)
+            same(r, x + g)
+            same(h, x)
+            same_found(found, specification.find(r, key, limit))
+        r, h = x.clone(), g.clone()
+        assert native.accumulate_(r, h, **options) is None
+        same(torch.cat([r, h]), torch.cat([x + g, x]))
+        dense = native.scatter_(r, expected.indices, expected.values, threads=threads)
+        same(dense, specification.scatter_(h, *expected))

@@ -1,0 +1,155 @@
+"""What the ranks and the parents of the lab's tests run."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sparsync.bench.launch import launch
+from sparsync.lab import Lab, ensure_privileges, local_address, local_traffic, namespaces
+
+PORT = 5000
+
+
+def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
+    """Reduce once; every rank's address, inode, and bytes on its link around the allreduce."""
+    vector = torch.ones(elements)
+    dist.barrier()
+    before = local_traffic()
+    dist.all_reduce(vector)
+    after = local_traffic() - before
+    assert vector[0] == dist.get_world_size()
+    mine = (local_address(), namespace_of("thread-self"), after.sent, after.received)
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def new_groups_work() -> float:
+    """Groups made later meet through the store, which is outside."""
+    vector = torch.ones(3)
+    dist.all_reduce(vector, group=dist.new_group())
+    return vector[0].item()
+
+
+def fail() -> None:
+    raise ValueError("a rank failed")
+
+
+def namespace_of(process: str) -> int:
+    return Path(f"/proc/{process}/ns/net").stat().st_ino
+
+
+def holders(namespace: int) -> list[str]:
+    """Every thread that is in a namespace, and every open file that holds it."""
+    found = []
+    for entry in (*Path("/proc").glob("[0-9]*/task/*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")):
+        try:
+            if entry.stat().st_ino == namespace and "net:" in str(entry.readlink()):
+                found.append(str(entry))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def runs(process: str) -> bool:
+    """Tell whether a process does; a zombie, which waits to be noticed by its parent, does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- streams between ranks, without torch ---------------------------------------------------------
+
+
+def in_rank(lab: Lab, rank: int, function: Callable) -> threading.Thread:
+    """Start a thread inside a rank's namespace."""
+
+    def inside() -> None:
+        namespaces.enter(lab.seat(rank).namespace)
+        function()
+
+    thread = threading.Thread(target=inside, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def connect(lab: Lab, source: int, dest: int, port: int = PORT) -> Iterator[list[socket.socket]]:
+    """Give both ends of a TCP connection from one rank to another."""
+    ends: list[socket.socket] = []
+    listening = threading.Event()
+
+    def accept() -> None:
+        with socket.create_server((lab.network.address(dest), port)) as server:
+            listening.set()
+            ends.append(server.accept()[0])
+
+    accepting = in_rank(lab, dest, accept)
+    assert listening.wait(5)
+    address = (lab.network.address(dest), port)
+    in_rank(lab, source, lambda: ends.insert(0, socket.create_connection(address, 5))).join()
+    accepting.join(5)
+    with ends[0], ends[1]:
+        yield ends
+
+
+def stream(source: socket.socket, dest: socket.socket, nbytes: int) -> None:
+    """Move bytes from one end to the other."""
+    sender = threading.Thread(target=source.sendall, args=(bytes(nbytes),), daemon=True)
+    sender.start()
+    left = nbytes
+    while left:
+        left -= len(dest.recv(min(left, 1 << 20)))
+    sender.join()
+
+
+def achieved(streams: list[tuple[socket.socket, socket.socket]], nbytes: int) -> float:
+    """Bits per second of each of several streams at once, Ethernet, IP and TCP headers included."""
+    threads = [threading.Thread(target=stream, args=(*ends, nbytes)) for ends in streams]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # a packet of 1514 bytes carries 1448: Ethernet 14, IP 20, TCP 32 with its timestamp
+    return nbytes * 8 * 1514 / 1448 / (time.perf_counter() - started)
+
+
+# ---- parents --------------------------------------------------------------------------------------
+
+
+def sleep_in_the_lab(directory: str) -> None:
+    Path(directory, f"rank{dist.get_rank()}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def parent(directory: str) -> None:
+    """Open a lab with two ranks in it; write down its namespaces; wait to be killed."""
+    with Lab(2, "100mbit") as lab:
+        inodes = [Path(lab.seat(rank).namespace).stat().st_ino for rank in range(2)]
+        inodes.append(lab._open().run(lambda: namespace_of("thread-self")))
+        Path(directory, "namespaces").write_text(" ".join(map(str, inodes)))
+        launch(sleep_in_the_lab, 2, directory, lab=lab, timeout=60.0)
+
+
+def unprivileged() -> None:
+    """Do as a command with ``--lab`` does."""
+    ensure_privileges()
+    with Lab(2, "100mbit") as lab:
+        rows = launch(seen_by_every_rank, 2, 100_000, lab=lab, timeout=60.0)
+        sent = [link.sent for link in lab.traffic()]
+    user = Path("/proc/self/ns/user").stat().st_ino
+    sys.stdout.write(f"{os.getpid()} {user} {min(sent)} {rows[0][0]} {rows[1][0]}\n")
+
+
+if __name__ == "__main__":
+    {"parent": parent, "unprivileged": unprivileged}[sys.argv[1]](*sys.argv[2:])

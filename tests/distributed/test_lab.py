@@ -1,0 +1,169 @@
+"""The lab for real: bytes cross it, its rates are met, and nothing is left of it."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparsync.bench.launch import RankError, launch
+from sparsync.errors import ConfigurationError
+from sparsync.lab import Lab, LabError, commands, namespaces
+
+from . import lab_programs as programs
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusal() -> str:
+    """Why this machine has no labs for this user; empty if it has."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    try:
+        commands.find_tool("tc")
+    except ConfigurationError as error:
+        return str(error)
+    return "" if namespaces.may_create() else "the kernel allows no network namespaces to this user"
+
+
+pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(refusal()), reason=refusal())]
+
+
+def interfaces() -> list[str]:
+    return [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()]
+
+
+def test_everything_crosses_the_wire_and_the_kernel_counts_it():
+    elements, ranks = 1_000_000, 3
+    outside = programs.namespace_of("self")
+    host = interfaces()
+    with Lab(ranks, "500mbit") as lab:
+        assert interfaces() == host
+        started = time.perf_counter()
+        rows = launch(programs.seen_by_every_rank, ranks, elements, lab=lab, timeout=60.0)
+        seconds = time.perf_counter() - started
+        assert launch(programs.new_groups_work, ranks, lab=lab, timeout=60.0) == ranks
+        counted = lab.traffic()
+    assert [row[0] for row in rows] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert len({outside, *(row[1] for row in rows)}) == ranks + 1
+    payload = 2 * 4 * elements * (ranks - 1) / ranks
+    for (_, _, sent, received), total in zip(rows, counted, strict=True):
+        assert payload <= sent <= total.sent and payload <= received <= total.received
+        assert (
+            max(total.sent, total.received) <= 1.1 * payload + 100_000
+        )  # headers, groups, barrier
+    assert seconds > 8 * payload / lab.bits_per_second
+    assert interfaces() == host
+    assert programs.namespace_of("thread-self") == outside
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [("1gbit", 0.5), ("100mbit", 0.5), ("5mbit", 1.5)])
+def test_a_stream_gets_the_rate(rate, seconds):
+    with Lab(2, rate) as lab:
+        nbytes = int(lab.bits_per_second / 8 * seconds)
+        with programs.connect(lab, 0, 1) as (here, there):
+            for ends in ((here, there), (there, here)):
+                best = max(programs.achieved([ends], nbytes) for _ in range(3))
+                # at most the bucket comes on top of the rate; a busy machine may lose some of it
+                most = lab.bits_per_second + 8 * lab.burst_bytes / seconds
+                assert 0.93 * lab.bits_per_second < best < 1.03 * most
+
+
+def test_both_directions_get_the_rate_at_once():
+    with Lab(2, "200mbit") as lab, programs.connect(lab, 0, 1) as (here, there):
+        both = [(here, there), (there, here)]
+        best = max(programs.achieved(both, 20_000_000) for _ in range(3))
+    assert 0.9 < best / lab.bits_per_second < 1.03
+
+
+def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
+    nbytes = 5_000_000
+    with Lab(3, "200mbit") as lab:
+        with programs.connect(lab, 1, 0, 5001) as one, programs.connect(lab, 2, 0, 5002) as other:
+            best = max(programs.achieved([one, other], nbytes) for _ in range(2))
+        received = lab.traffic()[0].received
+    assert 0.4 < best / lab.bits_per_second < 0.54
+    assert 4 * nbytes <= received < 1.06 * 4 * nbytes  # dropped packets would be sent again
+
+
+def test_two_labs_do_not_meet():
+    with Lab(2, "100mbit") as first, Lab(2, "50mbit") as second:
+        with programs.connect(first, 0, 1):
+            refused = []
+
+            def knock():
+                with pytest.raises(OSError):
+                    socket.create_connection((second.network.address(1), programs.PORT), 1)
+                refused.append(True)
+
+            programs.in_rank(second, 0, knock).join()
+            assert refused
+        for lab in (first, second):
+            with programs.connect(lab, 0, 1) as ends:
+                best = max(programs.achieved([ends], 2_500_000) for _ in range(2))
+            assert 0.9 < best / lab.bits_per_second < 1.1
+        assert second.traffic()[0].sent < 1.1 * 5_000_000
+
+
+def gone(inodes: list[int], seconds: float = 15.0) -> list[str]:
+    """Wait until nothing holds the namespaces; return what still does."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [holder for inode in inodes for holder in programs.holders(inode)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def inodes_of(lab: Lab) -> list[int]:
+    return [Path(lab.seat(rank).namespace).stat().st_ino for rank in range(lab.ranks)]
+
+
+def test_nothing_is_left_after_an_error():
+    with Lab(2, "1gbit") as lab:
+        inodes = inodes_of(lab)
+        assert programs.holders(inodes[0])
+        with pytest.raises(RankError, match="a rank failed"):
+            launch(programs.fail, 2, lab=lab, timeout=60.0)
+    assert gone(inodes) == []
+    with pytest.raises(ConfigurationError, match="not open"):
+        lab.traffic()
+
+
+def test_a_lab_that_cannot_be_built_leaves_nothing():
+    files = open_files()
+    lab = Lab(3, "1gbit", command_timeout=1e-6)
+    with pytest.raises(LabError, match=r"'ip link add .*' did not end within 1e-06 s"), lab:
+        raise AssertionError
+    assert open_files() == files
+    with Lab(1, "1gbit") as again, pytest.raises(ConfigurationError, match="open already"):
+        again.__enter__()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_after_a_signal(number, tmp_path):
+    command = [sys.executable, "-m", "tests.distributed.lab_programs", "parent", str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            ranks = [tmp_path / "rank0", tmp_path / "rank1"]
+            while not all(file.exists() and file.read_text() for file in ranks):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            inodes = [int(word) for word in (tmp_path / "namespaces").read_text().split()]
+            assert len(inodes) == 3 and all(programs.holders(inode) for inode in inodes)
+            process.send_signal(number)
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    assert gone(inodes) == []
+    assert not [file.name for file in ranks if programs.runs(file.read_text())]

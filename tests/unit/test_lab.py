@@ -1,0 +1,253 @@
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.bench.launch import launch
+from sparsync.errors import ConfigurationError
+from sparsync.lab import (
+    Lab,
+    LabError,
+    LinkTraffic,
+    Network,
+    commands,
+    default_burst,
+    ensure_privileges,
+    local_address,
+    local_traffic,
+    namespaces,
+    parse_rate,
+    privileges,
+)
+from sparsync.lab.traffic import interface_counters
+
+MBIT, GBIT = 10**6, 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("100mbit", 100 * MBIT),
+        ("1gbit", GBIT),
+        ("1.5gbit", 1_500 * MBIT),
+        ("512kbit", 512_000),
+        (" 200 Mbit/s ", 200 * MBIT),
+        ("100gbit", 100 * GBIT),
+    ],
+)
+def test_rates_are_read(text, bits):
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "100", "mbit", "-1gbit", "0mbit", "1tbit", "1e3mbit", "101gbit", "99kbit"]
+)
+def test_other_rates_are_refused_in_one_line(text):
+    with pytest.raises(ConfigurationError) as caught:
+        parse_rate(text)
+    assert repr(text) in str(caught.value)
+    assert "100mbit" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(100, 99_999), st.sampled_from([("kbit", 1_000), ("mbit", MBIT)]))
+def test_a_rate_is_its_number_times_its_unit(number, unit):
+    assert parse_rate(f"{number}{unit[0]}") == number * unit[1]
+
+
+@given(st.integers(100_000, 100 * GBIT))
+def test_the_burst_covers_the_timer_and_the_first_window(rate):
+    burst = default_burst(rate)
+    assert burst >= 16_384
+    assert burst == 16_384 or abs(burst * 8 / rate - 1e-3) < 1e-6
+
+
+@given(st.integers(1, 1000))
+def test_ranks_have_names_and_addresses_of_their_own(ranks):
+    network = Network(ranks, GBIT)
+    addresses = [network.address(rank) for rank in range(ranks)]
+    assert len(set(addresses)) == ranks == len({network.bridge_end(r) for r in range(ranks)})
+    assert all(0 <= int(part) <= 255 for a in addresses for part in a.split("."))
+
+
+@given(st.integers(1, 1000), st.integers(100_000, 100 * GBIT))
+def test_the_sizes_of_a_network_fit_each_other(ranks, rate):
+    network = Network(ranks, rate)
+    assert 1_514 <= network.segment_bytes <= min(network.burst_bytes, 65_536)
+    assert network.queue_bytes >= network.burst_bytes + ranks * network.send_buffer_bytes
+    assert network.send_buffer_bytes >= rate * 0.02 / 8 - 1
+
+
+def test_both_ends_of_a_link_are_shaped():
+    network = Network(2, 100 * MBIT, burst_bytes=20_000)
+    shape = "root tbf rate 100000000bit burst 20000 limit"
+    assert f"tc qdisc add dev rank1 {shape}" in network.link_commands(1, "/proc/1/fd/9")[-1]
+    assert f"tc qdisc add dev eth0 {shape}" in network.rank_commands(1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": 0}, "ranks is 0; give a whole number from 1 to 1000"),
+        ({"ranks": 1001}, "ranks is 1001"),
+        ({"ranks": 2.0}, "ranks is 2.0"),
+        ({"burst_bytes": 1500}, "burst_bytes is 1500; give a whole number from 3028"),
+        ({"burst_bytes": -1}, "burst_bytes is -1"),
+        ({"rate": "1 furlong"}, "'1 furlong'"),
+    ],
+)
+def test_a_lab_refuses(change, words):
+    arguments = {"ranks": 2, "rate": "1gbit", "burst_bytes": None} | change
+    with pytest.raises(ConfigurationError, match=words):
+        Lab(**arguments)
+
+
+def test_a_lab_tells_what_it_will_be():
+    lab = Lab(3, "1gbit")
+    assert (lab.ranks, lab.bits_per_second, lab.burst_bytes) == (3, GBIT, default_burst(GBIT))
+
+
+@pytest.mark.parametrize("call", [lambda lab: lab.traffic(), lambda lab: lab.seat(0)])
+def test_a_lab_that_is_not_open_says_so(call):
+    with pytest.raises(ConfigurationError, match=r"not open; use it inside `with Lab"):
+        call(Lab(2, "1gbit"))
+
+
+def test_closing_what_is_not_open_does_nothing():
+    Lab(2, "1gbit").close()
+
+
+def test_a_lab_of_another_size_is_refused():
+    with pytest.raises(ConfigurationError, match="a lab of 3 ranks for 2 processes"):
+        launch(local_address, 2, lab=Lab(3, "1gbit"))
+
+
+def test_a_lab_under_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="inside a launcher's rank; start one process"):
+        launch(local_address, 2, lab=Lab(2, "1gbit"))
+
+
+def test_outside_there_is_no_address_and_no_traffic(monkeypatch):
+    monkeypatch.delenv("SPARSYNC_LAB_ADDRESS", raising=False)
+    assert local_address() is None
+    assert local_traffic() is None
+
+
+COUNTERS = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs
+    lo:     498       9    0    0    0     0          0         0      498       9    0 0 0 0 0 0
+ rank0:403679610  265335    0    0    0     0          0         0 132416398   97921    0 0 0 0 0 0
+"""
+
+
+def test_the_kernels_counters_are_read():
+    assert interface_counters(COUNTERS) == {
+        "lo": LinkTraffic(498, 498),
+        "rank0": LinkTraffic(sent=132416398, received=403679610),
+    }
+
+
+# ---- commands -------------------------------------------------------------------------------------
+
+
+def test_a_failing_command_is_shown_with_what_it_said():
+    with pytest.raises(LabError) as caught:
+        commands.run_command("ls /there/is /nothing", timeout=10)
+    message = str(caught.value)
+    assert message.startswith("lab: 'ls /there/is /nothing' failed with exit code 2: ")
+    assert "No such file" in message
+    assert "\n" not in message
+
+
+def test_a_silent_failure_is_named_too():
+    with pytest.raises(LabError, match="'false' failed with exit code 1: nothing on stderr"):
+        commands.run_command("false", timeout=10)
+
+
+def test_a_command_has_a_deadline():
+    with pytest.raises(LabError, match=r"'sleep 60' did not end within 0.1 s"):
+        commands.run_command("sleep 60", timeout=0.1)
+
+
+def test_a_missing_tool_names_its_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="'ip' is not there; install the package iproute2"):
+        commands.find_tool("ip", also_in="")
+
+
+def test_tools_of_the_administrator_are_found(monkeypatch, tmp_path):
+    tool = tmp_path / "tc"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert commands.find_tool("tc", also_in=str(tmp_path)) == str(tool)
+
+
+# ---- privileges -----------------------------------------------------------------------------------
+
+
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for call in (ensure_privileges, Lab(2, "1gbit").__enter__):
+        with pytest.raises(ConfigurationError, match="darwin has no network namespaces"):
+            call()
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """A process without privileges, and the list of what would have been executed in its place."""
+    executed = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(privileges, "find_tool", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(privileges, "may_create", lambda: False)
+    monkeypatch.setattr(privileges.os, "execv", lambda path, words: executed.append(words))
+    return executed
+
+
+def test_a_kernel_that_forbids_everything_gives_one_line(nobody, monkeypatch):
+    refusal = [sys.executable, "-c", "import sys; sys.exit('user namespaces: not\\npermitted')"]
+    monkeypatch.setattr(privileges, "_inside_user_namespace", lambda *_: refusal)
+    with pytest.raises(ConfigurationError) as caught:
+        ensure_privileges()
+    assert "may not make network namespaces (user namespaces: not permitted)" in str(caught.value)
+    assert "run as root" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not nobody
+
+
+def test_a_kernel_that_does_not_answer_gives_one_line(nobody, monkeypatch):
+    silence = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(privileges, "_inside_user_namespace", lambda *_: silence)
+    with pytest.raises(ConfigurationError, match=r"no answer within 0.2 s"):
+        ensure_privileges(timeout=0.2)
+    assert not nobody
+
+
+def test_a_kernel_that_allows_it_executes_the_same_command_again(nobody, monkeypatch):
+    agrees = [sys.executable, "-c", ""]
+    wrap = privileges._inside_user_namespace
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])
+    monkeypatch.setattr(
+        privileges,
+        "_inside_user_namespace",
+        lambda *words: agrees if words[0] == "--network" else wrap(*words),
+    )
+    ensure_privileges()
+    (words,) = nobody
+    assert words[-6:] == [sys.executable, "-W", "error", "train.py", "--lab", "1gbit"]
+    assert words[:3] == [sys.executable, "-I", "-S"]
+
+
+def test_an_error_inside_a_namespace_reaches_the_caller(monkeypatch):
+    def refuse(name, *_):
+        raise PermissionError(f"{name}: Operation not permitted")
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(namespaces, "_call", refuse)
+    assert not namespaces.may_create()
+    with pytest.raises(ConfigurationError, match=r"\(unshare: Operation not permitted\)"):
+        Lab(2, "1gbit").__enter__()

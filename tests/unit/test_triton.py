@@ -1,0 +1,211 @@
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsync.kernels import torch as spec
+
+from .strategies import dense_tensors, palette
+from .triton_backend import DEVICE, identical, interpreter, load, numpy_warns, on  # noqa: F401
+
+triton = load("sparsync.kernels.triton")
+pytestmark = numpy_warns
+
+few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
+# around one block, and several of which the last is not full
+SIZES = [0, 1, triton.BLOCK - 1, triton.BLOCK, triton.BLOCK + 1, 2 * triton.BLOCK + 900]
+BIG = SIZES[-1]
+LARGEST_KEY, _ = spec.key_range(torch.float32)
+
+
+def vectors(n):
+    """Vectors of n elements: ordinary, all ties and awkward floats, constant, zero."""
+    generator = torch.Generator().manual_seed(n)
+    awkward = torch.tensor(palette(torch.float32))
+    mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]
+    return on(torch.randn(n, generator=generator), mixed, torch.ones(n), torch.zeros(n))
+
+
+def key_of(value):
+    return int(spec.magnitude_keys(torch.tensor([value])))
+
+
+def identical_found(mine, expected):
+    assert (mine is None) == (expected is None)
+    if expected is not None:
+        identical(mine.indices, expected.indices)
+        identical(mine.values, expected.values)
+
+
+def stream(n, seed):
+    """Ascending indices below n, most of them, with small integers as values."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = (torch.rand(n, generator=generator) < 0.7).nonzero().flatten()
+    values = torch.randint(-2, 3, indices.shape, generator=generator).float()
+    return on(indices, values)
+
+
+# ---- selection ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_accumulate_swaps_and_finds_like_the_specification(n):
+    for x in vectors(n):
+        for key in (None, 0, key_of(0.5), LARGEST_KEY):
+            mine, expected = (x.clone(), x.flip(0).clone()), (x.clone(), x.flip(0).clone())
+            identical_found(
+                triton.accumulate_(*mine, key=key, limit=n),
+                spec.accumulate_(*expected, key=key, limit=n),
+            )
+            identical(mine[0], expected[0])
+            identical(mine[1], x)
+
+
+def test_accumulate_swaps_also_where_too_many_reach_the_key():
+    residual, gradient = on(torch.ones(5), torch.full((5,), 2.0))
+    assert triton.accumulate_(residual, gradient, key=1, limit=4) is None
+    assert (residual.tolist(), gradient.tolist()) == ([3.0] * 5, [1.0] * 5)
+    assert len(triton.accumulate_(residual, gradient, key=1, limit=5).indices) == 5
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_find_equals_the_specification(n):
+    for x in vectors(n):
+        for key in (-1, 1, key_of(1.0), LARGEST_KEY):
+            for limit in (None, 0, n):
+                identical_found(triton.find(x, key, limit), spec.find(x, key, limit))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_top_equals_the_specification(n):
+    for x in vectors(n):
+        for k in {0, 1, 700, n // 2, max(n - 1, 0), n, n + 5}:
+            identical(triton.top(x, k), spec.top(x, k))
+
+
+@few
+@given(dense_tensors(dtype=torch.float32), st.integers(-1, 40))
+def test_top_equals_the_specification_on_any_floats(x, k):
+    identical(triton.top(on(x), k), spec.top(on(x), k))
+
+
+def test_top_of_what_find_returned_needs_no_length():
+    found = triton.find(vectors(BIG)[0], key_of(0.5), None)
+    identical(triton.top(found.values, 99, nonzero=True), spec.top(found.values, 99))
+
+
+def test_top_is_exact_where_keys_differ_in_the_lowest_digit_alone():
+    keys = torch.arange(0x3F800000, 0x3F800000 + 300, dtype=torch.int32).flip(0)
+    x = on(keys.view(torch.float32))
+    for k in (1, 44, 45, 299):
+        assert triton.top(x, k).tolist() == list(range(k))
+
+
+def test_few_programs_count_many_blocks(monkeypatch):
+    monkeypatch.setattr(triton, "_COUNTING_PROGRAMS", 2)
+    for x in vectors(5 * triton.BLOCK + 1):
+        identical(triton.top(x, 3000), spec.top(x, 3000))
+
+
+def test_views_at_odd_offsets_are_found_in():
+    for x in vectors(BIG):
+        for offset in (1, 3):
+            identical_found(triton.find(x[offset:], 1, None), spec.find(x[offset:], 1, None))
+            identical(triton.top(x[offset:], 500), spec.top(x[offset:], 500))
+
+
+@few
+@given(dense_tensors(dtype=torch.float32), st.lists(st.integers(0, LARGEST_KEY), max_size=6))
+def test_counting_from_keys_equals_the_specification(x, drawn):
+    own = spec.magnitude_keys(x).tolist()
+    keys = torch.tensor(sorted(drawn + own[:4]), dtype=torch.int64)
+    identical(triton.count_from(*on(x, keys)), spec.count_from(*on(x, keys)))
+
+
+def test_counting_adds_up_over_blocks():
+    keys = on(torch.tensor([0, 1, 1, key_of(0.5), key_of(1.0), LARGEST_KEY]))
+    for x in vectors(BIG):
+        identical(triton.count_from(x, keys), spec.count_from(x, keys))
+
+
+# ---- sets and sums --------------------------------------------------------------------------------
+
+
+def test_merge_equals_the_specification():
+    streams = [stream(BIG, seed) for seed in range(4)]
+    empty = on(torch.empty(0, dtype=torch.int64), torch.empty(0))
+    for some in (streams, [empty, *streams, empty], [empty], streams[:1]):
+        for mine, expected in zip(triton.merge(some, BIG), spec.merge(some, BIG), strict=True):
+            identical(mine, expected)
+
+
+def test_merge_adds_in_the_order_given():
+    at = torch.tensor([4])
+    parts = [on(at, torch.tensor([v])) for v in (1e8, 1.0, -1e8, 3.0)]
+    assert triton.merge(parts, 5)[1].tolist() == [3.0]  # 1e8 swallows 1
+    assert triton.merge([parts[0], parts[2], parts[1], parts[3]], 5)[1].tolist() == [4.0]
+
+
+def test_merge_drops_zero_sums_and_keeps_nan():
+    one = on(torch.tensor([0, 1, 2]), torch.tensor([1.0, -0.0, math.nan]))
+    two = on(torch.tensor([0, 3]), torch.tensor([-1.0, -math.inf]))
+    indices, values = triton.merge([one, two], 4)
+    assert indices.tolist() == [2, 3]
+    assert math.isnan(values[0]) and values[1] == -math.inf
+
+
+def test_restrict_equals_the_specification():
+    many, others = stream(BIG, 0)[0], stream(BIG, 1)[0]
+    for indices in (many, many[:1], many[:0]):
+        for among in (others, many, others[7:8], others[:0]):
+            identical(triton.restrict(indices, among), spec.restrict(indices, among))
+
+
+@pytest.mark.parametrize("kernel", ["subtract_", "scatter_"])
+def test_in_place_kernels_equal_the_specification(kernel):
+    dense = vectors(BIG)[1]
+    indices, values = stream(BIG, 2)
+    for many in (len(indices), 1, 0):
+        mine, expected = dense.clone(), dense.clone()
+        returned = getattr(triton, kernel)(mine, indices[:many], values[:many])
+        identical(mine, getattr(spec, kernel)(expected, indices[:many], values[:many]))
+        assert returned is mine
+
+
+# ---- the backend as a whole -----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_the_host_waits_for_nothing_but_lengths():
+    x, residual, gradient = vectors(BIG)[0], *on(torch.ones(BIG), torch.ones(BIG))
+    indices, values = stream(BIG, 3)
+    keys = on(torch.tensor([1, LARGEST_KEY]))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton.accumulate_(residual, gradient)
+        triton.top(x, 100, nonzero=True)
+        triton.subtract_(residual, indices, values)
+        triton.scatter_(residual, indices, values)
+        triton.count_from(x, keys)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_without_triton_the_backend_can_be_imported():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from sparsync.kernels import triton; assert not triton.installed()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
+    program = Path(__file__).with_name("triton_programs.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, program], env=environment, check=True, timeout=300)

@@ -1,0 +1,233 @@
+"""The ZeroMQ transport between threads: contracts, order, channels, sizes, any source."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsync import ConfigurationError, simulate, testing
+from sparsync.transports.base import run
+from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+from sparsync.transports.zmq.operations import staged
+from tests.contracts.table import ALGORITHMS, COLLECTIVES
+
+from .zmq_group import RAW, UP_TO, meet, message, together
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_the_contract_of_a_communicator_holds(world_size):
+    together(lambda comm: run(testing.exercise_communicator(comm)), world_size)
+
+
+@pytest.mark.parametrize("name", ["allgather", "oktopk", "oktopk, always balanced"])
+def test_every_collective_equals_the_simulator_bit_for_bit(name):
+    async def program(comm):
+        return await testing.exercise_collective(comm, COLLECTIVES[name])
+
+    assert together(lambda comm: run(program(comm)), 3) == simulate(program, 3).results
+
+
+@pytest.mark.parametrize("name", ["dense", "oktopk"])
+def test_whole_steps_equal_the_simulator_bit_for_bit(name):
+    async def program(comm):
+        return await testing.exercise_algorithm(comm, ALGORITHMS[name])
+
+    assert together(lambda comm: run(program(comm)), 2) == simulate(program, 2).results
+
+
+def test_ledgers_equal_the_simulators():
+    async def program(comm):
+        await testing.exercise_communicator(comm)
+        return comm.ledger.total().as_dict()
+
+    ours, simulated = together(lambda comm: run(program(comm)), 3), simulate(program, 3).results
+    assert [(r["sent"], r["received"]) for r in ours] == [
+        (r["sent"], r["received"]) for r in simulated
+    ]
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40_000)), min_size=1, max_size=12),
+    st.sampled_from([1, 64, 8192]),
+    st.sampled_from([100, 10_000, 10**9]),
+)
+def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy):
+    """Whatever way a payload travels: in the header's frame, apart, or from the tensor's memory."""
+
+    def content(place, size):
+        return torch.arange(place, place + size).to(torch.uint8)
+
+    def program(comm):
+        if comm.rank == 0:
+            operations = [
+                comm.channel(tag).isend(content(place, size), 1, "p", UP_TO)
+                for place, (tag, size) in enumerate(plan)
+            ]
+            for operation in operations:
+                operation.wait()
+            return True
+        receives = [comm.channel(tag).irecv(0, size, "p", UP_TO) for tag, size in plan]
+        for operation in reversed(receives):
+            operation.wait()
+        results = [operation.result for operation in receives]
+        return all(
+            torch.equal(result, content(place, size)) and result.data_ptr() % 8 == 0
+            for place, ((_, size), result) in enumerate(zip(plan, results, strict=True))
+        )
+
+    options = ZmqSettings(inline=inline, zero_copy=zero_copy)
+    assert together(program, 2, settings=options) == [True, True]
+
+
+def test_two_channels_in_flight_do_not_meet():
+    def program(comm):
+        first, second = comm.channel(1), comm.channel(2)
+        other = 1 - comm.rank
+        operations = [c.isend(message(c.tag, comm.rank), other, "p", RAW) for c in (second, first)]
+        receives = [c.irecv(other, 2, "p", RAW) for c in (first, second)]
+        for operation in [*operations, *receives]:
+            operation.wait()
+        return [r.result.tolist() for r in receives]
+
+    assert together(program, 2) == [[[1, 1], [2, 1]], [[1, 0], [2, 0]]]
+
+
+def test_a_channel_beyond_32_bits_is_refused():
+    def program(comm):
+        with pytest.raises(ConfigurationError, match="channel 4294967296 does not exist"):
+            comm.channel(2**32)
+
+    together(program, 1)
+
+
+def test_polling_never_waits_and_makes_everything_advance():
+    def program(comm):
+        if comm.rank == 1:
+            meet(comm)
+            comm.isend(message(1), 0, "p", RAW)
+            comm.channel(5).isend(message(2), 0, "p", RAW)
+            return meet(comm)
+        first, second = comm.irecv(1, 1, "p", RAW), comm.channel(5).irecv(1, 1, "p", RAW)
+        started = time.monotonic()
+        assert not any(first.poll(0) for _ in range(100))
+        assert not first.poll(0.02)
+        assert time.monotonic() - started >= 0.02
+        meet(comm)
+        while not first.poll(0):
+            time.sleep(0.001)
+        deadline = time.monotonic() + 5
+        while second.claim.message is None and time.monotonic() < deadline:
+            first.mesh.drain()  # what a poll of any other operation does
+        assert second.poll(0) and second.result.tolist() == [2]
+        return meet(comm)
+
+    together(program, 2)
+
+
+def test_a_poll_ends_early_when_another_receive_got_its_message():
+    def program(comm):
+        if comm.rank == 1:
+            meet(comm)
+            comm.channel(5).isend(message(2), 0, "p", RAW)
+            meet(comm)
+            comm.isend(message(1), 0, "p", RAW)
+            return meet(comm)
+        first, second = comm.irecv(1, 1, "p", RAW), comm.channel(5).irecv(1, 1, "p", RAW)
+        meet(comm)
+        assert not first.poll(30)  # and yet it returns
+        assert second.poll(0)
+        meet(comm)
+        first.wait()
+        return meet(comm)
+
+    together(program, 2)
+
+
+def test_any_source_takes_what_is_first_and_says_whose_and_of_which_step():
+    def program(comm):
+        votes = comm.channel(9)
+        if comm.rank:
+            comm.ledger.begin_step(10 + comm.rank)
+            votes.isend(message(comm.rank), 0, "vote", RAW).wait()
+            return meet(comm)
+        operations = [votes.irecv_any(1, "vote", RAW) for _ in range(3)]
+        for operation in operations:
+            operation.wait()
+        meet(comm)
+        return sorted((o.source, o.step, o.result.item()) for o in operations)
+
+    assert together(program, 4)[0] == [(1, 11, 1), (2, 12, 2), (3, 13, 3)]
+
+
+def test_any_source_takes_the_earliest_of_those_that_wait_already():
+    def program(comm):
+        if comm.rank:
+            if comm.rank == 2:
+                meet(comm)
+            comm.isend(message(comm.rank), 0, "vote", RAW)
+            comm.isend(message(comm.rank + 10), 0, "vote", RAW)
+            if comm.rank == 1:
+                meet(comm)
+            return meet(comm)
+        last = comm.channel(1).irecv_any(1, "never", RAW)
+        while comm.mesh.mailboxes.unclaimed < 2:
+            last.poll(0.01)
+        meet(comm)
+        while comm.mesh.mailboxes.unclaimed < 4:
+            last.poll(0.01)
+        meet(comm)
+        operations = [comm.irecv_any(1, "vote", RAW) for _ in range(4)]
+        return [o.result.item() for o in operations]
+
+    assert together(program, 3)[0] == [1, 11, 2, 12]
+
+
+def test_links_are_opened_at_the_first_message():
+    def program(comm):
+        before = set(comm.mesh.links)
+        if comm.rank == 0:
+            comm.isend(message(1), 2, "p", RAW)
+        if comm.rank == 2:
+            comm.irecv(0, 1, "p", RAW).wait()
+        meet(comm)
+        return before, set(comm.mesh.links)
+
+    assert together(program, 4) == [(set(), {2}), *[(set(), set())] * 3]
+
+
+def test_one_built_over_another_communicator_is_the_same_group():
+    def program(comm):
+        with ZmqCommunicator.over(comm, interface="127.0.0.1", timeout=5) as second:
+            run(testing.exercise_communicator(second))
+            assert second.mesh.job != comm.mesh.job
+            return second.rank, second.world_size
+
+    assert together(program, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_payload_beyond_the_limit_is_refused_by_the_sender():
+    def program(comm):
+        with pytest.raises(ConfigurationError, match="101 bytes exceeds max_message = 100"):
+            comm.isend(torch.zeros(101, dtype=torch.uint8), 1 - comm.rank, "p", RAW)
+
+    together(program, 2, settings=ZmqSettings(max_message=100))
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigurationError, match="high_water is 0; give a number above zero"):
+        ZmqSettings(high_water=0)
+
+
+def test_host_payloads_are_not_staged():
+    payload = message(1, 2, 3)
+    assert staged(payload) is payload
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_payloads_are_staged_through_pinned_memory():
+    payload = torch.arange(100, dtype=torch.uint8, device="cuda")
+    host = staged(payload)
+    assert host.is_pinned() and torch.equal(host, payload.cpu())

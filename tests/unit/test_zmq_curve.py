@@ -1,0 +1,155 @@
+"""Encryption: who has a listed key is let in, as itself; nobody else is."""
+
+import json
+import stat
+import time
+
+import pytest
+import zmq
+from torch.distributed import HashStore
+
+from sparsync import CommunicationError, ConfigurationError, testing
+from sparsync.transports.base import run
+from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
+from sparsync.transports.zmq.curve import load_curve_keys, zap_reply
+from sparsync.transports.zmq.header import Phases, pack
+
+from .zmq_group import RAW, meet, message, together
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("keys")
+    make_curve_keys(directory, 3)
+    return directory
+
+
+def test_the_contract_holds_with_encryption(keys):
+    together(lambda comm: run(testing.exercise_communicator(comm)), 3, curve_keys=keys)
+
+
+def forged(comm, source):
+    return pack(0, source, comm.mesh.job, 0, Phases().number("p"), 0, 0, 1) + b"!"
+
+
+@pytest.mark.parametrize("kind", ["no key", "unlisted key", "wrong server key"])
+def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
+    """It knows the port, the job's number and the protocol; it lacks a listed key."""
+
+    def program(comm):
+        if comm.rank == 0:
+            context = zmq.Context()
+            stranger = context.socket(zmq.PUSH)
+            if kind != "no key":
+                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                listed = load_curve_keys(keys, 0, 3).publics[0]
+                wrong = zmq.curve_keypair()[0]
+                stranger.curve_serverkey = listed if kind == "unlisted key" else wrong
+            stranger.connect(comm.mesh.endpoints[0])
+            stranger.send(forged(comm, 1))
+            assert not comm.irecv(1, 1, "p", RAW).poll(0.5)
+            refusals = comm.mesh.refusals()
+            assert refusals == ({"unlisted keys": 1} if kind == "unlisted key" else {})
+            stranger.close(linger=0)
+            context.term()
+        meet(comm)
+        if comm.rank == 1:
+            comm.isend(message(1), 0, "p", RAW).wait()
+        run(testing.exercise_communicator(comm.channel(4)))
+        return dict(comm.lost), dict(comm.dropped)
+
+    assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
+
+
+def test_a_rank_cannot_pose_as_another(keys):
+    def program(comm):
+        if comm.rank == 0:
+            run(testing.exercise_communicator(comm.channel(4)))
+            waiting = comm.irecv(1, 1, "p", RAW)
+            assert not waiting.poll(0.3)
+            assert comm.dropped == {"from a rank that poses as another": 1}
+        else:
+            run(testing.exercise_communicator(comm.channel(4)))
+            if comm.rank == 2:
+                comm.mesh.link(0).socket.send(forged(comm, 1))
+        meet(comm)
+
+    together(program, 3, curve_keys=keys)
+
+
+def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_path):
+    """It takes the addresses of a running group and poses as its rank 1, with a key of its own."""
+    make_curve_keys(tmp_path, 2)
+    (tmp_path / "rank-0.key").write_text((keys / "rank-0.key").read_text())
+
+    def program(comm):
+        if comm.rank == 0:
+            store = HashStore()
+            card = {
+                "endpoint": comm.mesh.endpoints[0],
+                "encrypted": True,
+                "max_message": comm.mesh.settings.max_message,
+                "job": comm.mesh.job,
+            }
+            store.set("sparsync/zmq/1/0", json.dumps(card))
+            intruder = ZmqCommunicator(1, 2, store=store, timeout=1.5, curve_keys=tmp_path)
+            started = time.monotonic()
+            sending = intruder.isend(message(9), 0, "p", RAW)
+            receiving = intruder.irecv(0, 1, "p", RAW)
+            with pytest.raises(CommunicationError, match="rank 1, step 0: message from rank 0"):
+                receiving.wait()
+            with pytest.raises(CommunicationError, match="refused this rank's key"):
+                sending.wait()
+                intruder.isend(message(9), 0, "p", RAW).wait()
+            assert time.monotonic() - started < 3
+            intruder.close()
+            assert comm.mesh.refusals() == {"unlisted keys": 1}
+        meet(comm)
+        run(testing.exercise_communicator(comm))
+        return dict(comm.lost), dict(comm.dropped)
+
+    assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
+
+
+def test_secret_keys_are_for_their_owner_alone(tmp_path):
+    directory = tmp_path / "new"
+    make_curve_keys(directory, 2)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    secrets = sorted(directory.glob("*.key_secret"))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600, 0o600]
+
+
+def test_keys_are_not_overwritten(keys):
+    with pytest.raises(ConfigurationError, match=r"rank-0.key is there already; remove"):
+        make_curve_keys(keys, 2)
+
+
+def test_no_keys_for_no_ranks(tmp_path):
+    with pytest.raises(ConfigurationError, match="ranks is 0"):
+        make_curve_keys(tmp_path, 0)
+
+
+def test_keys_that_do_not_fit_are_refused(keys, tmp_path):
+    make_curve_keys(tmp_path, 2)
+    (tmp_path / "rank-1.key").write_text((keys / "rank-1.key").read_text())
+    with pytest.raises(ConfigurationError, match="do not fit together"):
+        load_curve_keys(tmp_path, 1, 2)
+    (tmp_path / "rank-1.key").write_text("not a certificate")
+    with pytest.raises(ConfigurationError, match="no certificate"):
+        load_curve_keys(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        [],
+        [b"1.0"],
+        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"NULL"],
+        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE"],
+        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", b"short"],
+        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", bytes(32)],
+        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"PLAIN", b"user", b"password"],
+    ],
+)
+def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
+    assert zap_reply(request_, {b"x" * 40: 0})[2] == b"400"

@@ -1,0 +1,89 @@
+"""How ranks of the ZeroMQ transport meet, and what is refused before they do."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore
+
+from sparsync import ConfigurationError, DeadlineError
+from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+
+from .zmq_group import exchange, together
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_meet_at_an_address_which_listens_there_only():
+    port = free_port()
+    together(exchange, 2, store=None, address=f"127.0.0.1:{port}")
+    together(exchange, 2, store=None, address=f"127.0.0.1:{port}")  # and it is free again
+
+
+def test_a_store_serves_several_groups():
+    store = HashStore()
+    together(exchange, 2, store=store)
+    together(exchange, 2, store=store)
+
+
+def test_only_the_given_interface_is_bound():
+    def program(comm):
+        return comm.mesh.endpoints[comm.rank]
+
+    for interface, start in [
+        (None, "127.0.0.1:"),
+        ("lo", "127.0.0.1:"),
+        ("127.0.0.2", "127.0.0.2:"),
+    ]:
+        for endpoint in together(program, 2, interface=interface):
+            assert endpoint.startswith(f"tcp://{start}")
+
+
+def test_missing_ranks_are_named():
+    with pytest.raises(DeadlineError) as caught:
+        ZmqCommunicator(1, 4, store=HashStore(), timeout=0.2)
+    assert "no address from ranks 0, 2, 3 within 0.2 s" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "not neither"),
+        ({"store": HashStore(), "address": "a:1"}, "not both"),
+        ({"address": "nonsense"}, "address is 'nonsense'; give host:port"),
+        ({"address": "127.0.0.1:0"}, "give host:port"),
+        ({"store": HashStore(), "interface": "0.0.0.0"}, "which is all of them"),
+        ({"store": HashStore(), "interface": "*"}, "which is all of them"),
+        ({"store": HashStore(), "interface": "nic7"}, "cannot listen on interface 'nic7'"),
+        ({"store": HashStore(), "interface": "192.0.2.1"}, "cannot listen"),
+        ({"store": HashStore(), "timeout": 0}, "timeout is 0"),
+        ({"store": HashStore(), "curve_keys": "/nowhere"}, "/nowhere/rank-0.key is missing"),
+        ({"rank": 1, "store": HashStore()}, "rank is 1 of 1"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_in_one_line(options, words):
+    with pytest.raises(ConfigurationError) as caught:
+        ZmqCommunicator(**{"rank": 0, "world_size": 1, **options})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_with_other_settings_are_refused():
+    store = HashStore()
+
+    def program(rank):
+        try:
+            ZmqCommunicator(
+                rank, 2, store=store, timeout=5, settings=ZmqSettings(max_message=100 + rank)
+            )
+        except ConfigurationError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(program, range(2)))
+    assert set(texts) == {
+        "max_message differs: rank 0 has 100, ranks 1 have 101; give all ranks the same"
+    }

@@ -1,0 +1,73 @@
+"""Compile every kernel for a GPU, with Triton's own assembler: this takes no GPU and no driver.
+
+Run as a program, since a process compiles kernels or interprets them.  Triton is imported when that is
+done: collecting tests imports this file everywhere.
+"""
+
+import argparse
+import importlib
+
+B = 2048
+# by name, in the order of the parameters; a number is a compile-time constant
+SIGNATURES = {
+    "device": {
+        "swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
+        "count_above": ("*i32", "*i32", "i32", "i32", B),
+        "compact": ("*i32", "*i64", "*i64", "*i32", "i32", "i32", B),
+        "count_digits": ("*i32", "*i64", "*i64", "i32", "i32", 8, B, 256),
+        "choose_digit": ("*i64", "*i64", 256),
+        "count_top": ("*i32", "*i64", "*i32", "i32", B),
+        "compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
+        "scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
+        "count_members": ("*i64", "*i64", "*i32", "*i32", "i32", "i32", "i32", B),
+        "count_keys": ("*i32", "*i64", "*i64", "i32", "i32", "i32", B),
+    },
+    "packing_device": {
+        "encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
+        "count_ones": ("*u8", "*i32", "i32", "i32", B),
+        "decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),
+        "encode_bf16": ("*i32", "*i16", "i32", B),
+        "decode_bf16": ("*i16", "*i32", "i32", B),
+        "encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
+        "decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
+    },
+}
+
+
+def compiled(kernel, types, capability):
+    """Return the PTX of a kernel, from which machine code was assembled."""
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    named = dict(zip(kernel.arg_names, types, strict=True))
+    source = compiler.ASTSource(
+        fn=kernel,
+        signature={n: t if isinstance(t, str) else "constexpr" for n, t in named.items()},
+        constexprs={n: t for n, t in named.items() if not isinstance(t, str)},
+    )
+    result = compiler.compile(source, target=target)
+    assert result.asm["cubin"]
+    return result.asm["ptx"]
+
+
+def forms_of(types):
+    """Of lengths of 32 bits; of lengths of 1, which Triton makes compile-time constants."""
+    return types, tuple(1 if t == "i32" else t for t in types)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--capability", type=int, default=80)
+    capability = parser.parse_args().capability
+    for name, signatures in SIGNATURES.items():
+        module = importlib.import_module(f"sparsync.kernels.triton.{name}")
+        assert set(signatures) == set(module.__all__) - {"positions"}
+        for kernel, types in signatures.items():
+            for form in forms_of(types):
+                ptx = compiled(getattr(module, kernel), form, capability)
+                # flushed denormals, approximate division or contraction would not be bit-equal
+                wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
+                assert not wrong, f"{kernel} uses {wrong}"
+
+
+if __name__ == "__main__":
+    main()

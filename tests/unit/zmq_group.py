@@ -1,0 +1,67 @@
+"""Ranks of the ZeroMQ transport as threads of one process, each with sockets of its own."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from sparsync.transports.framing import Raw
+from sparsync.transports.zmq import ZmqCommunicator
+
+RAW = Raw("value")
+SECONDS = 10.0  # far more than any of these takes: a hang fails instead of hanging
+
+
+class Anything:
+    """A framing whose length the receiver does not know; not of this library."""
+
+    variable = True
+
+    def length(self, buffer):
+        return buffer.numel()
+
+    def parts(self, payload):
+        return RAW.parts(payload)
+
+
+UP_TO = Anything()
+
+
+def together(program, world_size, **options):
+    """Run ``program(comm)`` on every rank; raise the first rank's error, return all results."""
+    options = {"store": HashStore(), "timeout": SECONDS, **options}
+    everyone = threading.Barrier(world_size)
+
+    def rank(number):
+        with ZmqCommunicator(number, world_size, **options) as comm:
+            comm.everyone = everyone  # a way to meet that sends nothing
+            return program(comm)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(rank, number) for number in range(world_size)]
+    return [future.result() for future in futures]
+
+
+def message(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def meet(comm):
+    comm.everyone.wait(SECONDS)
+
+
+def fails(kind, operation):
+    with pytest.raises(kind) as caught:
+        operation.wait()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def exchange(comm):
+    """Send a byte to the other rank of two and receive its own."""
+    receiving = comm.irecv(1 - comm.rank, 1, "well", RAW)
+    comm.isend(message(comm.rank), 1 - comm.rank, "well", RAW).wait()
+    receiving.wait()
+    assert receiving.result.tolist() == [1 - comm.rank]

@@ -40,7 +40,11 @@ def noise(n, seed=0, scale=1.0):
 def bits(n, seed=0):
     """Any bit patterns: denormals, NaN of all kinds, everything."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(torch.float32)
+    return (
+        torch.randint(-(2**31), 2**31, (n,), generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def awkward(n, seed=0):

@@ -1,10 +1,12 @@
 # The first use of any target makes .venv and installs the package into it; later uses find it there.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 300
+DEMO_STEPS ?= 200
+DEMO_RATE ?= 200mbit
 
 BIN := .venv/bin
 INSTALLED := .venv/installed-by-make
+TRITON := .venv/triton-by-make
 # -c pins what is installed; these pin what builds it, with older and with newer versions of pip
 PINS := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 PIP := -m pip install --disable-pip-version-check
@@ -15,21 +17,25 @@ ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_dealing.py \
   $(wildcard tests/unit/test_packed*.py)
 
-.PHONY: help demo test test-slow test-asan check format clean
+.PHONY: help demo test test-slow test-asan triton check format clean
 
 help:
-	@echo "make demo       train on 4 local ranks, dense and Ok-Topk: table, demo/loss.png, demo/demo.json"
+	@echo "make demo       train 4 ranks on links of $(DEMO_RATE), dense and sparse: table, demo/loss.png, demo/demo.json"
 	@echo "make test       make check, then all tests that are not slow"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-asan  the tests of the native kernels, under AddressSanitizer"
+	@echo "make triton     install Triton too (700 MB): make test then runs its kernels, without a GPU"
 	@echo "make check      formatting, lint and types, without changing anything"
 	@echo "make format     format and fix what can be fixed"
 	@echo "make clean      remove caches and the demo's output (.venv stays; rm -r .venv removes it)"
 
+# a user may be allowed a lab and not know it; where it is not, the same training runs without one
 demo: $(INSTALLED)
 	@mkdir -p demo
-	$(BIN)/sparsync train --algorithm dense,oktopk --ranks 4 --steps $(DEMO_STEPS) --density 0.01 \
-	  --seed 0 --plot demo/loss.png --json demo/demo.json
+	@if why=$$($(BIN)/python -m sparsync.lab $(DEMO_RATE) 2>&1); then lab="--lab $(DEMO_RATE)"; \
+	else lab=; echo "No slow links on this machine, so dense is not held up here. ($$why)"; fi; \
+	set -x; $(BIN)/sparsync train --algorithm dense,budgeted --ranks 4 --steps $(DEMO_STEPS) \
+	  --density 0.01 --seed 0 --plot demo/loss.png --json demo/demo.json $$lab
 
 test: check
 	$(BIN)/pytest -m "not slow"
@@ -52,6 +58,13 @@ $(ASAN)/installed: $(INSTALLED)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 	  > "$$($(ASAN)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tools.pth"
 	$(PINS) $(ASAN)/bin/python $(PIP) --no-deps -C cmake.define.SPARSYNC_SANITIZE=ON -e .
+	@touch $@
+
+triton: $(TRITON)
+
+# not for the demo: it is nearly as large as torch, which brings it along where it is built for CUDA
+$(TRITON): $(INSTALLED)
+	$(PINS) $(BIN)/python $(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
 	@touch $@
 
 check: $(INSTALLED)

@@ -1,9 +1,53 @@
 // Dealing elements to ranks by a hash: see kernels/dealing.py, the specification.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace sparsync {
+
+// Divides by a number that is known at run time only, without a division where 32 bits suffice.
+class Divisor {
+ public:
+  explicit Divisor(int64_t by)
+      : by_(static_cast<uint64_t>(by)), inverse_(~uint64_t{0} / by_ + 1) {}
+
+  uint64_t quotient(uint64_t x) const {
+    // exact below 2^32 (Lemire et al., 2019); for by = 1 the inverse has wrapped to 0
+    if (inverse_ == 0) return x;
+    if (x >> 32 != 0) return x / by_;
+    return static_cast<uint64_t>((static_cast<unsigned __int128>(inverse_) * x) >> 64);
+  }
+
+ private:
+  uint64_t by_, inverse_;
+};
+
+// MurmurHash3's 32-bit finaliser, then reduced to [0, world_size).
+inline uint64_t turn(uint64_t group, uint64_t world_size) {
+  auto x = static_cast<uint32_t>(group ^ (group >> 32));
+  x = (x ^ (x >> 16)) * 0x85EBCA6BU;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35U;
+  x ^= x >> 16;
+  return (uint64_t{x} * world_size) >> 32;
+}
+
+struct Place {
+  uint64_t group, owner;
+};
+
+inline Place place_of(uint64_t index, uint64_t ranks, const Divisor &divisor) {
+  const uint64_t group = divisor.quotient(index);
+  const uint64_t owner = index - group * ranks + turn(group, ranks);
+  return {group, owner >= ranks ? owner - ranks : owner};
+}
+
+// Which of the `ranks` elements of a group belongs to an owner.
+inline uint64_t offset_of(uint64_t group, uint64_t owner, uint64_t ranks) {
+  const uint64_t offset = owner + ranks - turn(group, ranks);
+  return offset >= ranks ? offset - ranks : offset;
+}
 
 // Groups n ascending indices by owner, each group ascending.  order: their positions; local: their
 // indices within their owners; counts: `world_size` numbers.

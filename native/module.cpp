@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dealing.h"
+#include "exchange.h"
 #include "packing.h"
 #include "parallel.h"
 #include "scan.h"
@@ -126,7 +127,7 @@ uint32_t guess(Address x, int64_t n, int64_t k, int64_t stride) {
 
 int64_t merge(const std::vector<std::tuple<Address, Address, int64_t>> &streams, int64_t size,
               Address indices, Address values) {
-  std::vector<sparsync::Stream> parts;
+  std::vector<sparsync::Stream<int64_t>> parts;
   parts.reserve(streams.size());
   for (const auto &[i, v, count] : streams) parts.push_back({at<int64_t>(i), at<float>(v), count});
   return sparsync::merge(parts, size, at<int64_t>(indices), at<float>(values));
@@ -156,8 +157,53 @@ void undeal(Address local, int64_t n, int64_t owner, int64_t world_size, Address
   sparsync::undeal(at<int64_t>(local), n, owner, world_size, at<int64_t>(indices));
 }
 
-void count_from(Address values, int64_t n, Address keys, int64_t bins, Address counts) {
-  sparsync::count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
+constexpr int64_t few_bins = 128;  // up to here a mask per bin beats a search per element
+
+void count_from(Address values, int64_t n, Address keys, int64_t bins, Address counts,
+                const char *isa) {
+  for (int64_t i = 1; i < bins; ++i)
+    if (at<int64_t>(keys)[i - 1] > at<int64_t>(keys)[i])
+      throw std::invalid_argument("keys must ascend; sort them first");
+  if (bins <= few_bins)
+    scan_of(isa).count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
+  else
+    sparsync::count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
+}
+
+using RawBody = std::tuple<Address, uint64_t, uint64_t, int, uint64_t>;
+
+std::vector<sparsync::Body> bodies_of(const std::vector<RawBody> &raw) {
+  std::vector<sparsync::Body> bodies;
+  bodies.reserve(raw.size());
+  for (const auto &[bytes, nbytes, nnz, form, block] : raw)
+    bodies.push_back({at<uint8_t>(bytes), nbytes, nnz, form, block});
+  return bodies;
+}
+
+int64_t deal_and_pack(Address indices, Address values, int64_t n, int64_t world_size, int64_t own,
+                      int64_t limit, const std::tuple<Address, int, uint64_t, uint64_t> &style,
+                      const std::tuple<Address, uint64_t, Address> &messages, Address arriving,
+                      Address own_indices, Address own_values) {
+  const auto &[header, form, block, width] = style;
+  const auto &[start, stride, lengths] = messages;
+  return sparsync::deal_and_pack(
+      {at<int64_t>(indices), at<float>(values), n}, world_size, own, limit,
+      {at<uint8_t>(header), form, block, width},
+      {at<uint8_t>(start), stride, at<int64_t>(lengths), at<float>(arriving),
+       at<int64_t>(own_indices), at<float>(own_values)});
+}
+
+int64_t unpack_and_sum(const std::vector<RawBody> &raw, int64_t own, Address indices,
+                       Address values, int64_t n, uint64_t width, Address out_indices,
+                       Address out_values) {
+  return sparsync::unpack_and_sum(bodies_of(raw), own, {at<int64_t>(indices), at<float>(values), n},
+                                  width, at<int64_t>(out_indices), at<float>(out_values));
+}
+
+int64_t unpack_and_undeal(const std::vector<RawBody> &raw, uint64_t width, uint64_t size,
+                          Address indices, Address values, const char *isa) {
+  return sparsync::unpack_and_undeal(bodies_of(raw), width, size, scan_of(isa),
+                                     at<int64_t>(indices), at<float>(values));
 }
 
 }  // namespace
@@ -188,5 +234,8 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
+  m.def("deal_and_pack", &deal_and_pack, released());
+  m.def("unpack_and_sum", &unpack_and_sum, released());
+  m.def("unpack_and_undeal", &unpack_and_undeal, released());
   bind_packing(m);
 }

@@ -24,6 +24,9 @@ static inline uint32_t key_of(float value) {
 // Elements per step of a collecting pass: the parts of two vectors stay in the L1 cache.
 constexpr int64_t scan_step = 4096;
 
+// Slots that `order` tells apart: their bits fill 8 KiB.
+constexpr uint64_t slots_per_tile = uint64_t{1} << 16;
+
 // Room for what a worker finds: upwards, or downwards from its end.
 // `count` is `capacity + 1` once more was found than fits.
 struct Found {
@@ -54,6 +57,11 @@ struct Scan {
   // writes the positions with a key > `key`, and of those with this key the first `ties`
   int64_t (*take)(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *positions,
                   int64_t capacity);
+  // how many reach each of `bins` ascending keys
+  void (*count_from)(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts);
+  // sorts n entries by their slots, all different; writes `base` + slot and the value
+  void (*order)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
+                int64_t *indices, float *sorted);
 };
 
 // nullptr where this build or this machine does not have the instruction set

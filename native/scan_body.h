@@ -148,6 +148,38 @@ int64_t take(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *pos
   return taken;
 }
 
-constexpr sparsync::Scan passes{swap_add, accumulate, find, count, bounds, take};
+// A mask per key and 64 elements; a step's elements stay in the L1 cache.
+void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts) {
+  for (int64_t b = 0; b < bins; ++b) counts[b] = 0;
+  for (int64_t start = 0; start < n; start += sparsync::scan_step) {
+    const int64_t stop = start + sparsync::scan_step < n ? start + sparsync::scan_step : n;
+    for (int64_t b = 0; b < bins; ++b) {
+      if (keys[b] > int64_t{sparsync::largest_key}) break;
+      counts[b] += count(x, start, stop, static_cast<uint32_t>(keys[b] < 0 ? 0 : keys[b]));
+    }
+  }
+}
+
+void order(const uint16_t *slots, const float *values, int64_t n, int64_t base, int64_t *indices,
+           float *sorted) {
+  constexpr uint64_t words = sparsync::slots_per_tile / lane;
+  uint64_t bits[words] = {};
+  uint16_t before[words];  // entries in lower words: all but the last place fit 16 bits
+  for (int64_t i = 0; i < n; ++i) bits[slots[i] / lane] |= uint64_t{1} << (slots[i] % lane);
+  uint32_t total = 0;
+  for (uint64_t w = 0; w < words; ++w) {
+    before[w] = static_cast<uint16_t>(total);
+    total += static_cast<uint32_t>(__builtin_popcountll(bits[w]));
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t lower = bits[slots[i] / lane] & ((uint64_t{1} << (slots[i] % lane)) - 1);
+    const int64_t place = before[slots[i] / lane] + __builtin_popcountll(lower);
+    indices[place] = base + slots[i];
+    sorted[place] = values[i];
+  }
+}
+
+constexpr sparsync::Scan passes{swap_add, accumulate, find,       count,
+                                bounds,   take,       count_from, order};
 
 }  // namespace

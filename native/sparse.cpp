@@ -29,7 +29,8 @@ struct Tile {
 };
 
 // Adds what the stream has below `stop`; `at` moves on.
-void add_until(int64_t start, int64_t stop, const Stream &stream, int64_t &at, Tile &t) {
+template <typename Index>
+void add_until(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &at, Tile &t) {
   const auto room = static_cast<uint64_t>(stop - start);
   int64_t i = at;
   for (; i < stream.count; ++i) {
@@ -60,16 +61,41 @@ int64_t drain(int64_t start, Tile &t, int64_t *indices, float *values) {
   return count;
 }
 
+// Two streams need no tile.
+template <typename Index>
+int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, int64_t *indices,
+                  float *values) {
+  constexpr int64_t end = std::numeric_limits<int64_t>::max();
+  int64_t i = 0, j = 0, count = 0, last = -1;
+  for (;;) {
+    const int64_t next_a = i < a.count ? static_cast<int64_t>(a.indices[i]) : end;
+    const int64_t next_b = j < b.count ? static_cast<int64_t>(b.indices[j]) : end;
+    const int64_t next = std::min(next_a, next_b);
+    if (next == end) return count;
+    if (next <= last || next >= size) refuse_order("merge: indices of a stream");
+    last = next;
+    float sum = 0;
+    if (next_a == next) sum += a.values[i++];
+    if (next_b == next) sum += b.values[j++];
+    indices[count] = next;
+    values[count] = sum;
+    count += sum != 0;
+  }
+}
+
 }  // namespace
 
-int64_t merge(const std::vector<Stream> &streams, int64_t size, int64_t *indices, float *values) {
+template <typename Index>
+int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, int64_t *indices,
+              float *values) {
+  if (streams.size() == 2) return merge_two(streams[0], streams[1], size, indices, values);
   const auto t = std::make_unique<Tile>();
   std::vector<int64_t> at(streams.size(), 0);
   int64_t count = 0, done = 0;  // all below `done` is written
   for (;;) {
     int64_t next = std::numeric_limits<int64_t>::max();
     for (size_t s = 0; s < streams.size(); ++s)
-      if (at[s] < streams[s].count) next = std::min(next, streams[s].indices[at[s]]);
+      if (at[s] < streams[s].count) next = std::min(next, static_cast<int64_t>(streams[s].indices[at[s]]));
     if (next == std::numeric_limits<int64_t>::max()) return count;
     if (next < done || next >= size) refuse_order("merge: indices of a stream");
     const int64_t start = next / tile * tile;  // tiles without entries are skipped
@@ -78,6 +104,9 @@ int64_t merge(const std::vector<Stream> &streams, int64_t size, int64_t *indices
     count += drain(start, *t, indices + count, values + count);
   }
 }
+
+template int64_t merge(const std::vector<Stream<int64_t>> &, int64_t, int64_t *, float *);
+template int64_t merge(const std::vector<Stream<uint32_t>> &, int64_t, int64_t *, float *);
 
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,
                     int64_t *positions) {

@@ -7,15 +7,18 @@
 
 namespace sparsync {
 
+template <typename Index>
 struct Stream {
-  const int64_t *indices;
+  const Index *indices;
   const float *values;
   int64_t count;
 };
 
 // Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
-// The output has room for all entries of all streams.
-int64_t merge(const std::vector<Stream> &streams, int64_t size, int64_t *indices, float *values);
+// The output has room for all entries of all streams.  Index: int64_t or uint32_t.
+template <typename Index>
+int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, int64_t *indices,
+              float *values);
 
 // Writes the positions in `indices` of those that occur in `among`; both ascend; returns how many.
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,

@@ -1,5 +1,7 @@
 """One profile for all property tests: the same examples on every run and machine, no deadline."""
 
+import os
+
 import torch
 from hypothesis import settings
 
@@ -8,3 +10,7 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # the vectors are small; more threads only wait for each other
+if not torch.cuda.is_available():
+    # Triton decides when it is imported whether it interprets; some test may import it before those
+    # of its kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
 from sparsync.collectives.marginal import choose
-from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.packed import Packed
+from sparsync.wire.parcels import Parcels, decode_sum, decode_undealt, encode_dealt
 
 __all__ = ["Budgeted", "BudgetedState", "histogram_bytes"]
 
@@ -79,14 +79,6 @@ class _Limits(NamedTuple):
     histogram: int
 
 
-class _Sent(NamedTuple):
-    """What one rank gave away: all its entries, with the values that arrived (0: did not fit)."""
-
-    entries: SparseVector
-    payloads: list[Tensor]
-    own: SparseVector
-
-
 @final
 class Budgeted(Collective):
     """The k largest entries of the sum, below the volume that Theorem 3.1 proves for COO.
@@ -136,8 +128,8 @@ class Budgeted(Collective):
         mine = capped(selected, k, 1.0)
         width = -(-mine.size // comm.world_size)  # elements of one owner
         limits = self._limits(comm.world_size, k, width, mine.values.dtype)
-        sent = self._deal(comm, mine, width, limits)
-        region = await self._split(comm, sent, width, limits)
+        parcels = encode_dealt(self.codec, mine, comm.world_size, comm.rank, limits.split)
+        region = await self._split(comm, parcels, limits)
         choice = await choose(
             comm,
             region.values,
@@ -150,9 +142,9 @@ class Budgeted(Collective):
         kept = region.top(choice.counts[comm.rank])
         total, rounded = await self._allgather(comm, kept, choice.counts, mine.size)
         self.state = self.state.after(choice.threshold_key)
-        delivered = sent.entries.restrict(total.indices)
-        delivered = self._keep_error(comm, delivered, kept, rounded)
-        return Reduced(total, delivered)
+        sent = SparseVector(mine.indices, parcels.arriving, mine.size)
+        delivered = sent.restrict(total.indices)
+        return Reduced(total, self._keep_error(comm, delivered, kept, rounded))
 
     def _limits(self, world_size: int, k: int, width: int, dtype: torch.dtype) -> _Limits:
         """Divide the budget among messages; without one, only what can be is a limit."""
@@ -163,48 +155,15 @@ class Budgeted(Collective):
         entries = self.codec.entries_within(int((message - histogram) / 2), width, dtype)
         return _Limits(min(entries, k), min(entries, k), histogram)
 
-    def _deal(self, comm: Communicator, mine: SparseVector, width: int, limits: _Limits) -> _Sent:
-        """Group the entries by owner, cut what does not fit, encode, note what will arrive."""
-        dealt = kernels.deal(mine.indices, comm.world_size)
-        values = mine.values[dealt.order]
-        arriving = torch.zeros_like(values)
-        payloads, own, start = [], SparseVector.empty(width, mine.values), 0
-        for owner, count in enumerate(dealt.counts):
-            part = slice(start, start + count)
-            entries, there = SparseVector(dealt.local[part], values[part], width), arriving[part]
-            start += count
-            if owner == comm.rank:
-                own = entries
-                there.copy_(entries.values)
-                payloads.append(torch.empty(0, dtype=torch.uint8))
-                continue
-            if count > limits.split:
-                fitting = kernels.top(entries.values, limits.split)
-                encoded = self.codec.encode(entries.keep(fitting))
-                there[fitting] = encoded.decoded.values
-            else:
-                encoded = self.codec.encode(entries)
-                there.copy_(encoded.decoded.values)
-            payloads.append(encoded.payload)
-        back = torch.empty_like(arriving)
-        back[dealt.order] = arriving
-        return _Sent(SparseVector(mine.indices, back, mine.size), payloads, own)
-
-    async def _split(
-        self, comm: Communicator, sent: _Sent, width: int, limits: _Limits
-    ) -> SparseVector:
+    async def _split(self, comm: Communicator, parcels: Parcels, limits: _Limits) -> SparseVector:
         """Return the sum over ranks of what this rank owns, a left fold in rank order."""
-        dtype, device = sent.own.values.dtype, sent.own.values.device
-        capacity = self.codec.nbytes(limits.split, width, dtype)
-        messages = await comm.alltoallv(
-            sent.payloads, [capacity] * comm.world_size, "split", MessageFraming(self.codec)
-        )
-        shares = [
-            sent.own if rank == comm.rank else self.codec.decode(message, width).to(device)
-            for rank, message in enumerate(messages)
-        ]
+        own = parcels.own
+        capacity = self.codec.nbytes(limits.split, own.size, own.values.dtype)
+        capacities = [capacity] * comm.world_size
+        framing = MessageFraming(self.codec)
+        messages = await comm.alltoallv(parcels.messages, capacities, "split", framing)
         await comm.work(sum(message.numel() for message in messages))
-        return SparseVector.merge(shares)
+        return decode_sum(self.codec, messages, comm.rank, own)
 
     async def _allgather(
         self, comm: Communicator, kept: SparseVector, counts: list[int], size: int
@@ -213,24 +172,16 @@ class Budgeted(Collective):
         if comm.world_size == 1:
             return SparseVector(kept.indices, kept.values, size), kept
         encoded = self.codec.encode(kept)
-        dtype, device, width = kept.values.dtype, kept.values.device, kept.size
+        dtype, width = kept.values.dtype, kept.size
         messages = await comm.alltoallv(
             [encoded.payload] * comm.world_size,
             [self.codec.nbytes(count, width, dtype) for count in counts],
             "allgather",
             MessageFraming(self.codec),
         )
-        pieces = []
-        for rank, message in enumerate(messages):
-            piece = encoded.decoded if rank == comm.rank else self.codec.decode(message, width)
-            indices = kernels.undeal(piece.indices.to(device), rank, comm.world_size)
-            if indices.numel() and int(indices[-1]) >= size:
-                raise WireFormatError(
-                    f"rank {rank} sent an element beyond the vector's {size}; it is corrupt or hostile"
-                )
-            pieces.append(SparseVector(indices, piece.values.to(device), size))
+        messages[comm.rank] = encoded.payload
         await comm.work(sum(message.numel() for message in messages))
-        return SparseVector.merge(pieces), encoded.decoded
+        return decode_undealt(self.codec, messages, size, kept), encoded.decoded
 
     def _keep_error(
         self,

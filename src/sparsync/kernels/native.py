@@ -217,7 +217,7 @@ def scatter_(
     return dense
 
 
-def count_from(values: Tensor, keys: Tensor) -> Tensor:
+def count_from(values: Tensor, keys: Tensor, *, isa: str | None = None) -> Tensor:
     """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
 
     Raises:
@@ -227,7 +227,7 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
     counts = torch.empty_like(keys)
     addresses = _address("values", values), _address("keys", keys, torch.int64)
     arguments = (addresses[0], values.numel(), addresses[1], keys.numel(), counts.data_ptr())
-    _guarded(EXTENSION.count_from, *arguments)
+    _guarded(EXTENSION.count_from, *arguments, isa or chosen())
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, final
 
@@ -111,11 +112,42 @@ class Packed(Codec):
                 f"packed takes regions of up to 2^32 elements and no more entries than elements, "
                 f"not {vector.nnz} of {size}; use smaller units or more regions"
             )
-        block = self.block if self._form == packing.INT8 else 0
-        header = pack_header(Header(self.format, values.dtype, vector.nnz, self._form))
-        start = header + _SHAPE.pack(size | block << 48)
-        payload, rounded = packing.pack(start, vector.indices, values, size, self._form, block)
+        start = self.start(vector.nnz, size, values.dtype)
+        payload, rounded = packing.pack(start, vector.indices, values, size, *self.form_and_block)
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
+
+    @property
+    def form_and_block(self) -> tuple[int, int]:
+        """How values are packed, for the kernels; blocks matter to int8 alone."""
+        return self._form, self.block if self._form == packing.INT8 else 0
+
+    def start(self, nnz: int, size: int, dtype: torch.dtype) -> bytes:
+        """Return the first 16 bytes of a message."""
+        header = pack_header(Header(self.format, dtype, nnz, self._form))
+        return header + _SHAPE.pack(size | self.form_and_block[1] << 48)
+
+    def bodies(
+        self, payloads: Sequence[Tensor], size: int, skip: int | None = None
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Check headers and lengths; return address, bytes, entries, form and block of the bodies.
+
+        Args:
+            payloads: uint8 tensors on the CPU, kept alive by the caller.
+            size: elements of the region that all are for.
+            skip: a payload that is not looked at.
+
+        Raises:
+            WireFormatError: see ``decode``.
+        """
+        result = []
+        for i, payload in enumerate(payloads):
+            if i == skip:
+                result.append((0, 0, 0, self._form, 1))
+                continue
+            header, block = self._checked(payload, size)
+            address, nbytes = payload.data_ptr() + _START_BYTES, payload.numel() - _START_BYTES
+            result.append((address, nbytes, header.count, header.option, block))
+        return result
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode and check every bit but the values', which may be anything.
@@ -123,6 +155,13 @@ class Packed(Codec):
         Raises:
             WireFormatError: the payload is not a packed message for ``size`` elements.
         """
+        header, block = self._checked(payload, size)
+        body = payload[_START_BYTES:]
+        indices, values = packing.unpack(body, header.count, size, header.option, block)
+        return SparseVector(indices, values.to(header.dtype), size)
+
+    def _checked(self, payload: Tensor, size: int) -> tuple[Header, int]:
+        """Read what stands before the values, and check it against the payload."""
         header, sender_size, block = shape = self._shape(payload)
         expected = shape.parts().nbytes
         if payload.numel() != expected:
@@ -135,9 +174,7 @@ class Packed(Codec):
                 f"a message is for a region of {sender_size} elements, expected {size}; "
                 "do all ranks cut the same regions?"
             )
-        body = payload[_START_BYTES:]
-        indices, values = packing.unpack(body, header.count, size, header.option, block)
-        return SparseVector(indices, values.to(header.dtype), size)
+        return header, block
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
         """Return 16 bytes of header and shape, and the bytes of values and indices."""

@@ -1,0 +1,164 @@
+#include "exchange.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "dealing.h"
+#include "packed.h"
+#include "sparse.h"
+
+namespace sparsync {
+namespace {
+
+constexpr uint64_t header_bytes = 16, count_at = 4;
+
+// Uninitialised memory: what is never written is never touched.
+template <typename T>
+std::unique_ptr<T[]> room(uint64_t count) {
+  return std::unique_ptr<T[]>(new T[std::max<uint64_t>(count, 1)]);
+}
+
+struct Unpacked {
+  std::unique_ptr<uint32_t[]> indices;
+  std::unique_ptr<float[]> values;
+  std::vector<uint64_t> starts;  // of every message, and the end
+};
+
+// Returns -1, or the message that is malformed.
+int64_t unpack_all(const std::vector<Body> &bodies, int64_t skip, uint64_t width, Unpacked &out) {
+  out.starts.assign(1, 0);
+  for (std::size_t i = 0; i < bodies.size(); ++i)
+    out.starts.push_back(out.starts.back() +
+                         (static_cast<int64_t>(i) == skip ? 0 : bodies[i].nnz));
+  out.indices = room<uint32_t>(out.starts.back());
+  out.values = room<float>(out.starts.back());
+  for (std::size_t i = 0; i < bodies.size(); ++i) {
+    if (static_cast<int64_t>(i) == skip) continue;
+    const Body &body = bodies[i];
+    const int64_t found =
+        packed::unpack(body.bytes, body.nbytes, body.nnz, width, body.form, body.block,
+                       out.indices.get() + out.starts[i], out.values.get() + out.starts[i]);
+    if (found < 0 || static_cast<uint64_t>(found) != body.nnz) return static_cast<int64_t>(i);
+  }
+  return -1;
+}
+
+void check_width(uint64_t width) {
+  if (width > packed::size_limit) throw std::invalid_argument("an owner has too many elements");
+}
+
+}  // namespace
+
+int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, int64_t limit,
+                      const Style &style, const Parcels &out) {
+  check_width(style.width);
+  const auto n = static_cast<uint64_t>(entries.count), ranks = static_cast<uint64_t>(world_size);
+  const Divisor divisor(world_size);
+  const auto owners = room<uint32_t>(n), groups = room<uint32_t>(n), dealt = room<uint32_t>(n),
+             order = room<uint32_t>(n);
+  const auto values = room<float>(n), seen = room<float>(n);
+  std::vector<uint64_t> next(ranks + 1, 0);
+  for (uint64_t i = 0; i < n; ++i) {
+    const Place place = place_of(static_cast<uint64_t>(entries.indices[i]), ranks, divisor);
+    if (place.group >= style.width) throw std::invalid_argument("an index beyond the vector");
+    owners[i] = static_cast<uint32_t>(place.owner);
+    groups[i] = static_cast<uint32_t>(place.group);
+    ++next[place.owner + 1];
+  }
+  for (uint64_t r = 0; r < ranks; ++r) {
+    const bool over = next[r + 1] > static_cast<uint64_t>(limit);
+    if (over && r != static_cast<uint64_t>(own)) return -1;
+    next[r + 1] += next[r];
+  }
+  std::vector<uint64_t> starts(next);
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t place = next[owners[i]]++;
+    dealt[place] = groups[i];
+    order[place] = static_cast<uint32_t>(i);
+    values[place] = entries.values[i];
+  }
+  for (uint64_t r = 0; r < ranks; ++r) {
+    const uint64_t start = starts[r], nnz = starts[r + 1] - start;
+    if (r == static_cast<uint64_t>(own)) {
+      std::copy_n(dealt.get() + start, nnz, out.own_indices);
+      std::copy_n(values.get() + start, nnz, out.own_values);
+      for (uint64_t i = start; i < start + nnz; ++i) out.arriving[order[i]] = values[i];
+      out.lengths[r] = 0;
+      continue;
+    }
+    const uint64_t body =
+        packed::value_bytes(nnz, style.form, style.block) + packed::index_bytes(nnz, style.width);
+    if (header_bytes + body > out.stride) throw std::invalid_argument("a message has no room");
+    uint8_t *message = out.messages + r * out.stride;
+    std::memcpy(message, style.header, header_bytes);
+    packed::store(message + count_at, static_cast<uint32_t>(nnz));
+    float *decoded = style.form == packed::fp32 ? values.get() + start : seen.get() + start;
+    if (!packed::pack(dealt.get() + start, values.get() + start, nnz, style.width, style.form,
+                      style.block, message + header_bytes, body, decoded))
+      throw std::invalid_argument("indices must ascend; sort and coalesce them first");
+    for (uint64_t i = 0; i < nnz; ++i) out.arriving[order[start + i]] = decoded[i];
+    out.lengths[r] = static_cast<int64_t>(header_bytes + body);
+  }
+  return static_cast<int64_t>(starts[static_cast<uint64_t>(own) + 1] -
+                              starts[static_cast<uint64_t>(own)]);
+}
+
+int64_t unpack_and_sum(const std::vector<Body> &bodies, int64_t own, const Entries &mine,
+                       uint64_t width, int64_t *indices, float *values) {
+  check_width(width);
+  Unpacked all;
+  const int64_t broken = unpack_all(bodies, own, width, all);
+  if (broken >= 0) return -1 - broken;
+  const auto my_indices = room<uint32_t>(static_cast<uint64_t>(mine.count));
+  std::copy_n(mine.indices, mine.count, my_indices.get());
+  std::vector<Stream<uint32_t>> streams;
+  for (std::size_t i = 0; i < bodies.size(); ++i) {
+    if (static_cast<int64_t>(i) == own)
+      streams.push_back({my_indices.get(), mine.values, mine.count});
+    else
+      streams.push_back({all.indices.get() + all.starts[i], all.values.get() + all.starts[i],
+                         static_cast<int64_t>(bodies[i].nnz)});
+  }
+  return merge(streams, static_cast<int64_t>(width), indices, values);
+}
+
+int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size,
+                          const Scan &scan, int64_t *indices, float *values) {
+  check_width(width);
+  Unpacked all;
+  const int64_t broken = unpack_all(bodies, -1, width, all);
+  if (broken >= 0) return -1 - broken;
+  const uint64_t ranks = bodies.size();
+  const uint64_t groups = std::max<uint64_t>(slots_per_tile / ranks, 1);
+  if (groups * ranks > slots_per_tile) throw std::invalid_argument("too many ranks");
+  std::vector<uint64_t> at(all.starts.begin(), all.starts.end() - 1);
+  const auto slots = room<uint16_t>(slots_per_tile);
+  const auto chosen = room<float>(slots_per_tile);
+  int64_t count = 0;
+  for (;;) {
+    uint64_t first = width;  // tiles without entries are skipped
+    for (uint64_t r = 0; r < ranks; ++r)
+      if (at[r] < all.starts[r + 1]) first = std::min<uint64_t>(first, all.indices[at[r]]);
+    if (first == width) return count;
+    first = first / groups * groups;
+    int64_t found = 0;
+    for (uint64_t r = 0; r < ranks; ++r) {
+      for (uint64_t &i = at[r]; i < all.starts[r + 1] && all.indices[i] < first + groups; ++i) {
+        const uint64_t group = all.indices[i], offset = offset_of(group, r, ranks);
+        if (group * ranks + offset >= size) return -1 - static_cast<int64_t>(r);
+        slots[static_cast<uint64_t>(found)] =
+            static_cast<uint16_t>((group - first) * ranks + offset);
+        chosen[static_cast<uint64_t>(found)] = all.values[i];
+        found += all.values[i] != 0;
+      }
+    }
+    scan.order(slots.get(), chosen.get(), found, static_cast<int64_t>(first * ranks),
+               indices + count, values + count);
+    count += found;
+  }
+}
+
+}  // namespace sparsync

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import SparseVector
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import native
+from sparsync.wire import Coo, Packed
+from sparsync.wire.parcels import decode_sum, decode_undealt, encode_dealt
+
+from .strategies import same_vector
+
+CODECS = [Packed(), Packed("int8"), Packed("int8", block=5), Packed("fp32"), Coo()]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, 3.4e38, 1.0]
+
+
+def vector(size, nnz, seed, special=False):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(size, generator=generator)[:nnz].sort().values
+    values = torch.randn(indices.numel(), generator=generator)
+    if special and indices.numel():
+        places = torch.randint(indices.numel(), (4,), generator=generator)
+        choice = torch.randint(len(SPECIAL), (4,), generator=generator)
+        values[places] = torch.tensor(SPECIAL)[choice]
+    return SparseVector(indices, values, size)
+
+
+def on_the_specification(function):
+    """Call with the native kernels switched off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "chosen", lambda: "torch")
+        return function()
+
+
+def same_bits(a, b):
+    assert torch.equal(a.indices, b.indices)
+    nan = a.values.isnan()
+    assert torch.equal(nan, b.values.isnan())
+    assert torch.equal(a.values[~nan], b.values[~nan]) and a.size == b.size
+
+
+problems = st.tuples(
+    st.sampled_from(CODECS),
+    st.integers(1, 400),  # size
+    st.integers(0, 120),  # entries
+    st.integers(1, 9),  # ranks
+    st.integers(0, 10_000),  # seed
+)
+
+
+@given(problems, st.booleans())
+def test_cpp_deals_and_packs_as_the_specification(problem, special):
+    codec, size, nnz, world_size, seed = problem
+    v, rank = vector(size, min(nnz, size), seed, special), seed % world_size
+    fast = encode_dealt(codec, v, world_size, rank, limit=size)
+    slow = on_the_specification(lambda: encode_dealt(codec, v, world_size, rank, limit=size))
+    for mine, other in zip(fast.messages, slow.messages, strict=True):
+        assert torch.equal(mine, other)
+    same_bits(fast.own, slow.own)
+    same_bits(
+        SparseVector(v.indices, fast.arriving, size), SparseVector(v.indices, slow.arriving, size)
+    )
+
+
+def exchanged(codec, vectors, world_size, rank):
+    """The messages that a rank receives, and its own share."""
+    sent = [encode_dealt(codec, v, world_size, r, v.size) for r, v in enumerate(vectors)]
+    return [parcels.messages[rank] for parcels in sent], sent[rank].own
+
+
+@given(problems)
+def test_cpp_sums_as_the_specification(problem):
+    codec, size, nnz, world_size, seed = problem
+    vectors = [vector(size, min(nnz, size), seed + r, special=r == 1) for r in range(world_size)]
+    rank = seed % world_size
+    messages, own = exchanged(codec, vectors, world_size, rank)
+    fast = decode_sum(codec, messages, rank, own)
+    slow = on_the_specification(lambda: decode_sum(codec, messages, rank, own))
+    same_bits(fast.check(), slow)
+
+
+@given(problems)
+def test_dealing_and_joining_is_the_identity_up_to_rounding(problem):
+    codec, size, nnz, world_size, seed = problem
+    v = vector(size, min(nnz, size), seed)
+    parcels = encode_dealt(codec, v, world_size, rank=0, limit=size)
+    messages = [codec.encode(parcels.own).payload, *parcels.messages[1:]]
+    fast = decode_undealt(codec, messages, size, v).check()
+    slow = on_the_specification(lambda: decode_undealt(codec, messages, size, v))
+    same_bits(fast, slow)
+    if world_size == 1:
+        return
+    assert torch.isin(fast.indices, v.indices).all()
+    if codec.exact:
+        same_vector(fast, v)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_what_does_not_fit_is_the_smallest_and_does_not_arrive(codec):
+    v = vector(1000, 600, seed=1)
+    parcels = encode_dealt(codec, v, world_size=3, rank=2, limit=50)
+    arrived = parcels.arriving != 0
+    assert [codec.decode(m, 334).nnz for m in parcels.messages[:2]] == [50, 50]
+    assert int(arrived.sum()) <= 100 + parcels.own.nnz
+    assert v.values[arrived].abs().max() == v.values.abs().max()
+
+
+@pytest.mark.parametrize("size", [10, 2**31, 2**34])
+def test_indices_beyond_32_bits(size):
+    v = SparseVector(torch.tensor([0, size // 2, size - 1]), torch.tensor([1.0, 2.0, 3.0]), size)
+    parcels = encode_dealt(Packed(), v, world_size=8, rank=0, limit=3)
+    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
+    same_vector(decode_undealt(Packed(), messages, size, v), v)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 200), st.integers(0, 255))
+def test_hostile_bytes_give_an_error_or_entries_within_the_vector(seed, place, byte):
+    size, world_size = 97, 3
+    v = vector(size, 60, seed)
+    parcels = encode_dealt(Packed(), v, world_size, rank=0, limit=size)
+    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
+    broken = messages[1].clone()
+    broken[place % broken.numel()] = byte
+    for decode in (
+        lambda: decode_undealt(Packed(), [messages[0], broken, messages[2]], size, v),
+        lambda: decode_sum(Packed(), [messages[0], broken, messages[2]], 0, parcels.own),
+    ):
+        try:
+            result = decode()
+        except WireFormatError:
+            continue
+        result.check()
+
+
+def test_an_element_beyond_the_vector_is_refused():
+    # 4 elements of 3 owners: the last group has one; an owner claims another
+    width = 2
+    claim = SparseVector(torch.tensor([1]), torch.tensor([1.0]), width)
+    empty = SparseVector.empty(width, claim.values)
+    for codec in (Packed(), Coo()):
+        refused = 0
+        for owner in range(3):
+            vectors = [claim if r == owner else empty for r in range(3)]
+            messages = [codec.encode(x).payload for x in vectors]
+            try:
+                decode_undealt(codec, messages, 4, claim)
+            except WireFormatError as error:
+                assert f"rank {owner}" in str(error) and "beyond the vector's 4" in str(error)
+                refused += 1
+        assert refused == 2
+
+
+def test_unordered_entries_are_refused():
+    v = SparseVector(torch.tensor([5, 2]), torch.tensor([1.0, 2.0]), 9)
+    with pytest.raises(ConfigurationError, match="ascend"):
+        encode_dealt(Packed(), v, world_size=1, rank=5, limit=9)

@@ -8,6 +8,7 @@
 
 #include "dealing.h"
 #include "packed.h"
+#include "select.h"
 #include "sparse.h"
 
 namespace sparsync {
@@ -44,6 +45,21 @@ int64_t unpack_all(const std::vector<Body> &bodies, int64_t skip, uint64_t width
     if (found < 0 || static_cast<uint64_t>(found) != body.nnz) return static_cast<int64_t>(i);
   }
   return -1;
+}
+
+// Of `found` entries behind the first `count`, drops those that tie at the threshold when no place is
+// left for them; returns the new count.
+int64_t without_late_ties(Threshold &least, int64_t count, int64_t found, int64_t *indices,
+                          float *values) {
+  int64_t kept = count;
+  for (int64_t i = count; i < count + found; ++i) {
+    const bool tie = key_of(values[i]) == least.key;
+    indices[kept] = indices[i];
+    values[kept] = values[i];
+    kept += !tie || least.ties > 0;
+    least.ties -= tie && least.ties > 0;
+  }
+  return kept;
 }
 
 void check_width(uint64_t width) {
@@ -125,7 +141,7 @@ int64_t unpack_and_sum(const std::vector<Body> &bodies, int64_t own, const Entri
   return merge(streams, static_cast<int64_t>(width), indices, values);
 }
 
-int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size,
+int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size, int64_t k,
                           const Scan &scan, int64_t *indices, float *values) {
   check_width(width);
   Unpacked all;
@@ -134,9 +150,15 @@ int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint6
   const uint64_t ranks = bodies.size();
   const uint64_t groups = std::max<uint64_t>(slots_per_tile / ranks, 1);
   if (groups * ranks > slots_per_tile) throw std::invalid_argument("too many ranks");
+  Threshold least{0, 0};  // all that is not zero
+  const auto sent = static_cast<int64_t>(all.starts.back());
+  if (k < scan.count(all.values.get(), 0, sent, 1))
+    least = k > 0 ? threshold(all.values.get(), sent, k, scan) : Threshold{largest_key, 0};
+  const bool has_ties = least.ties > 0;
+  const uint32_t lowest = has_ties ? least.key : least.key + 1;
   std::vector<uint64_t> at(all.starts.begin(), all.starts.end() - 1);
-  const auto slots = room<uint16_t>(slots_per_tile);
-  const auto chosen = room<float>(slots_per_tile);
+  const auto slots = room<uint16_t>(slots_per_tile + 1);
+  const auto chosen = room<float>(slots_per_tile + 1);
   int64_t count = 0;
   for (;;) {
     uint64_t first = width;  // tiles without entries are skipped
@@ -152,12 +174,12 @@ int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint6
         slots[static_cast<uint64_t>(found)] =
             static_cast<uint16_t>((group - first) * ranks + offset);
         chosen[static_cast<uint64_t>(found)] = all.values[i];
-        found += all.values[i] != 0;
+        found += key_of(all.values[i]) >= lowest;
       }
     }
     scan.order(slots.get(), chosen.get(), found, static_cast<int64_t>(first * ranks),
                indices + count, values + count);
-    count += found;
+    count = has_ties ? without_late_ties(least, count, found, indices, values) : count + found;
   }
 }
 

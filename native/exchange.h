@@ -51,9 +51,10 @@ int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, i
 int64_t unpack_and_sum(const std::vector<Body> &bodies, int64_t own, const Entries &mine,
                        uint64_t width, int64_t *indices, float *values);
 
-// Joins what every owner kept to one vector of `size` elements, ascending, without zeros.
-// Returns the count; -1 - i if message i is malformed or names an element beyond `size`.
-int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size,
+// Joins what every owner sent to one vector of `size` elements, ascending, and of that the `k` largest
+// (ties to the lower index), without zeros.  Returns the count; -1 - i if message i is malformed or
+// names an element beyond `size`.
+int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size, int64_t k,
                           const Scan &scan, int64_t *indices, float *values);
 
 }  // namespace sparsync

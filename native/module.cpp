@@ -200,9 +200,9 @@ int64_t unpack_and_sum(const std::vector<RawBody> &raw, int64_t own, Address ind
                                   width, at<int64_t>(out_indices), at<float>(out_values));
 }
 
-int64_t unpack_and_undeal(const std::vector<RawBody> &raw, uint64_t width, uint64_t size,
+int64_t unpack_and_undeal(const std::vector<RawBody> &raw, uint64_t width, uint64_t size, int64_t k,
                           Address indices, Address values, const char *isa) {
-  return sparsync::unpack_and_undeal(bodies_of(raw), width, size, scan_of(isa),
+  return sparsync::unpack_and_undeal(bodies_of(raw), width, size, k, scan_of(isa),
                                      at<int64_t>(indices), at<float>(values));
 }
 

@@ -35,11 +35,6 @@ void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift
   }
 }
 
-struct Threshold {
-  uint32_t key;  // all above it are taken
-  int64_t ties;  // and this many of those that equal it
-};
-
 // Where the `wanted`-th largest of the keys in [low, high] lies; they are fewer than `few`.
 Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int64_t wanted) {
   std::array<uint32_t, few> keys;
@@ -54,7 +49,8 @@ Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int6
   return {*kth, std::count(keys.begin(), kth + 1, *kth)};
 }
 
-// Where the `wanted`-th largest of the keys lies.  There are at least that many non-zero ones.
+}  // namespace
+
 Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan) {
   const Bounds bounds = scan.bounds(x, n);
   uint32_t low = bounds.lowest, high = bounds.highest;
@@ -72,8 +68,6 @@ Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan)
   }
   return {low, wanted};
 }
-
-}  // namespace
 
 int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan &scan) {
   if (k <= 0) return 0;

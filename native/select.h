@@ -5,6 +5,14 @@
 
 namespace sparsync {
 
+struct Threshold {
+  uint32_t key;  // all above it are taken
+  int64_t ties;  // and this many of those that equal it
+};
+
+// Where the `wanted`-th largest of the keys lies.  There are at least that many non-zero ones.
+Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan);
+
 // Writes the ascending positions of the min(k, non-zeros) largest magnitudes, ties to the lower
 // position; returns how many.  `positions` has room for k.  Extra memory: O(1).
 int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan &scan);

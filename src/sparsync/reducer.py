@@ -25,7 +25,7 @@ from sparsync.presets import Algorithm, dense
 from sparsync.residual import Residual
 from sparsync.selection import shares
 from sparsync.selection.base import Selector, Watch, within
-from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.transports.flight import together
 from sparsync.units import Unit
@@ -95,7 +95,8 @@ class Reducer:
             return
         counts = torch.stack([self._histograms[unit] for unit in range(len(self.units))])
         channel = self.comm.channel(len(self.units))
-        summed = await channel.allreduce(counts, "shares")
+        everyone = await channel.allgather(counts.to(torch.int32), "shares")
+        summed = torch.stack(everyone).sum(0)
         self._next_shares = shares.next_shares(
             self.shares,
             shares.edges(self.shares.key, self.residuals[0].accumulated.dtype),
@@ -122,7 +123,7 @@ class Reducer:
                 "no rank applied it and all residuals are as before. Lower the learning rate, clip, "
                 "or pass nonfinite='skip' (with a GradScaler: 'propagate')"
             )
-        averages = [self._average(result.total) for result in reduced]
+        averages = [self._average_(result.total) for result in reduced]
         if broken:
             self.skip()
         else:
@@ -196,22 +197,18 @@ class Reducer:
         at = shares.edges(self.shares.key, accumulated.dtype)
         self._histograms[unit] = shares.histogram(counted, at)
 
-    def _average(self, total: Vector) -> Vector:
-        """``average = total / world_size``."""
-        values = total.values / self.comm.world_size
-        if isinstance(total, SparseVector):
-            return SparseVector(total.indices, values, total.size)
-        return DenseVector(values)
+    def _average_(self, total: Vector) -> Vector:
+        """``average = total / world_size``, in place: the total is not needed any more."""
+        if self.comm.world_size > 1:
+            total.values.div_(self.comm.world_size)
+        return total
 
     def _first_nonfinite(self, totals: Sequence[Vector]) -> str | None:
         """Return the name of the first parameter with a non-finite entry, None if all are finite."""
         for unit, total in zip(self.units, totals, strict=True):
-            finite = total.isfinite()
-            if not bool(finite.all()):
-                at = int((~finite).nonzero()[0])
-                return unit.name_at(
-                    int(total.indices[at]) if isinstance(total, SparseVector) else at
-                )
+            at = total.first_nonfinite()
+            if at is not None:
+                return unit.name_at(at)
         return None
 
     @property

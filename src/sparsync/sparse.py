@@ -148,6 +148,11 @@ class SparseVector:
         """Return a boolean mask over the stored elements: neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
+    def first_nonfinite(self) -> int | None:
+        """Return the index of the first NaN or Inf, None if all elements are finite."""
+        at = _first_nonfinite(self.values)
+        return None if at is None else int(self.indices[at])
+
     def check(self) -> SparseVector:
         """Return self, or say what is wrong with it.
 
@@ -209,5 +214,17 @@ class DenseVector:
         """Return a boolean mask over the elements: neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
+    def first_nonfinite(self) -> int | None:
+        """Return the index of the first NaN or Inf, None if all elements are finite."""
+        return _first_nonfinite(self.values)
+
 
 Vector = SparseVector | DenseVector
+
+
+def _first_nonfinite(values: Tensor) -> int | None:
+    """Return the first position of NaN or Inf: one pass that keeps nothing, where there is none."""
+    infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf)))
+    if kernels.find(values, infinity, 0) is not None:
+        return None
+    return int((~torch.isfinite(values)).nonzero()[0])

@@ -17,6 +17,8 @@ from sparsync.wire import Coo
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 BEFORE = """
 import torch
 import torch.distributed as dist
@@ -87,6 +89,31 @@ def test_the_commands_of_the_documents_have_their_options():
         result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
         missing = [o for o in re.findall(r"--[\w-]+", options) if o not in result.output]
         assert not missing, f"sparsync {command}"
+
+
+def test_the_files_that_documents_name_are_there():
+    named = [
+        (document.name, path)
+        for document in DOCUMENTS
+        for path in re.findall(r"`([\w-]+(?:/[\w.-]+)+)`", document.read_text())
+        if Path(path).suffix in (".cpp", ".h", ".md", ".py")
+    ]
+    assert len(named) > 20
+    places = (ROOT, ROOT / "src" / "sparsync")
+    assert [n for n in named if not any((place / n[1]).exists() for place in places)] == []
+
+
+def test_the_tests_that_the_design_notes_name_are_there():
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "design-notes.md").read_text())
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named
+    assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_every_benchmark_is_listed():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+\.py)` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 
 
 def test_the_wire_format_document_shows_real_bytes():

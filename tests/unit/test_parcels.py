@@ -86,9 +86,10 @@ def test_dealing_and_joining_is_the_identity_up_to_rounding(problem):
     v = vector(size, min(nnz, size), seed)
     parcels = encode_dealt(codec, v, world_size, rank=0, limit=size)
     messages = [codec.encode(parcels.own).payload, *parcels.messages[1:]]
-    fast = decode_undealt(codec, messages, size, v).check()
-    slow = on_the_specification(lambda: decode_undealt(codec, messages, size, v))
-    same_bits(fast, slow)
+    for k in (0, 1, nnz // 2, nnz - 1, size):
+        fast = decode_undealt(codec, messages, size, max(k, 0), v).check()
+        slow = on_the_specification(lambda k=k: decode_undealt(codec, messages, size, max(k, 0), v))
+        same_bits(fast, slow)
     if world_size == 1:
         return
     assert torch.isin(fast.indices, v.indices).all()
@@ -111,7 +112,7 @@ def test_indices_beyond_32_bits(size):
     v = SparseVector(torch.tensor([0, size // 2, size - 1]), torch.tensor([1.0, 2.0, 3.0]), size)
     parcels = encode_dealt(Packed(), v, world_size=8, rank=0, limit=3)
     messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
-    same_vector(decode_undealt(Packed(), messages, size, v), v)
+    same_vector(decode_undealt(Packed(), messages, size, 3, v), v)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 200), st.integers(0, 255))
@@ -123,7 +124,7 @@ def test_hostile_bytes_give_an_error_or_entries_within_the_vector(seed, place, b
     broken = messages[1].clone()
     broken[place % broken.numel()] = byte
     for decode in (
-        lambda: decode_undealt(Packed(), [messages[0], broken, messages[2]], size, v),
+        lambda: decode_undealt(Packed(), [messages[0], broken, messages[2]], size, 30, v),
         lambda: decode_sum(Packed(), [messages[0], broken, messages[2]], 0, parcels.own),
     ):
         try:
@@ -144,11 +145,19 @@ def test_an_element_beyond_the_vector_is_refused():
             vectors = [claim if r == owner else empty for r in range(3)]
             messages = [codec.encode(x).payload for x in vectors]
             try:
-                decode_undealt(codec, messages, 4, claim)
+                decode_undealt(codec, messages, 4, 9, claim)
             except WireFormatError as error:
                 assert f"rank {owner}" in str(error) and "beyond the vector's 4" in str(error)
                 refused += 1
         assert refused == 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 100])
+def test_ties_go_to_the_lower_index(k):
+    v = SparseVector(torch.arange(0, 70, 7), torch.tensor([1.0, -2.0] * 5), 70)
+    parcels = encode_dealt(Packed(), v, world_size=3, rank=0, limit=70)
+    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
+    same_vector(decode_undealt(Packed(), messages, 70, k, v), v.top(k))
 
 
 def test_unordered_entries_are_refused():

@@ -2,7 +2,7 @@
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.base import Collective, Reduced
-from sparsync.collectives.budgeted import Budgeted, BudgetedState
+from sparsync.collectives.budgeted import Budgeted
 from sparsync.collectives.dense import Dense
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk import OkTopk, OkTopkState
@@ -10,7 +10,6 @@ from sparsync.collectives.oktopk import OkTopk, OkTopkState
 __all__ = [
     "Allgather",
     "Budgeted",
-    "BudgetedState",
     "Collective",
     "Dense",
     "Halving",

@@ -10,7 +10,7 @@ value.  Every message of entries has a header of 8 bytes, which the papers leave
     dense       2 n (P - 1) / P                2 log2 P             ``dense``
     allgather   2 k (P - 1)                    log2 P               ``allgather`` ("TopkA")
     oktopk      [2 k, 6 k] (P - 1) / P         2 P + 2 log2 P       ``oktopk``, ``oktopk_paper``
-    budgeted    < 2 k (P - 1) / P              3 (P - 1)            ``budgeted`` (ours)
+    budgeted    < 2 k (P - 1) / P              2 (P - 1)            ``budgeted`` (ours)
     halving     about 1.6 k (P - 1) / P        2 log2 P             ``halving`` (ours)
     =========== ============================== ==================== =================================
 

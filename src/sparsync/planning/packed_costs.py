@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparsync.collectives.budgeted import histogram_bytes
+import math
+
 from sparsync.planning.cost import Cost
 from sparsync.transports.primitives import rounds
 from sparsync.wire.base import Codec
@@ -18,10 +19,10 @@ def budgeted(
     *,
     codec: Codec,
 ) -> Cost:
-    """Return what ``collectives.Budgeted`` costs in steady state, where supports are independent.
+    """Return what ``collectives.Budgeted`` costs, on the mean of ranks and steps.
 
-    Each rank sends every other its share of k entries, then a histogram, then what it keeps: k / P
-    entries each, packed, of n / P elements.  That is a mean; ``lower_bound_words`` bounds every step.
+    Each rank sends every other its share of k entries, then its largest sums: k / P entries, and
+    k / P + 4 sqrt(k / P) + 4, packed, of n / P elements.  ``lower_bound_words`` bounds every step.
 
     Args:
         k: entries asked for.
@@ -34,11 +35,12 @@ def budgeted(
         >>> from sparsync.planning.cost import lower_bound_words
         >>> cost = budgeted(147_283, 14_728_266, 8, codec=Packed())
         >>> cost.messages, round(cost.words / lower_bound_words(147_283, 8), 2)
-        (21, 0.77)
+        (14, 0.78)
     """
-    entries = codec.nbytes(round(k / world_size), -(-size // world_size))
-    histogram = histogram_bytes(k, world_size) // 2  # one round
-    return Cost(3 * (world_size - 1), (world_size - 1) * (2 * entries + histogram))
+    width, mean = -(-size // world_size), k / world_size
+    share = min(width, k, math.ceil(mean + 4 * (math.sqrt(mean) + 1)))
+    pair = codec.nbytes(round(mean), width) + codec.nbytes(share, width)
+    return Cost(2 * (world_size - 1), (world_size - 1) * pair)
 
 
 def halving(k: int, size: int, world_size: int, *, codec: Codec | None = None) -> Cost:

@@ -110,14 +110,15 @@ def decode_sum(
 
 
 def decode_undealt(
-    codec: Codec, messages: Sequence[Tensor], size: int, like: SparseVector
+    codec: Codec, messages: Sequence[Tensor], size: int, k: int, like: SparseVector
 ) -> SparseVector:
-    """Join what every owner sent to one vector of ``size`` elements; zeros are not stored.
+    """Join what every owner sent to one vector, and keep its k largest; zeros are not stored.
 
     Args:
         codec: of the messages.
         messages: one per owner, in rank order.
         size: elements of the whole vector.
+        k: how many entries to keep; ties go to the lower index.
         like: any vector of the result's dtype and device.
 
     Raises:
@@ -129,7 +130,7 @@ def decode_undealt(
         room = sum(nnz for _, _, nnz, _, _ in bodies)
         indices, values = _room(room, torch.int64), _room(room, torch.float32)
         ends = indices.data_ptr(), values.data_ptr()
-        count = native.EXTENSION.unpack_and_undeal(bodies, width, size, *ends, native.chosen())
+        count = native.EXTENSION.unpack_and_undeal(bodies, width, size, k, *ends, native.chosen())
         if count >= 0:
             return SparseVector(indices[:count], values[:count], size)
     pieces = []
@@ -142,7 +143,7 @@ def decode_undealt(
             )
         stored = piece.values != 0
         pieces.append(SparseVector(indices[stored], piece.values[stored], size))
-    return SparseVector.merge(pieces)
+    return SparseVector.merge(pieces).top(k)
 
 
 def _room(count: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ PIP := -m pip install --disable-pip-version-check
 # the native kernels once more, built with the address and undefined-behaviour sanitizers
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
-ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_dealing.py \
+ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_dealing.py tests/unit/test_parcels.py \
   $(wildcard tests/unit/test_packed*.py)
 
 .PHONY: help demo test test-slow test-asan triton check format clean

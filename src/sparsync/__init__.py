@@ -15,7 +15,7 @@ The life of a gradient::
 
 One line in a DDP script::
 
-    sync = sparsync.attach(ddp_model, "oktopk", density=0.01)
+    sync = sparsync.attach(ddp_model, density=0.01)
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``.
 """

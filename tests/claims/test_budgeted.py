@@ -1,4 +1,4 @@
-"""DESIGN 4.1 to 4.3: below the COO lower bound of Theorem 3.1 on every step, on any input."""
+"""Budgeted: below the COO lower bound of Theorem 3.1 on every step, on any input."""
 
 import pytest
 import torch

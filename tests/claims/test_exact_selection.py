@@ -1,4 +1,4 @@
-"""DESIGN 4.1: exactly min(k, nnz) entries on every step, and in steady state never a look at all n."""
+"""Exactly min(k, nnz) entries on every step, and in steady state never a look at all n."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""DESIGN 4.4: O(k) volume in O(log P) rounds, Ok-Topk's first stated limitation."""
+"""Halving: O(k) volume in O(log P) rounds, Ok-Topk's first stated limitation."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""DESIGN 4.5: units in flight, each with its share of the global k, keep the energy of its top-k."""
+"""Units in flight, each with its share of the global k, keep the energy of its top-k."""
 
 import pytest
 import torch

@@ -86,7 +86,7 @@ _Json = Annotated[Path | None, typer.Option(help="Write the rows here.")]
 
 
 def command(
-    collectives: _Collectives = "dense,allgather,oktopk",
+    collectives: _Collectives = "dense,allgather,oktopk,budgeted,halving",
     ranks: _Ranks = None,
     size: _Size = "1000000",
     density: _Density = "0.01",

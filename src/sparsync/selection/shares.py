@@ -2,7 +2,7 @@
 
 A unit cannot know the magnitudes of another before its own exchange begins.  So it takes the share
 that it would have had on the step before, known in hindsight: all ranks add up one small histogram
-per unit of what they would have liked to select (DESIGN 4.5).  The shares always sum to k.
+per unit of what they would have liked to select.  The shares always sum to k.
 """
 
 from __future__ import annotations

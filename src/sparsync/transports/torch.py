@@ -105,16 +105,19 @@ class TorchCommunicator(Communicator):
         if not others:
             return list(payloads)
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
-        parts, padding = Parts(), 0
+        parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
-            length = payloads[dest].numel()
+            payload = payloads[dest]
+            length = payload.numel()
             if length > own:
                 raise ConfigurationError(
                     f"rank {rank}, phase '{phase}': a message of {length} bytes exceeds what this "
                     f"rank may send to one other, {own}"
                 )
-            row[:length] = payloads[dest]
-            parts, padding = parts + framing.parts(payloads[dest]), padding + own - length
+            row[:length] = payload
+            if id(payload) not in known:  # often all ranks get the same
+                known[id(payload)] = framing.parts(payload)
+            parts, padding = parts + known[id(payload)], padding + own - length
         sizes = [capacities[r] if r != rank else 0 for r in range(self.world_size)]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         sent_sizes = [own if r != rank else 0 for r in range(self.world_size)]

@@ -1,0 +1,25 @@
+"""What ``attach`` costs beside the residual, as the kernel counts it: see ``benchmarks/memory.py``."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks import memory
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
+]
+
+P = 2
+WORDS_PER_ENTRY = 24  # of all k entries that are under way at once: selected, dealt, summed, chosen
+VIEW = {"gradient_as_bucket_view": True}
+
+
+def test_peak_memory_over_dense_is_the_residual_and_little_more():
+    n = memory.elements(memory.WIDTH)
+    k = memory.DENSITY * n
+    plain = memory.measure(P, None, VIEW, {}, memory.FIXED)
+    words = (memory.measure(P, "budgeted", VIEW, {}, memory.FIXED) - plain) / memory.WORD_BYTES
+    assert words > 0.9 * n, f"the residual alone is {n} words; the measurement misses it"
+    # a second copy of n would stand out: it is twice n / P
+    assert words <= n + n / P + WORDS_PER_ENTRY * k, f"{words / n:.2f} n"

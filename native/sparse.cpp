@@ -7,6 +7,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "parallel.h"
 
 namespace sparsync {
@@ -21,6 +25,24 @@ namespace {
 constexpr int64_t tile = int64_t{1} << 16;        // floats; their sums stay in the L2 cache
 constexpr int64_t bit_tile = int64_t{1} << 17;    // 16 KiB of bits stay in the L1 cache
 constexpr int64_t word_bits = 64;
+
+constexpr int64_t line = 16;                      // floats of a cache line
+constexpr int64_t past_caches = int64_t{1} << 20;  // floats from which lines go straight to memory
+
+// Writes an aligned line without reading it first: that halves the traffic of zeroing a vector.
+inline void write_line(float *to, const float *from) {
+#if defined(__SSE2__)
+  for (int64_t i = 0; i < line; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+#else
+  std::copy_n(from, line, to);
+#endif
+}
+
+inline void finish_lines() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
 
 // The sums of one tile, and which of its places were written.
 struct Tile {
@@ -150,9 +172,28 @@ void scatter(float *dense, int64_t size, const int64_t *indices, const float *va
   for (int64_t i = 1; i < n; ++i) ascending &= indices[i - 1] < indices[i];
   if (!ascending) refuse_order("scatter_: indices");
   share(size, threads, tile, [&](int, int64_t start, int64_t stop) {
-    std::fill(dense + start, dense + stop, 0.0f);
     int64_t i = std::lower_bound(indices, indices + n, start) - indices;
-    for (; i < n && indices[i] < stop; ++i) dense[indices[i]] = values[i];
+    if (size < past_caches) {
+      std::fill(dense + start, dense + stop, 0.0f);
+      for (; i < n && indices[i] < stop; ++i) dense[indices[i]] = values[i];
+      return;
+    }
+    // up to the first whole cache line, the lines, the rest
+    const auto misplaced = static_cast<int64_t>(reinterpret_cast<uintptr_t>(dense + start) / 4 % line);
+    const int64_t head = std::min(stop, start + (line - misplaced) % line);
+    const int64_t tail = head + (stop - head) / line * line;
+    const auto plainly = [&](int64_t from, int64_t to) {
+      std::fill(dense + from, dense + to, 0.0f);
+      for (; i < n && indices[i] < to; ++i) dense[indices[i]] = values[i];
+    };
+    plainly(start, head);
+    for (int64_t at = head; at < tail; at += line) {
+      alignas(64) float whole[line] = {};
+      for (; i < n && indices[i] < at + line; ++i) whole[indices[i] - at] = values[i];
+      write_line(dense + at, whole);
+    }
+    plainly(tail, stop);
+    finish_lines();
   });
 }
 

@@ -2,8 +2,8 @@
 
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
 unit is complete its exchange goes to the engine thread, while the backward pass goes on; behind the
-last one goes the commit, which writes the averages into the buckets and completes their futures.  So all residuals are written
-together, after every total of the step is known to be finite.
+last one goes the commit, which writes the averages into the buckets and completes their futures.  So
+all residuals are written together, after every total of the step is known to be finite.
 """
 
 import weakref

@@ -4,7 +4,7 @@
 
 The same as
 
-    sparsync train --lab 100mbit --ranks 4 --width 416 --batch-size 2 --steps 600 --target-step 100 \
+    sparsync train --lab 100mbit --ranks 4 --width 416 --batch-size 2 --steps 300 --target-step 100 \
         --algorithm dense,fp16,powersgd,budgeted --json train_lab.json --plot train_lab.png
 
 Every rank is behind a real link of the rate; every run sees the same batches in the same order, and
@@ -30,7 +30,7 @@ from sparsync.bench.train_settings import TrainSettings
 HERE = Path(__file__).parent
 SETTINGS = TrainSettings(
     ranks=4,
-    steps=600,  # six times the target: a run that does not get there by then has lost
+    steps=300,  # three times the target: a run that does not get there by then has lost
     width=416,  # 8.6 M parameters
     batch_size=2,  # 4 ranks on 2 cores compute a step in less than 0.6 s
     target_step=100,

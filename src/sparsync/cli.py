@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench``.  Each command lives in ``sparsync.bench``."""
+"""The command line: ``sparsync train | bench | keys``.  Each command lives in ``sparsync.bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 
 import typer
 
-from sparsync.bench import collectives, train
+from sparsync.bench import collectives, keys, train
 from sparsync.errors import ConfigurationError, SparsyncError
 
 __all__ = ["app", "exit_code", "main"]
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train.command)
 app.command("bench")(collectives.command)
+app.command("keys")(keys.command)
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])

@@ -146,7 +146,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
                 "an Algorithm already has its own"
             )
         return algorithm
-    if algorithm not in PRESETS:
+    if not isinstance(algorithm, str) or algorithm not in PRESETS:
         raise ConfigurationError(
             f"unknown algorithm {algorithm!r}; choose one of {', '.join(sorted(PRESETS))}"
         )
@@ -170,7 +170,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
 
 def check_density(density: float) -> float:
     """Return the density, or refuse one outside (0, 1]."""
-    if not isinstance(density, int | float) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
         raise ConfigurationError(
             f"density is {density!r}; give the fraction k / n to exchange, in (0, 1], as 0.01"
         )

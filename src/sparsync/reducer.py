@@ -64,7 +64,6 @@ class Reducer:
         self.selectors = [algorithm.make_selector() for _ in units]
         self.collectives = [algorithm.make_collective() for _ in units]
         self._warmup = dense()
-        self._next_shares = self.shares
         self._reduced: dict[int, Reduced] = {}
         self._histograms: dict[int, Tensor] = {}
         self.settle()
@@ -123,21 +122,24 @@ class Reducer:
                 "no rank applied it and all residuals are as before. Lower the learning rate, clip, "
                 "or pass nonfinite='skip' (with a GradScaler: 'propagate')"
             )
-        averages = [self._average_(result.total) for result in reduced]
-        if broken:
+        if (
+            broken
+        ):  # all gradients become NaN: one that stayed finite could be applied, and kept too
+            wanted = [torch.full_like(r.accumulated, torch.nan) for r in self.residuals]
             self.skip()
-        else:
-            for residual, result in zip(self.residuals, reduced, strict=True):
-                residual.retain(result.delivered)  # residual = accumulated - delivered
-            self.shares = self._next_shares
-            self.settle()
-            self._close_step()
+            return [DenseVector(values) for values in wanted]
+        averages = [self._average_(result.total) for result in reduced]
+        for residual, result in zip(self.residuals, reduced, strict=True):
+            residual.retain(result.delivered)  # residual = accumulated - delivered
+        self.shares = self._next_shares
+        self.settle()
+        self._close_step()
         return averages
 
     def refuse(self) -> None:
         """Undo the open step: residuals, thresholds and boundaries are as before it.
 
-        The gradients that were accumulated become zero.
+        The memory of the gradients that were accumulated becomes zero.
         """
         for residual in self.residuals:
             residual.restore()
@@ -225,6 +227,7 @@ class Reducer:
     def settle(self) -> None:
         """Make the present thresholds and boundaries those that ``refuse`` returns to."""
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
+        self._next_shares = self.shares
 
     def _close_step(self) -> None:
         self._reduced.clear()

@@ -77,8 +77,10 @@ def plan_units(
         >>> [[s.name for s in u.slots] for u in plan_units([("a", a), ("b", b)], unit_bytes=16)]
         [['a'], ['b']]
     """
-    if unit_bytes is not None and unit_bytes < 1:
-        raise ConfigurationError(f"unit_bytes is {unit_bytes}; give at least 1, or None")
+    if unit_bytes is not None and (not isinstance(unit_bytes, int) or unit_bytes < 1):
+        raise ConfigurationError(
+            f"unit_bytes is {unit_bytes!r}; give a whole number of at least 1, or None"
+        )
     units: list[Unit] = []
     open_runs: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
     for name, tensor in parameters:

@@ -7,6 +7,7 @@ from benchmarks import memory
 
 pytestmark = [
     pytest.mark.gloo,
+    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
 ]
 

@@ -105,6 +105,10 @@ class Budgeted(Collective):
         # two messages of one rank to one other
         nbytes = int(self.budget * _WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)
+        if most == 0:
+            raise ConfigurationError(
+                f"Budgeted: a budget of {self.budget} words leaves no room for an entry; give more"
+            )
         return _Limits(min(width, k, most), min(share, most))
 
     async def _split(self, comm: Communicator, parcels: Parcels, limits: _Limits) -> SparseVector:

@@ -26,6 +26,12 @@ class Round:
         self.failed = False
         self.finished: Future[None] | None = None
 
+    def release(self) -> None:
+        """Let go of the buckets."""
+        self.buckets.clear()
+        for gradients in self.gradients:
+            gradients.clear()
+
     def zero_(self) -> None:
         """Zero the gradients of a refused step: what undid it lies in them, or local gradients."""
         for _, buffer in self.buckets:

@@ -175,6 +175,12 @@ def _saved_shares(state: Mapping[str, Any], reducer: Reducer) -> SharesState:
             f"the saved state has quotas {_brief(value)} and quota_key {_brief(key)}, expected a "
             "number of entries per unit and a number or None"
         )
+    expected = sum(unit.entries(reducer.density) for unit in reducer.units)
+    if sum(value) != expected:
+        raise ConfigurationError(
+            f"the saved state selects {sum(value)} entries per step, this run {expected}; "
+            "load it with the density that it was saved with"
+        )
     return SharesState(tuple(value), key)
 
 

@@ -8,9 +8,8 @@ all residuals are written together, after every total of the step is known to be
 
 import weakref
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,11 @@ from sparsync.integrations.base import (
     reducer_state,
     reducer_stats,
 )
+from sparsync.integrations.wires import Wires, own_group
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
 from sparsync.transports.base import Communicator, check_timeout
-from sparsync.transports.connect import check_transport, connect_group
+from sparsync.transports.connect import check_transport
 from sparsync.transports.engine import Engine
 from sparsync.units import Slot, plan_units
 
@@ -59,7 +59,7 @@ def attach(
         density: fraction k / n of every unit that is exchanged, in (0, 1].
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
             the whole model (None: the papers' semantics).  Several units are exchanged while the
-            backward pass goes on; under "budgeted" each gets its share of the global k.
+            backward pass goes on, each with its share of the global k.
         warmup_steps: the first steps run dense.
         nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
             "skip" (gradients become None: the optimizer passes), or "propagate" (every rank's
@@ -77,7 +77,7 @@ def attach(
         PeerError: ranks disagree on any of it.
 
     Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
-    (the residual) and O(k + n / P).
+    (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
@@ -93,8 +93,8 @@ def attach(
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
         )
-    if warmup_steps < 0:
-        raise ConfigurationError(f"warmup_steps is {warmup_steps}; give at least 0")
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ConfigurationError(f"warmup_steps is {warmup_steps!r}; give a whole number >= 0")
     chosen, density = resolve(algorithm, **options), check_density(density)
     timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
@@ -103,16 +103,8 @@ def attach(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
             "(a hook cannot be removed from DDP)"
         )
-    wires = _Wires(transport, timeout, curve_keys)
+    wires = Wires(transport, timeout, curve_keys)
     return DdpSync(model, chosen, density, unit_bytes, warmup_steps, nonfinite, wires)
-
-
-class _Wires(NamedTuple):
-    """What carries the bytes: see ``connect_group``."""
-
-    transport: str
-    timeout: float
-    curve_keys: Path | str | None
 
 
 class DdpSync:
@@ -126,7 +118,7 @@ class DdpSync:
         unit_bytes: int | None,
         warmup_steps: int,
         nonfinite: Nonfinite,
-        wires: "_Wires",
+        wires: "Wires",
     ) -> None:
         self._model = weakref.ref(model)
         self._nonfinite = nonfinite
@@ -137,15 +129,17 @@ class DdpSync:
         self._place: dict[Tensor, tuple[int, Slot]] = {
             parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
         }
-        self._group: dist.ProcessGroup | None = _own_group(model, wires.timeout)
-        comm = connect_group(
-            self._group,
-            transport=wires.transport,
-            timeout=wires.timeout,
-            curve_keys=wires.curve_keys,
-        )
-        self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
-        agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
+        self._group: dist.ProcessGroup | None = own_group(model, wires.timeout)
+        comm: Communicator | None = None
+        try:
+            comm = wires.connect(self._group)
+            self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
+            agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
+        except BaseException:  # a refused attach leaves neither sockets nor a group behind
+            if comm is not None:
+                comm.close()
+            dist.destroy_process_group(self._group)
+            raise
         self._engine = Engine(algorithm.name)
         # a forgotten handle keeps neither its thread nor its sockets
         weakref.finalize(self, _release, self._engine, comm)
@@ -269,6 +263,7 @@ class DdpSync:
         model = self._model()
         if model is not None and model.find_unused_parameters:
             deliver_to_unused_(this)
+        this.release()  # DDP may rebuild its buckets: the old ones must not live on
 
 
 def _hook(sync, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
@@ -279,16 +274,3 @@ def _release(engine: Engine, comm: Communicator) -> None:
     """Let the thread end, then close the sockets that it used."""
     engine.submit(comm.close) if engine.running else comm.close()
     engine.stop()
-
-
-def _own_group(model: DistributedDataParallel, timeout: float) -> dist.ProcessGroup:
-    """Make a gloo group of the model's ranks: the engine's traffic never meets DDP's own."""
-    ranks = dist.get_process_group_ranks(model.process_group)
-    group = dist.new_group(
-        ranks,
-        backend="gloo",
-        timeout=timedelta(seconds=timeout),
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -94,11 +94,14 @@ class Reused(Selector):
         """Return the entries above the threshold, which is renewed when the period opens."""
         known, size = self.state.threshold_key, accumulated.numel()
         if step % self.threshold_period and known is not None:
-            found = found or kernels.find(accumulated, known, None)
-            assert found is not None  # without a limit, none is too many
+            limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
+            room = None if self.cap is None else max(limit, _ROOM * k + 64)
+            found = found or kernels.find(accumulated, known, room)
+            if found is None:  # more than there is room for reach it: the largest of them
+                positions = kernels.top(accumulated, limit)
+                return SparseVector(positions, accumulated[positions], size)
             reached = SparseVector(found.indices, found.values, size)
             if self.floor is None or reached.nnz >= min(k, self.floor * k):
-                limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
                 return reached.top(limit)
         positions = kernels.top(accumulated, k)
         selected = SparseVector(positions, accumulated[positions], size)

@@ -109,6 +109,8 @@ def next_shares(
     least = [min(1, size) for size in sizes]
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
+    if totals[0] < wanted:  # magnitudes fell out of sight: look afresh, with the shares as they are
+        return SharesState(state.quotas, None)
     key, position = _reach(at, totals, wanted)
     wishes = []
     for unit, quota in zip(counts, state.quotas, strict=True):
@@ -154,9 +156,11 @@ def _apportion(
         middle = (low + high) / 2
         low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
     result = scaled(low)
-    by_wish = sorted(range(len(wishes)), key=lambda i: -wishes[i])
-    while sum(result) < k:  # what rounding left, one by one
-        for i in by_wish:
-            if sum(result) < k and result[i] < sizes[i]:
-                result[i] += 1
+    missing = k - sum(result)
+    while missing:  # what rounding and the limits left
+        open_ones = [i for i in range(len(result)) if result[i] < sizes[i]]
+        for i in sorted(open_ones, key=lambda i: -wishes[i]):
+            more = min(max(missing // len(open_ones), 1), sizes[i] - result[i], missing)
+            result[i] += more
+            missing -= more
     return result

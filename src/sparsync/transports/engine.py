@@ -54,7 +54,11 @@ class Engine:
         When a coroutine fails, those in flight beside it fail with the same exception.
         """
         if not self._thread.is_alive():  # nobody would run it: its future would wait for ever
-            raise ConfigurationError("this engine is closed; make a new one")
+            if isinstance(job, Coroutine):
+                job.close()
+            raise ConfigurationError(
+                "this engine is closed, or its handle was: attach again to a freshly wrapped model"
+            )
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future

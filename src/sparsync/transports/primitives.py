@@ -47,37 +47,48 @@ def rounds(world_size: int) -> Iterator[tuple[int, int]]:
 
 async def allreduce(comm: Communicator, tensor: Tensor, phase: str, op: ReduceOp) -> Tensor:
     """Reduce-scatter, then allgather.  Cost: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements."""
-    world_size, rank, size = comm.world_size, comm.rank, tensor.numel()
+    world_size, size = comm.world_size, tensor.numel()
     width = -(-size // world_size)
     padded = tensor.new_zeros(width * world_size)
     padded[:size] = tensor.flatten()
-    # blocks[i] belongs to rank + i: the schedule is the same for all ranks in this numbering
-    blocks = padded.view(world_size, width).roll(-rank, dims=0)
+    blocks = padded.view(world_size, width)  # block r belongs to rank r
     for skip, count in rounds(world_size):
-        theirs = await _exchange(comm, blocks[skip : skip + count], skip, phase)
-        blocks[:count] = _combine(blocks[:count], theirs, op)
+        theirs = await _exchange(comm, blocks, comm.rank + skip, count, skip, phase)
+        for i, block in enumerate(theirs):
+            _combine_(blocks[(comm.rank + i) % world_size], block, op)
         await comm.work(theirs.numel() * theirs.element_size())
     for skip, count in reversed(list(rounds(world_size))):
-        blocks[skip : skip + count] = await _exchange(comm, blocks[:count], -skip, phase)
-    return blocks.roll(rank, dims=0).reshape(-1)[:size].view(tensor.shape)
+        theirs = await _exchange(comm, blocks, comm.rank, count, -skip, phase)
+        for i, block in enumerate(theirs):
+            blocks[(comm.rank + skip + i) % world_size] = block
+    return padded[:size].view(tensor.shape)
 
 
-async def _exchange(comm: Communicator, blocks: Tensor, skip: int, phase: str) -> Tensor:
-    """Send ``blocks`` to ``rank + skip`` while the same shape arrives from ``rank - skip``."""
+async def _exchange(
+    comm: Communicator, blocks: Tensor, first: int, count: int, skip: int, phase: str
+) -> Tensor:
+    """Send ``count`` blocks from ``first`` on to ``rank + skip``; as many come from ``rank - skip``."""
     framing = Raw("value" if blocks.is_floating_point() else "control")
-    payload = blocks.reshape(-1).view(torch.uint8)
-    source, dest = (comm.rank - skip) % comm.world_size, (comm.rank + skip) % comm.world_size
+    world_size, width = blocks.shape
+    first %= world_size
+    ends = blocks[first : first + count], blocks[: max(first + count - world_size, 0)]
+    payload = torch.cat(ends).view(-1).view(torch.uint8)
+    source, dest = (comm.rank - skip) % world_size, (comm.rank + skip) % world_size
     receiving = comm.irecv(source, payload.numel(), phase, framing)
     sending = comm.isend(payload, dest, phase, framing)
     theirs: Tensor = await receiving
     await sending
-    return theirs.to(blocks.device).view(blocks.dtype).view(blocks.shape)
+    return theirs.to(blocks.device).view(blocks.dtype).view(count, width)
 
 
-def _combine(mine: Tensor, theirs: Tensor, op: ReduceOp) -> Tensor:
+def _combine_(mine: Tensor, theirs: Tensor, op: ReduceOp) -> None:
+    """``mine = mine op theirs``, in place."""
     if op == "sum":
-        return mine + theirs
-    return torch.maximum(mine, theirs) if op == "max" else torch.minimum(mine, theirs)
+        mine += theirs
+    elif op == "max":
+        torch.maximum(mine, theirs, out=mine)
+    else:
+        torch.minimum(mine, theirs, out=mine)
 
 
 async def allgather(comm: Communicator, tensor: Tensor, phase: str) -> list[Tensor]:

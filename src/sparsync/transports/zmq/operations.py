@@ -28,25 +28,31 @@ class Send(Operation):
     def __init__(self, mesh: Mesh, link: Link, parcel: Parcel, where: str, timeout: float) -> None:
         self.mesh, self.link, self.parcel, self.timeout = mesh, link, parcel, timeout
         self.where = f"rank {mesh.rank}, {where}"
+        self.deadline: float | None = None  # from the first wait on
 
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; what arrives meanwhile is taken in."""
-        deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        until = now + seconds
+        if seconds > 0 and self.deadline is None:
+            self.deadline = now + self.timeout
         while not self._settled():
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            if self.deadline is not None and now >= self.deadline:
+                raise _late(self.mesh, self.where, self.timeout)
             self.mesh.check_open()
             if self.parcel.tracker is not None:
-                self._wait_for_memory(max(min(left, MEMORY_TICK), 0.0))
+                self._wait_for_memory(max(min(until - now, MEMORY_TICK), 0.0))
             else:
-                self.mesh.advance(left)
-            if left <= 0:
+                self.mesh.advance(until - now)
+            if until <= now:
                 return self._settled()
         return True
 
     def wait(self) -> None:
         """Block until the payload may change."""
-        if not self.poll(self.timeout):
-            raise _late(self.mesh, self.where, self.timeout)
+        while not self.poll(self.timeout):
+            pass
 
     def _wait_for_memory(self, seconds: float) -> None:
         assert self.parcel.tracker is not None
@@ -72,6 +78,7 @@ class Receive(Operation):
 
     def __init__(self, expected: Expected, mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         self.mesh, self.ledger, self.timeout = mesh, ledger, timeout
+        self.deadline: float | None = None  # from the first wait on
         self.claim = Claim(expected, mesh.phases)
         mesh.mailboxes.post(self.claim)
         self._settled()
@@ -95,26 +102,26 @@ class Receive(Operation):
         """
         if not self._settled():
             handed = self.mesh.mailboxes.handed
-            deadline = time.monotonic() + seconds
-            left = seconds
+            now = time.monotonic()
+            until = now + seconds
+            if seconds > 0 and self.deadline is None:
+                self.deadline = now + self.timeout
             while True:
                 self.mesh.check_open()
-                self.mesh.advance(left)
-                left = deadline - time.monotonic()
-                if self._settled() or left <= 0 or self.mesh.mailboxes.handed != handed:
+                self.mesh.advance(until - now)
+                now = time.monotonic()
+                if self._settled() or until <= now or self.mesh.mailboxes.handed != handed:
                     break
+            if not self._settled() and self.deadline is not None and now >= self.deadline:
+                raise _late(self.mesh, str(self.claim.expected), self.timeout)
         if self.claim.error is not None:
             raise self.claim.error
         return self.done
 
     def wait(self) -> None:
         """Block until the message is here."""
-        deadline = time.monotonic() + self.timeout
-        left = self.timeout
-        while not self.poll(left):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _late(self.mesh, str(self.claim.expected), self.timeout)
+        while not self.poll(self.timeout):
+            pass
 
     def _settled(self) -> bool:
         """Take over what the mailboxes have for this receive; tell whether it has ended."""

@@ -82,7 +82,6 @@ def line(row: dict) -> str:
 def main() -> None:
     """Run all benches, writing after each."""
     parser = argparse.ArgumentParser(description="Every collective on real links of this machine.")
-    parser.add_argument("--transport", default="auto", help="torch, zmq or auto")
     parser.add_argument("--output", type=Path, default=HERE / "lab_exchange.md")
     arguments = parser.parse_args()
     text = [
@@ -97,8 +96,8 @@ def main() -> None:
         "`residual.add_(gradient)` of all ranks at once in the same run.",
         "Made by `python benchmarks/lab_exchange.py`.",
     ]
-    for rate, ranks, collectives in RUNS:
-        rows = measure(rate, ranks, collectives, arguments.transport)
+    for rate, ranks, collectives, transport in RUNS:
+        rows = measure(rate, ranks, collectives, transport)
         used = "/".join(sorted({row["transport"] for row in rows}))
         text += ["", f"## {rate}, {ranks} ranks ({used})", "", f"| {' | '.join(HEADINGS)} |"]
         text += [f"| --- |{' ---: |' * (len(HEADINGS) - 1)}", *(line(row) for row in rows)]

@@ -62,8 +62,8 @@ def attach(
             backward pass goes on, each with its share of the global k.
         warmup_steps: the first steps run dense.
         nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
-            "skip" (gradients become None: the optimizer passes), or "propagate" (every rank's
-            gradient gets it, so that a GradScaler skips on all).  Residuals stay as they were.
+            "skip" (gradients become None: the optimizer passes), or "propagate" (every gradient of
+            every rank becomes NaN, so that a GradScaler skips on all).  Residuals stay as they were.
         timeout: seconds that any wait may take before ``backward()`` raises.
         transport: "zmq", "torch" (gloo), or "auto": the faster one (zmq).
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.

@@ -143,18 +143,13 @@ def magnitude_keys(x: Tensor) -> Tensor:
         >>> keys.argsort().tolist()
         [0, 2, 1, 4, 3]
     """
-    if x.dtype not in _INTEGER_OF:
-        raise ConfigurationError(
-            f"magnitudes of {x.dtype} are not defined; use one of "
-            f"{', '.join(str(d).removeprefix('torch.') for d in _INTEGER_OF)}"
-        )
-    integer = _INTEGER_OF[x.dtype]
+    integer = _integer_of(x.dtype)
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def key_range(dtype: torch.dtype) -> tuple[int, int]:
     """Return ``(largest, octave)``: no key is above ``largest``; doubling |x| adds ``octave``."""
-    return torch.iinfo(_INTEGER_OF[dtype]).max, 1 << _MANTISSA_BITS[dtype]
+    return torch.iinfo(_integer_of(dtype)).max, 1 << _MANTISSA_BITS[dtype]
 
 
 def top(x: Tensor, k: int) -> Tensor:
@@ -213,3 +208,13 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     dense.zero_()
     dense[indices] = values.to(dense.dtype)
     return dense
+
+
+def _integer_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the integers of the same bits."""
+    if dtype not in _INTEGER_OF:
+        raise ConfigurationError(
+            f"magnitudes of {dtype} are not defined; use one of "
+            f"{', '.join(str(d).removeprefix('torch.') for d in _INTEGER_OF)}"
+        )
+    return _INTEGER_OF[dtype]

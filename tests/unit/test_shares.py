@@ -13,13 +13,22 @@ counts = st.lists(st.integers(0, 1000), min_size=4, max_size=4).map(
 AT = [1, 10, 100, 1000]
 
 
+def filled(k, sizes):
+    """One entry for every unit, the rest to the first ones that have room."""
+    quotas = [1] * len(sizes)
+    for i, size in enumerate(sizes):
+        quotas[i] += min(size - 1, k - sum(quotas))
+    return quotas
+
+
 @given(st.lists(st.tuples(counts, st.integers(1, 400)), min_size=1, max_size=6), st.data())
 def test_shares_sum_to_k_within_their_limits(units, data):
     sizes = [size for _, size in units]
     k = data.draw(st.integers(1, sum(sizes)))
-    state = SharesState(tuple(min(1, size) for size in sizes), None)
+    k = max(k, len(sizes))
+    state = SharesState(tuple(filled(k, sizes)), 50)
     found = shares.next_shares(state, AT, [c for c, _ in units], k, sizes, world_size=1)
-    assert sum(found.quotas) == max(k, len(sizes))
+    assert sum(found.quotas) == k
     assert all(1 <= quota <= size for quota, size in zip(found.quotas, sizes, strict=True))
 
 
@@ -56,3 +65,10 @@ def test_first_candidates_reach_an_octave_below():
     selected = SparseVector(torch.tensor([1, 2]), torch.tensor([4.0, 2.5]), 4)
     found = shares.first_candidates(accumulated, selected)
     assert found.indices.tolist() == [1, 2, 3]
+
+
+def test_after_silence_magnitudes_are_looked_for_afresh():
+    """A step of zeros says nothing about shares: they stay, and the magnitude is forgotten."""
+    state = SharesState((30, 70), key=100)
+    found = shares.next_shares(state, AT, [[0, 0, 0, 0], [9, 0, 0, 0]], 100, [900, 900], 1)
+    assert found == SharesState((30, 70), None)

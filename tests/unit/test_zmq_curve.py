@@ -56,7 +56,9 @@ def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
         if comm.rank == 1:
             comm.isend(message(1), 0, "p", RAW).wait()
         run(testing.exercise_communicator(comm.channel(4)))
-        return dict(comm.lost), dict(comm.dropped)
+        seen = dict(comm.lost), dict(comm.dropped)
+        meet(comm)  # nobody closes before all have looked
+        return seen
 
     assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
 
@@ -106,7 +108,9 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             assert comm.mesh.refusals() == {"unlisted keys": 1}
         meet(comm)
         run(testing.exercise_communicator(comm))
-        return dict(comm.lost), dict(comm.dropped)
+        seen = dict(comm.lost), dict(comm.dropped)
+        meet(comm)  # nobody closes before all have looked
+        return seen
 
     assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
 

@@ -26,8 +26,9 @@ def connect_group(
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, which
-            was faster in every exchange that we measured (``benchmarks/transports.md``).
+        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, with
+            which a sparse exchange was faster than over gloo (on 8 ranks behind 1 Gbit/s; messages
+            of equal length alone are faster over gloo's native calls, ``benchmarks/transports.md``).
         timeout: seconds that any wait may take.
         curve_keys: folder with one certificate per rank: zmq encrypts, and refuses ranks without a
             listed key.

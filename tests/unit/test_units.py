@@ -74,5 +74,7 @@ def test_entries_are_at_least_one_and_at_most_all(size, density, k):
 
 
 def test_unit_bytes_must_be_positive():
-    with pytest.raises(ConfigurationError, match="unit_bytes is 0; give a whole number of at least 1"):
+    with pytest.raises(
+        ConfigurationError, match="unit_bytes is 0; give a whole number of at least 1"
+    ):
         plan_units([("w", torch.zeros(1))], unit_bytes=0)

@@ -53,9 +53,11 @@ def test_processes_and_simulator_agree():
         assert 0 < real.seconds_25 <= real.seconds_median <= real.seconds_75
         assert real.seconds_exchange_median > 0 and real.seconds_add_median > 0
         assert real.entries_min == virtual.entries_min
-        # the native allreduce is booked by its formula, without padding
+        # the native allreduce is booked by its formula; budgeted's messages are padded over gloo
+        most = 3.0 if real.collective == "budgeted" else 1.02
         for volume in ("bytes_sent_max", "bytes_received_max"):
-            assert getattr(real, volume) == pytest.approx(getattr(virtual, volume), rel=0.02)
+            padded = getattr(real, volume) / getattr(virtual, volume)
+            assert 0.98 <= padded <= most, (real.collective, volume)
 
 
 def test_large_vectors_are_verified_at_their_ends_and_compared_on_every_step():

@@ -99,9 +99,10 @@ class Budgeted(Collective):
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> _Limits:
         """Divide the budget between the two exchanges; without one, what can be is the limit."""
         width, mean = -(-size // world_size), k / world_size
-        share = min(width, k, math.ceil(mean + _DEVIATIONS * (math.sqrt(mean) + 1)))
-        if mean < _FEW_PER_RANK:
-            return _Limits(min(width, k), share)
+        chance = math.sqrt(mean) + 1
+        share = min(width, k, math.ceil(mean + _DEVIATIONS * chance))
+        if mean < _FEW_PER_RANK:  # no budget, but a message must be bounded all the same
+            return _Limits(min(width, k, math.ceil(mean + 2 * _DEVIATIONS * chance)), share)
         # two messages of one rank to one other
         nbytes = int(self.budget * _WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)

@@ -1,6 +1,6 @@
 """One exchange on real links: every collective against gloo's dense allreduce.
 
-    python benchmarks/lab_exchange.py     (about 12 minutes; Linux; writes benchmarks/lab_exchange.md)
+    python benchmarks/lab_exchange.py     (about 15 minutes; Linux; writes benchmarks/lab_exchange.md)
 
 Runs, one after the other, what these commands run, and shows the ratios first:
 
@@ -27,9 +27,10 @@ HERE = Path(__file__).parent
 SIZE = 14_728_266  # VGG-16 on CIFAR-10
 COLLECTIVES = "dense,allgather,oktopk,budgeted,halving"
 RUNS = (
-    ("1gbit", 8, COLLECTIVES),
-    ("1gbit", 4, COLLECTIVES),
-    ("100mbit", 8, "dense,oktopk,budgeted"),
+    ("1gbit", 8, COLLECTIVES, "auto"),
+    ("1gbit", 4, COLLECTIVES, "auto"),
+    ("100mbit", 8, "dense,oktopk,budgeted", "auto"),
+    ("1gbit", 8, "dense,oktopk,budgeted", "torch"),  # what the default transport is worth
 )
 HEADINGS = (
     "collective",

@@ -26,9 +26,9 @@ def connect_group(
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, with
-            which a sparse exchange was faster than over gloo (on 8 ranks behind 1 Gbit/s; messages
-            of equal length alone are faster over gloo's native calls, ``benchmarks/transports.md``).
+        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, over
+            which sparse exchanges took 5 to 10 % less time and fewer bytes than over gloo, whose
+            messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         curve_keys: folder with one certificate per rank: zmq encrypts, and refuses ranks without a
             listed key.

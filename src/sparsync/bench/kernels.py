@@ -109,7 +109,7 @@ def table(rows: Sequence[KernelRow]) -> Table:
         f"n = {first.size:,}, density {first.density:g}"
     )
     shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    shown.add_column("\nkernel", no_wrap=True)
+    shown.add_column("\nkernel", overflow="fold", max_width=36)
     for heading in ("times faster\nthan torch", "over\nadd_", "\nms", "torch\nms", "\nequal"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

@@ -40,7 +40,9 @@ def one_rank_dies(rank_that_dies: int) -> None:
     comm.ledger.begin_step(4)
     run(comm.barrier())
     if comm.rank == rank_that_dies:
-        time.sleep(0.5)  # its last message leaves; death without that is what the barrier would meet
+        time.sleep(
+            0.5
+        )  # its last message leaves; death without that is what the barrier would meet
         os._exit(7)
     started = time.monotonic()
     try:

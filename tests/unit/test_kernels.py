@@ -40,15 +40,6 @@ def test_top_breaks_ties_towards_the_lower_index_whatever_the_sign(sign):
     assert kernels.top(x, 3).tolist() == [0, 1, 2]
 
 
-@given(dense_tensors(), st.data())
-def test_above_takes_what_reaches_the_threshold_and_the_largest_of_it(x, data):
-    keys = kernels.magnitude_keys(x).tolist()
-    threshold = data.draw(st.sampled_from([0, 1, *keys]))
-    limit = data.draw(st.one_of(st.none(), st.integers(0, 40)))
-    reaching = [at for at in by_magnitude(x) if keys[at] >= threshold]
-    assert kernels.above(x, threshold, limit).tolist() == sorted(reaching[:limit])
-
-
 @given(dense_tensors())
 def test_keys_order_like_magnitudes(x):
     keys = kernels.magnitude_keys(x)
@@ -92,14 +83,6 @@ def test_merge_drops_sums_that_are_zero():
 def test_merge_needs_a_stream():
     with pytest.raises(ConfigurationError, match="at least one"):
         kernels.merge([], 4)
-
-
-def test_accumulate_writes_beside_the_residual():
-    gradient, residual = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
-    out = torch.empty(2)
-    assert kernels.accumulate(gradient, residual, out) is out
-    assert (out.tolist(), residual.tolist()) == ([11.0, 22.0], [10.0, 20.0])
-    assert kernels.accumulate(gradient, None, out).tolist() == [1.0, 2.0]
 
 
 @given(dense_tensors(finite=True), st.data())

@@ -115,7 +115,7 @@ def _selection_cases(fast: Any, residual: Tensor, gradient: Tensor, density: flo
     accumulated = residual + gradient
     keys = specification.magnitude_keys(accumulated).sort(descending=True).values
     few, many = int(keys[k - 1]), int(keys[min(2 * k, keys.numel()) - 1])
-    candidates = accumulated[specification.above(accumulated, many, None)]
+    candidates = accumulated[specification.magnitude_keys(accumulated) >= max(many, 1)]
     ladder = torch.linspace(
         few, int(keys[0]), _KEYS, dtype=torch.float64, device=keys.device
     ).long()

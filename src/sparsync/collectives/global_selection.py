@@ -135,7 +135,8 @@ async def by_threshold(
     """
     reach = 0
     if threshold_key is not None:
-        reach = kernels.above(region.values, threshold_key, None).numel()
+        key = torch.tensor([max(threshold_key, 1)], device=region.values.device)
+        reach = int(kernels.count_from(region.values, key))
     broken = int((~region.isfinite()).sum())
     pairs = [t.tolist() for t in await comm.allgather(torch.tensor([reach, broken]), "sizes")]
     if any(pair[1] for pair in pairs):

@@ -18,13 +18,11 @@ from sparsync.errors import ConfigurationError
 from sparsync.kernels import native
 from sparsync.kernels import torch as specification
 from sparsync.kernels.dealing import Dealt, deal, undeal
-from sparsync.kernels.torch import Found, above, accumulate, key_range, magnitude_keys
+from sparsync.kernels.torch import Found, key_range, magnitude_keys
 
 __all__ = [
     "Dealt",
     "Found",
-    "above",
-    "accumulate",
     "accumulate_",
     "count_from",
     "deal",

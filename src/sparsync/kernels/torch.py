@@ -17,8 +17,6 @@ from sparsync.errors import ConfigurationError
 
 __all__ = [
     "Found",
-    "above",
-    "accumulate",
     "accumulate_",
     "check_pair",
     "count_from",
@@ -128,13 +126,6 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
     return mine.numel() - torch.searchsorted(mine, keys.to(torch.int64).contiguous())
 
 
-def accumulate(gradient: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
-    """``out = residual + gradient``; ``residual=None`` stands for zeros.  Returns ``out``."""
-    if residual is None:
-        return out.copy_(gradient)
-    return torch.add(residual, gradient, out=out)
-
-
 def magnitude_keys(x: Tensor) -> Tensor:
     """Return integers ordered as ``|x|``, same shape; 0 only for zero.
 
@@ -173,17 +164,6 @@ def top(x: Tensor, k: int) -> Tensor:
         keep = torch.ones(positions.numel(), dtype=torch.bool, device=x.device)
         keep[ties[ties.numel() - surplus :]] = False
         positions = positions[keep]
-    return positions
-
-
-def above(x: Tensor, threshold_key: int, limit: int | None) -> Tensor:
-    """Return the ascending positions with ``magnitude_keys(x) >= threshold_key``.
-
-    At most ``limit`` of them (``None``: no limit): the largest, ties to the lower position.
-    """
-    positions = (magnitude_keys(x) >= max(threshold_key, 1)).nonzero().flatten()
-    if limit is not None and positions.numel() > limit:
-        positions = positions[top(x[positions], limit)]
     return positions
 
 

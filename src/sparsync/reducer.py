@@ -122,9 +122,8 @@ class Reducer:
                 "no rank applied it and all residuals are as before. Lower the learning rate, clip, "
                 "or pass nonfinite='skip' (with a GradScaler: 'propagate')"
             )
-        if (
-            broken
-        ):  # all gradients become NaN: one that stayed finite could be applied, and kept too
+        if broken:
+            # all become NaN: a gradient that stayed finite could be applied, and is kept as well
             wanted = [torch.full_like(r.accumulated, torch.nan) for r in self.residuals]
             self.skip()
             return [DenseVector(values) for values in wanted]

@@ -36,12 +36,14 @@ class Algorithm:
         make_selector: builds one selector; called once per unit.
         make_collective: builds one collective; called once per unit.
         options: what a preset was told, for ranks to compare.
+        average: divide the total by world_size; SparCML applies the sum.
     """
 
     name: str
     make_selector: Callable[[], Selector]
     make_collective: Callable[[], Collective]
     options: tuple[tuple[str, object], ...] = ()
+    average: bool = True
 
 
 def dense() -> Algorithm:

@@ -200,7 +200,7 @@ class Reducer:
 
     def _average_(self, total: Vector) -> Vector:
         """``average = total / world_size``, in place: the total is not needed any more."""
-        if self.comm.world_size > 1:
+        if self.comm.world_size > 1 and self.algorithm.average:
             total.values.div_(self.comm.world_size)
         return total
 

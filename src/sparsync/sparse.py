@@ -21,7 +21,9 @@ __all__ = ["DenseVector", "SparseVector", "Vector"]
 
 @dataclass(frozen=True, eq=False)
 class SparseVector:
-    """A vector of ``size`` elements of which ``nnz`` are stored; absent elements are zero.
+    """A vector of ``size`` elements of which ``nnz`` are stored; absent elements are neutral.
+
+    Neutral is 0, except where another operation than the sum is at work (``sparsync.operations``).
 
     Attributes:
         indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``.
@@ -47,9 +49,9 @@ class SparseVector:
         return SparseVector(indices, like.new_empty(0), size)
 
     @staticmethod
-    def from_dense(dense: Tensor) -> SparseVector:
-        """Keep the non-zero elements of a 1-D tensor (NaN counts as non-zero)."""
-        indices = dense.nonzero().flatten()
+    def from_dense(dense: Tensor, absent: int | float = 0) -> SparseVector:
+        """Keep the elements of a 1-D tensor that differ from ``absent`` (NaN does)."""
+        indices = (dense if absent == 0 else dense != absent).nonzero().flatten()
         return SparseVector(indices, dense[indices], dense.numel())
 
     @staticmethod
@@ -126,9 +128,9 @@ class SparseVector:
             return self
         return self.keep(kernels.top(self.values, k))
 
-    def to_dense(self) -> Tensor:
-        """Return the `[size]` tensor."""
-        dense = self.values.new_zeros(self.size)
+    def to_dense(self, absent: int | float = 0) -> Tensor:
+        """Return the `[size]` tensor, with ``absent`` where nothing is stored."""
+        dense = self.values.new_full((self.size,), absent)
         dense[self.indices] = self.values
         return dense
 

@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 50  # without the docstring
 
 # imports run from right to left: a row may import itself and the rows above it
 LAYERS = (
-    ("errors", "sparse", "kernels", "state", "transports"),
+    ("errors", "kernels", "operations", "sparse", "state", "streams", "transports"),
     ("selection", "wire"),
     ("collectives",),
     ("planning",),
@@ -37,7 +37,7 @@ SEAM = {"base", "flight", "framing", "ledger", "primitives"}
 # the only imports that are not done at run time (for annotations; they would close a circle)
 TYPE_CHECKING_ONLY = {("sparsync.transports.primitives", "sparsync.transports.base")}
 
-SEAM_CLASSES = {"Selector", "Codec", "Collective", "Averager"}
+SEAM_CLASSES = {"Selector", "Codec", "DenseCodec", "Collective", "Averager"}
 
 
 def name_of(path: Path) -> str:

@@ -22,12 +22,15 @@ class Reduced:
         total: the sum over ranks of what was delivered, bit-identical on every rank.
         delivered: this rank's share of it: values with their own support.  What was *selected* and
             is not in here was dropped on the way and belongs into the residual.
+        lost: what of ``delivered`` never arrived because a codec rounded it away and, as published,
+            nobody keeps that; None where nothing is lost, which is everywhere else.
 
-    The law: ``sum over ranks(delivered) == total``.
+    The law: ``sum over ranks(delivered) == total + sum over ranks(lost)``.
     """
 
     total: Vector
     delivered: Vector
+    lost: Vector | None = None
 
 
 class Collective(Stateful):

@@ -3,5 +3,7 @@
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
+from sparsync.wire.streams import StreamCodec
+from sparsync.wire.whole import DenseCodec, Whole
 
-__all__ = ["Codec", "Coo", "Encoded", "Packed"]
+__all__ = ["Codec", "Coo", "DenseCodec", "Encoded", "Packed", "StreamCodec", "Whole"]

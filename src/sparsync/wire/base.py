@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, final
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "Codec",
     "Encoded",
     "Header",
+    "Measuring",
     "MessageFraming",
     "first_bytes",
     "pack_header",
@@ -127,6 +128,10 @@ class Codec(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
 
+    def seeded(self, rank: int, step: int) -> Codec:
+        """Return the codec for one message source and step: itself, unless it draws random numbers."""
+        return self
+
     @abstractmethod
     def encode(self, vector: SparseVector) -> Encoded:
         """Encode a vector of any number of entries, 0 included."""
@@ -185,13 +190,20 @@ class Codec(ABC):
         return header
 
 
+class Measuring(Protocol):
+    """What can tell the bytes of a message from its start: a ``Codec``, a ``StreamCodec``."""
+
+    def measure(self, buffer: Tensor) -> Parts:
+        """Return the bytes of the message at the start of ``buffer``, by purpose."""
+
+
 @final
 class MessageFraming(Framing):
     """The framing of one codec's messages: length and parts stand in the header."""
 
     variable = True
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Measuring) -> None:
         self.codec = codec
 
     def length(self, buffer: Tensor) -> int:

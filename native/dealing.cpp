@@ -1,5 +1,8 @@
 #include "dealing.h"
 
+#include <cstddef>
+#include <vector>
+
 namespace sparsync {
 
 void deal(const int64_t *indices, int64_t n, int64_t world_size, int64_t *order, int64_t *local,

@@ -1,9 +1,7 @@
 // Dealing elements to ranks by a hash: see kernels/dealing.py, the specification.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <vector>
 
 namespace sparsync {
 
@@ -24,8 +22,10 @@ class Divisor {
   uint64_t by_, inverse_;
 };
 
+// `static` below: a copy that was compiled for one instruction set must not be merged with another.
+
 // MurmurHash3's 32-bit finaliser, then reduced to [0, world_size).
-inline uint64_t turn(uint64_t group, uint64_t world_size) {
+static inline uint64_t turn(uint64_t group, uint64_t world_size) {
   auto x = static_cast<uint32_t>(group ^ (group >> 32));
   x = (x ^ (x >> 16)) * 0x85EBCA6BU;
   x = (x ^ (x >> 13)) * 0xC2B2AE35U;
@@ -37,14 +37,14 @@ struct Place {
   uint64_t group, owner;
 };
 
-inline Place place_of(uint64_t index, uint64_t ranks, const Divisor &divisor) {
+static inline Place place_of(uint64_t index, uint64_t ranks, const Divisor &divisor) {
   const uint64_t group = divisor.quotient(index);
   const uint64_t owner = index - group * ranks + turn(group, ranks);
   return {group, owner >= ranks ? owner - ranks : owner};
 }
 
 // Which of the `ranks` elements of a group belongs to an owner.
-inline uint64_t offset_of(uint64_t group, uint64_t owner, uint64_t ranks) {
+static inline uint64_t offset_of(uint64_t group, uint64_t owner, uint64_t ranks) {
   const uint64_t offset = owner + ranks - turn(group, ranks);
   return offset >= ranks ? offset - ranks : offset;
 }

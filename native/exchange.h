@@ -9,12 +9,9 @@
 
 namespace sparsync {
 
-// One message's body; the header was read by the caller.
-struct Body {
+struct Message {
   const uint8_t *bytes;
-  uint64_t nbytes, nnz;
-  int form;
-  uint64_t block;
+  uint64_t nbytes;
 };
 
 struct Entries {
@@ -23,9 +20,10 @@ struct Entries {
   int64_t count;
 };
 
-// How messages are written: `header` (16 bytes, its count at byte 4) and the body's parameters.
+// How messages are written: their first 16 bytes, but for the count (bytes 4 to 7), and the body's
+// parameters.
 struct Style {
-  const uint8_t *header;
+  uint64_t start[2];
   int form;
   uint64_t block;
   uint64_t width;  // elements of one owner
@@ -44,17 +42,19 @@ struct Parcels {
 // Deals entries to `world_size` owners and packs a message for each but `own`.  Returns how many are
 // its own; -1, and nothing useful, if a share has more than `limit` entries.
 int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, int64_t limit,
-                      const Style &style, const Parcels &out);
+                      const Style &style, const Scan &scan, const Parcels &out);
 
-// Sums messages and the own entries (at place `own`; that body is ignored), a left fold in their order.
-// Returns the count of non-zero sums; -1 - i if message i is malformed.
-int64_t unpack_and_sum(const std::vector<Body> &bodies, int64_t own, const Entries &mine,
-                       uint64_t width, int64_t *indices, float *values);
+// Sums messages and the own entries (at place `own`; that message is ignored), a left fold in their order,
+// and keeps the `k` largest sums, without zeros.  Returns the count; -1 - i if message i is
+// malformed or of another style.
+int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const Entries &mine,
+                       const Style &style, int64_t k, const Scan &scan, int64_t *indices,
+                       float *values);
 
 // Joins what every owner sent to one vector of `size` elements, ascending, and of that the `k` largest
-// (ties to the lower index), without zeros.  Returns the count; -1 - i if message i is malformed or
-// names an element beyond `size`.
-int64_t unpack_and_undeal(const std::vector<Body> &bodies, uint64_t width, uint64_t size, int64_t k,
-                          const Scan &scan, int64_t *indices, float *values);
+// (ties to the lower index), without zeros.  Returns the count; -1 - i if message i is malformed,
+// of another style or names an element beyond `size`.
+int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &style, uint64_t size,
+                          int64_t k, const Scan &scan, int64_t *indices, float *values);
 
 }  // namespace sparsync

@@ -125,12 +125,25 @@ uint32_t guess(Address x, int64_t n, int64_t k, int64_t stride) {
   return sparsync::guess(at<float>(x), n, k, stride);
 }
 
-int64_t merge(const std::vector<std::tuple<Address, Address, int64_t>> &streams, int64_t size,
-              Address indices, Address values) {
-  std::vector<sparsync::Stream<int64_t>> parts;
-  parts.reserve(streams.size());
-  for (const auto &[i, v, count] : streams) parts.push_back({at<int64_t>(i), at<float>(v), count});
-  return sparsync::merge(parts, size, at<int64_t>(indices), at<float>(values));
+using RawStream = std::tuple<Address, Address, int64_t>;
+
+std::vector<sparsync::Stream<int64_t>> streams_of(const std::vector<RawStream> &raw) {
+  std::vector<sparsync::Stream<int64_t>> streams;
+  streams.reserve(raw.size());
+  for (const auto &[i, v, count] : raw) streams.push_back({at<int64_t>(i), at<float>(v), count});
+  return streams;
+}
+
+int64_t merge(const std::vector<RawStream> &streams, int64_t size, Address indices, Address values,
+              const char *isa) {
+  return sparsync::merge(streams_of(streams), size, scan_of(isa), at<int64_t>(indices),
+                         at<float>(values));
+}
+
+int64_t merge_within(const std::vector<RawStream> &streams, int64_t size, Address among, int64_t m,
+                     Address indices, Address values, const char *isa) {
+  return sparsync::merge_within(streams_of(streams), size, at<int64_t>(among), m, scan_of(isa),
+                                at<int64_t>(indices), at<float>(values));
 }
 
 int64_t restrict_to(Address indices, int64_t n, Address among, int64_t m, Address positions) {
@@ -170,39 +183,44 @@ void count_from(Address values, int64_t n, Address keys, int64_t bins, Address c
     sparsync::count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
 }
 
-using RawBody = std::tuple<Address, uint64_t, uint64_t, int, uint64_t>;
+using RawMessage = std::tuple<Address, uint64_t>;
+using RawStyle = std::tuple<uint64_t, uint64_t, int, uint64_t, uint64_t>;
 
-std::vector<sparsync::Body> bodies_of(const std::vector<RawBody> &raw) {
-  std::vector<sparsync::Body> bodies;
-  bodies.reserve(raw.size());
-  for (const auto &[bytes, nbytes, nnz, form, block] : raw)
-    bodies.push_back({at<uint8_t>(bytes), nbytes, nnz, form, block});
-  return bodies;
+std::vector<sparsync::Message> messages_of(const std::vector<RawMessage> &raw) {
+  std::vector<sparsync::Message> messages;
+  messages.reserve(raw.size());
+  for (const auto &[bytes, nbytes] : raw) messages.push_back({at<uint8_t>(bytes), nbytes});
+  return messages;
+}
+
+sparsync::Style style_of(const RawStyle &raw) {
+  const auto &[first, second, form, block, width] = raw;
+  return {{first, second}, form, block, width};
 }
 
 int64_t deal_and_pack(Address indices, Address values, int64_t n, int64_t world_size, int64_t own,
-                      int64_t limit, const std::tuple<Address, int, uint64_t, uint64_t> &style,
+                      int64_t limit, const RawStyle &style,
                       const std::tuple<Address, uint64_t, Address> &messages, Address arriving,
-                      Address own_indices, Address own_values) {
-  const auto &[header, form, block, width] = style;
+                      Address own_indices, Address own_values, const char *isa) {
   const auto &[start, stride, lengths] = messages;
   return sparsync::deal_and_pack(
       {at<int64_t>(indices), at<float>(values), n}, world_size, own, limit,
-      {at<uint8_t>(header), form, block, width},
+      style_of(style), scan_of(isa),
       {at<uint8_t>(start), stride, at<int64_t>(lengths), at<float>(arriving),
        at<int64_t>(own_indices), at<float>(own_values)});
 }
 
-int64_t unpack_and_sum(const std::vector<RawBody> &raw, int64_t own, Address indices,
-                       Address values, int64_t n, uint64_t width, Address out_indices,
-                       Address out_values) {
-  return sparsync::unpack_and_sum(bodies_of(raw), own, {at<int64_t>(indices), at<float>(values), n},
-                                  width, at<int64_t>(out_indices), at<float>(out_values));
+int64_t unpack_and_sum(const std::vector<RawMessage> &raw, int64_t own, Address indices,
+                       Address values, int64_t n, const RawStyle &style, int64_t k, Address out_indices,
+                       Address out_values, const char *isa) {
+  return sparsync::unpack_and_sum(messages_of(raw), own, {at<int64_t>(indices), at<float>(values), n},
+                                  style_of(style), k, scan_of(isa), at<int64_t>(out_indices),
+                                  at<float>(out_values));
 }
 
-int64_t unpack_and_undeal(const std::vector<RawBody> &raw, uint64_t width, uint64_t size, int64_t k,
-                          Address indices, Address values, const char *isa) {
-  return sparsync::unpack_and_undeal(bodies_of(raw), width, size, k, scan_of(isa),
+int64_t unpack_and_undeal(const std::vector<RawMessage> &raw, const RawStyle &style, uint64_t size,
+                          int64_t k, Address indices, Address values, const char *isa) {
+  return sparsync::unpack_and_undeal(messages_of(raw), style_of(style), size, k, scan_of(isa),
                                      at<int64_t>(indices), at<float>(values));
 }
 
@@ -228,6 +246,7 @@ NB_MODULE(_native, m) {
   m.def("top", &top, released());
   m.def("guess", &guess, released());
   m.def("merge", &merge, released());
+  m.def("merge_within", &merge_within, released());
   m.def("restrict_to", &restrict_to, released());
   m.def("subtract", &subtract, released());
   m.def("scatter", &scatter, released());

@@ -65,6 +65,13 @@ inline uint64_t load_word(const uint8_t *bytes, uint64_t nbytes, uint64_t at) {
   return word;
 }
 
+inline void store_word(uint8_t *bytes, uint64_t nbytes, uint64_t at, uint64_t word) {
+  if (at + 8 <= nbytes)
+    store(bytes + at, word);
+  else if (at < nbytes)
+    std::memcpy(bytes + at, &word, nbytes - at);
+}
+
 // Appends bits, a word at a time; the last word is cut to the bytes that are there.
 class BitWriter {
  public:
@@ -81,10 +88,7 @@ class BitWriter {
   }
 
   void flush() {
-    if (at_ + 8 <= nbytes_)
-      store(bytes_ + at_, word_);
-    else if (at_ < nbytes_)
-      std::memcpy(bytes_ + at_, &word_, nbytes_ - at_);
+    store_word(bytes_, nbytes_, at_, word_);
     at_ += 8;
   }
 
@@ -121,35 +125,44 @@ inline bool pack_indices(const Index *indices, uint64_t nnz, uint64_t size, uint
     put_low_bits<1>({out, nbytes}, indices, nnz, low);
   else if (low > 0)
     put_low_bits<4>({out, nbytes}, indices, nnz, low);
-  uint64_t least = 0;
+  const auto add_word = [&](uint64_t at, uint64_t word) {
+    word |= load_word(out, nbytes, 8 * at);
+    store_word(out, nbytes, 8 * at, word);
+  };
+  uint64_t least = 0, at = 0, word = 0;
   for (uint64_t i = 0; i < nnz; ++i) {
     const auto index = static_cast<uint64_t>(indices[i]);
     if (index < least || index >= size) return false;
     least = index + 1;
     const uint64_t bit = nnz * low + (index >> low) + i;
-    out[bit / 8] |= static_cast<uint8_t>(1u << (bit % 8));  // faster than by words
+    if (bit / 64 != at) {
+      add_word(at, word);
+      at = bit / 64;
+      word = 0;
+    }
+    word |= uint64_t{1} << (bit % 64);
   }
+  add_word(at, word);
   return true;
 }
 
-// Returns how many bits are set where `nnz` should be; -1 if the indices do not ascend below `size`.
-template <typename Index>
-inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
-                       Index *indices) {
+// `whole`: 8 bytes can be read wherever low bits start.
+template <bool whole, typename Index>
+inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
+                           Index *indices) {
   const unsigned low = low_bits(nnz, size);
   const uint64_t mask = (uint64_t{1} << low) - 1;
   const uint64_t start = nnz * low / 8, before = nnz * low % 8;
-  uint64_t found = 0, least = 0;
+  uint64_t found = 0, least = 0, bit = 0;
   bool ascending = true;
   for (uint64_t at = start; at < nbytes; at += 8) {
     uint64_t word = load_word(in, nbytes, at);
     if (at == start) word &= ~uint64_t{0} << before;
     const uint64_t base = 8 * (at - start) - before;
-    for (; word != 0 && found < nnz; word &= word - 1, ++found) {
+    for (; word != 0 && found < nnz; word &= word - 1, ++found, bit += low) {
       const uint64_t position = base + static_cast<unsigned>(__builtin_ctzll(word));
-      const uint64_t bit = found * low;
-      const uint64_t rest = load_word(in, nbytes, bit / 8) >> (bit % 8) & mask;
-      const uint64_t index = (position - found) << low | rest;
+      const uint64_t bits = whole ? load<uint64_t>(in + bit / 8) : load_word(in, nbytes, bit / 8);
+      const uint64_t index = (position - found) << low | (bits >> (bit % 8) & mask);
       ascending &= index >= least;
       least = index + 1;
       indices[found] = static_cast<Index>(index);
@@ -158,6 +171,15 @@ inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, 
   }
   if (found != nnz) return static_cast<int64_t>(found);
   return ascending && least <= size ? static_cast<int64_t>(found) : -1;
+}
+
+// Returns how many bits are set where `nnz` should be; -1 if the indices do not ascend below `size`.
+template <typename Index>
+inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
+                              Index *indices) {
+  if (nnz * low_bits(nnz, size) / 8 + 8 <= nbytes)
+    return unpack_bits<true>(in, nbytes, nnz, size, indices);
+  return unpack_bits<false>(in, nbytes, nnz, size, indices);
 }
 
 // ---- values -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ static inline uint32_t key_of(float value) {
 // Elements per step of a collecting pass: the parts of two vectors stay in the L1 cache.
 constexpr int64_t scan_step = 4096;
 
-// Slots that `order` tells apart: their bits fill 8 KiB.
+// Slots that `sum` tells apart: their bits fill 8 KiB.
 constexpr uint64_t slots_per_tile = uint64_t{1} << 16;
 
 // Room for what a worker finds: upwards, or downwards from its end.
@@ -59,9 +59,16 @@ struct Scan {
                   int64_t capacity);
   // how many reach each of `bins` ascending keys
   void (*count_from)(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts);
-  // sorts n entries by their slots, all different; writes `base` + slot and the value
-  void (*order)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
-                int64_t *indices, float *sorted);
+  // how indices below 2^31 are dealt to fewer than 2^31 ranks: see dealing.h
+  void (*place)(const int64_t *indices, int64_t n, uint32_t ranks, uint32_t *groups,
+                uint32_t *owners);
+  // the slots of an owner's elements in a tile that starts with the group `first`
+  void (*undeal)(const uint32_t *groups, int64_t n, uint64_t first, uint32_t owner, uint32_t ranks,
+                 uint16_t *slots);
+  // adds n entries by their slots, in their order; writes `base` + slot and the sums, ascending, and
+  // returns how many.  There is room for n.
+  int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
+                 int64_t *indices, float *sums);
 };
 
 // nullptr where this build or this machine does not have the instruction set

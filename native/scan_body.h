@@ -7,6 +7,8 @@
 // Everything here has internal linkage: code compiled for one instruction set must never be merged
 // with that of another by the linker.
 
+#include "dealing.h"
+
 namespace {
 
 using sparsync::Bounds;
@@ -160,8 +162,31 @@ void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, in
   }
 }
 
-void order(const uint16_t *slots, const float *values, int64_t n, int64_t base, int64_t *indices,
-           float *sorted) {
+void place(const int64_t *indices, int64_t n, uint32_t ranks, uint32_t *groups, uint32_t *owners) {
+  // quotients of 31-bit numbers by a product and a shift (Granlund and Montgomery, 1994)
+  const int shift = 31 + (ranks > 1 ? 32 - __builtin_clz(ranks - 1) : 0);
+  const auto inverse = static_cast<uint32_t>((uint64_t{1} << shift) / ranks + 1);
+  for (int64_t i = 0; i < n; ++i)
+    groups[i] = static_cast<uint32_t>(
+        (uint64_t{static_cast<uint32_t>(indices[i])} * uint64_t{inverse}) >> shift);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t offset = static_cast<uint32_t>(indices[i]) - groups[i] * ranks;
+    const uint32_t owner = offset + static_cast<uint32_t>(sparsync::turn(groups[i], ranks));
+    owners[i] = owner < ranks ? owner : owner - ranks;
+  }
+}
+
+void undeal(const uint32_t *groups, int64_t n, uint64_t first, uint32_t owner, uint32_t ranks,
+            uint16_t *slots) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t offset = owner + ranks - static_cast<uint32_t>(sparsync::turn(groups[i], ranks));
+    const uint32_t in_group = offset < ranks ? offset : offset - ranks;
+    slots[i] = static_cast<uint16_t>((groups[i] - static_cast<uint32_t>(first)) * ranks + in_group);
+  }
+}
+
+int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base, int64_t *indices,
+            float *sums) {
   constexpr uint64_t words = sparsync::slots_per_tile / lane;
   uint64_t bits[words] = {};
   uint16_t before[words];  // entries in lower words: all but the last place fit 16 bits
@@ -171,15 +196,17 @@ void order(const uint16_t *slots, const float *values, int64_t n, int64_t base, 
     before[w] = static_cast<uint16_t>(total);
     total += static_cast<uint32_t>(__builtin_popcountll(bits[w]));
   }
+  for (uint32_t i = 0; i < total; ++i) sums[i] = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t lower = bits[slots[i] / lane] & ((uint64_t{1} << (slots[i] % lane)) - 1);
     const int64_t place = before[slots[i] / lane] + __builtin_popcountll(lower);
     indices[place] = base + slots[i];
-    sorted[place] = values[i];
+    sums[place] += values[i];
   }
+  return total;
 }
 
-constexpr sparsync::Scan passes{swap_add, accumulate, find,       count,
-                                bounds,   take,       count_from, order};
+constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,
+                                take,     count_from, place,  undeal, sum};
 
 }  // namespace

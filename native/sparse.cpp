@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
-#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -12,6 +12,7 @@
 #endif
 
 #include "parallel.h"
+#include "scratch.h"
 
 namespace sparsync {
 namespace {
@@ -22,7 +23,7 @@ namespace {
                               "and check them first");
 }
 
-constexpr int64_t tile = int64_t{1} << 16;        // floats; their sums stay in the L2 cache
+constexpr int64_t tile = static_cast<int64_t>(slots_per_tile);
 constexpr int64_t bit_tile = int64_t{1} << 17;    // 16 KiB of bits stay in the L1 cache
 constexpr int64_t word_bits = 64;
 
@@ -44,74 +45,95 @@ inline void finish_lines() {
 #endif
 }
 
-// The sums of one tile, and which of its places were written.
+inline float masked(float value, bool there) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits &= -static_cast<uint32_t>(there);
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+// Drops sums that are zero; returns how many are left.
+int64_t without_zeros(int64_t count, int64_t *indices, float *values) {
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < count; ++i) zeros += values[i] == 0;
+  if (zeros == 0) return count;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    indices[kept] = indices[i];
+    values[kept] = values[i];
+    kept += values[i] != 0;
+  }
+  return kept;
+}
+
+// Where the entries of one tile are collected.
 struct Tile {
-  std::array<float, tile> sums{};
-  std::array<uint64_t, tile / word_bits> written{};
+  template <typename Index>
+  Tile(const std::vector<Stream<Index>> &streams, Scratch &scratch) {
+    uint64_t room = 0;
+    for (const auto &stream : streams) room += static_cast<uint64_t>(stream.count);
+    slots = scratch.take<uint16_t>(room + 1);
+    values = scratch.take<float>(room + 1);
+  }
+
+  uint16_t *slots;
+  float *values;
+  int64_t count = 0;
 };
 
-// Adds what the stream has below `stop`; `at` moves on.
+// Collects what the stream has below `stop`; `at` moves on.
 template <typename Index>
-void add_until(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &at, Tile &t) {
+void collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &at, Tile &t) {
   const auto room = static_cast<uint64_t>(stop - start);
-  int64_t i = at;
-  for (; i < stream.count; ++i) {
-    const uint64_t place = static_cast<uint64_t>(stream.indices[i]) - static_cast<uint64_t>(start);
+  const Index *indices = stream.indices + at;
+  const int64_t left = stream.count - at;
+  uint16_t *slots = t.slots + t.count;
+  int64_t found = 0;
+  for (; found < left; ++found) {
+    const uint64_t place = static_cast<uint64_t>(indices[found]) - static_cast<uint64_t>(start);
     if (place >= room) break;
-    t.sums[place] += stream.values[i];
-    t.written[place / word_bits] |= uint64_t{1} << (place % word_bits);
+    slots[found] = static_cast<uint16_t>(place);
   }
-  at = i;
+  std::copy_n(stream.values + at, found, t.values + t.count);
+  t.count += found;
+  at += found;
 }
 
-// Writes the tile's non-zero sums, leaves it clean, returns how many.
-int64_t drain(int64_t start, Tile &t, int64_t *indices, float *values) {
-  int64_t count = 0;
-  for (size_t w = 0; w < t.written.size(); ++w) {
-    uint64_t word = t.written[w];
-    if (word == 0) continue;
-    t.written[w] = 0;
-    do {
-      const size_t place = w * word_bits + static_cast<size_t>(__builtin_ctzll(word));
-      word &= word - 1;
-      indices[count] = start + static_cast<int64_t>(place);
-      values[count] = t.sums[place];
-      count += t.sums[place] != 0;
-      t.sums[place] = 0;
-    } while (word != 0);
-  }
-  return count;
-}
-
-// Two streams need no tile.
+// Two streams need no tile.  Which of them is next cannot be predicted: no branch depends on it.
 template <typename Index>
 int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, int64_t *indices,
                   float *values) {
-  constexpr int64_t end = std::numeric_limits<int64_t>::max();
   int64_t i = 0, j = 0, count = 0, last = -1;
-  for (;;) {
-    const int64_t next_a = i < a.count ? static_cast<int64_t>(a.indices[i]) : end;
-    const int64_t next_b = j < b.count ? static_cast<int64_t>(b.indices[j]) : end;
-    const int64_t next = std::min(next_a, next_b);
-    if (next == end) return count;
-    if (next <= last || next >= size) refuse_order("merge: indices of a stream");
-    last = next;
-    float sum = 0;
-    if (next_a == next) sum += a.values[i++];
-    if (next_b == next) sum += b.values[j++];
-    indices[count] = next;
+  bool ascending = true;
+  const auto put = [&](int64_t index, float sum) {
+    ascending &= index > last;
+    last = index;
+    indices[count] = index;
     values[count] = sum;
     count += sum != 0;
+  };
+  while (i < a.count && j < b.count) {
+    const auto next_a = static_cast<int64_t>(a.indices[i]), next_b = static_cast<int64_t>(b.indices[j]);
+    const bool from_a = next_a <= next_b, from_b = next_b <= next_a;
+    put(from_a ? next_a : next_b, masked(a.values[i], from_a) + masked(b.values[j], from_b));
+    i += from_a;
+    j += from_b;
   }
+  for (; i < a.count; ++i) put(static_cast<int64_t>(a.indices[i]), a.values[i]);
+  for (; j < b.count; ++j) put(static_cast<int64_t>(b.indices[j]), b.values[j]);
+  if (!ascending || last >= size) refuse_order("merge: indices of a stream");
+  return count;
 }
 
 }  // namespace
 
 template <typename Index>
-int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, int64_t *indices,
-              float *values) {
+int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
+              int64_t *indices, float *values) {
   if (streams.size() == 2) return merge_two(streams[0], streams[1], size, indices, values);
-  const auto t = std::make_unique<Tile>();
+  Scratch scratch;
+  Tile t(streams, scratch);
   std::vector<int64_t> at(streams.size(), 0);
   int64_t count = 0, done = 0;  // all below `done` is written
   for (;;) {
@@ -122,13 +144,55 @@ int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, int64_t *
     if (next < done || next >= size) refuse_order("merge: indices of a stream");
     const int64_t start = next / tile * tile;  // tiles without entries are skipped
     done = std::min(start + tile, size);
-    for (size_t s = 0; s < streams.size(); ++s) add_until(start, done, streams[s], at[s], *t);
-    count += drain(start, *t, indices + count, values + count);
+    t.count = 0;
+    for (size_t s = 0; s < streams.size(); ++s) collect(start, done, streams[s], at[s], t);
+    const int64_t found = scan.sum(t.slots, t.values, t.count, start, indices + count, values + count);
+    count += without_zeros(found, indices + count, values + count);
   }
 }
 
-template int64_t merge(const std::vector<Stream<int64_t>> &, int64_t, int64_t *, float *);
-template int64_t merge(const std::vector<Stream<uint32_t>> &, int64_t, int64_t *, float *);
+template int64_t merge(const std::vector<Stream<int64_t>> &, int64_t, const Scan &, int64_t *, float *);
+template int64_t merge(const std::vector<Stream<uint32_t>> &, int64_t, const Scan &, int64_t *, float *);
+
+int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
+                     int64_t m, const Scan &scan, int64_t *indices, float *values) {
+  Scratch scratch;
+  Tile t(streams, scratch);
+  std::array<uint8_t, tile> wanted{};  // bytes are set and looked up faster than bits
+  std::vector<int64_t> at(streams.size(), 0);
+  int64_t count = 0, done = 0;
+  for (int64_t j = 0; j < m;) {
+    if (among[j] < done || among[j] >= size) refuse_order("merge_within: indices");
+    const int64_t start = among[j] / tile * tile;
+    const auto place_of = [&](int64_t index) {
+      return static_cast<uint64_t>(index) - static_cast<uint64_t>(start);
+    };
+    const auto room = static_cast<uint64_t>(std::min(tile, size - start));
+    const int64_t first = j;
+    for (; j < m && place_of(among[j]) < room; ++j) wanted[place_of(among[j])] = 1;
+    t.count = 0;
+    for (size_t s = 0; s < streams.size(); ++s) {
+      const Stream<int64_t> stream = streams[s];  // a copy: nothing else can change it
+      int64_t i = std::lower_bound(stream.indices + at[s], stream.indices + stream.count, start) -
+                  stream.indices;
+      int64_t collected = t.count;
+      for (; i < stream.count; ++i) {
+        const uint64_t place = place_of(stream.indices[i]);
+        if (place >= room) break;
+        t.slots[collected] = static_cast<uint16_t>(place);
+        t.values[collected] = stream.values[i];
+        collected += wanted[place];
+      }
+      t.count = collected;
+      at[s] = i;
+    }
+    const int64_t found = scan.sum(t.slots, t.values, t.count, start, indices + count, values + count);
+    count += without_zeros(found, indices + count, values + count);
+    for (int64_t i = first; i < j; ++i) wanted[place_of(among[i])] = 0;
+    done = start + tile;
+  }
+  return count;
+}
 
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,
                     int64_t *positions) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "scan.h"
+
 namespace sparsync {
 
 template <typename Index>
@@ -17,8 +19,12 @@ struct Stream {
 // Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
 // The output has room for all entries of all streams.  Index: int64_t or uint32_t.
 template <typename Index>
-int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, int64_t *indices,
-              float *values);
+int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
+              int64_t *indices, float *values);
+
+// The same of those entries alone whose index occurs among `m` ascending ones.
+int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
+                     int64_t m, const Scan &scan, int64_t *indices, float *values);
 
 // Writes the positions in `indices` of those that occur in `among`; both ascend; returns how many.
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,

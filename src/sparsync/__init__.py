@@ -17,10 +17,11 @@ One line in a DDP script::
 
     sync = sparsync.attach(ddp_model, density=0.01)
 
-Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``.
+Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
+``sparsync.iallreduce`` for a handle to wait for.
 """
 
-from sparsync.api import allreduce, connect
+from sparsync.api import Handle, allreduce, connect, iallreduce
 from sparsync.collectives.base import Reduced
 from sparsync.errors import (
     CommunicationError,
@@ -34,13 +35,15 @@ from sparsync.errors import (
 )
 from sparsync.integrations.ddp import DdpSync, attach
 from sparsync.integrations.optimizer import UpdateSpaceSGD
-from sparsync.presets import Algorithm
+from sparsync.operations import Reduction
+from sparsync.presets import SPARCML_SETTINGS, Algorithm
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "SPARCML_SETTINGS",
     "Algorithm",
     "CommunicationError",
     "ConfigurationError",
@@ -48,10 +51,12 @@ __all__ = [
     "DeadlineError",
     "DeadlockError",
     "DenseVector",
+    "Handle",
     "Links",
     "NonFiniteGradientError",
     "PeerError",
     "Reduced",
+    "Reduction",
     "SparseVector",
     "SparsyncError",
     "UpdateSpaceSGD",
@@ -59,5 +64,6 @@ __all__ = [
     "allreduce",
     "attach",
     "connect",
+    "iallreduce",
     "simulate",
 ]

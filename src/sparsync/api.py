@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch.distributed as dist
-from torch import Tensor
 
 from sparsync.collectives.agreement import agree
 from sparsync.collectives.base import Reduced
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, DeadlineError
+from sparsync.launchers import connect_mpi
+from sparsync.operations import SUM, Reduction, reduction
 from sparsync.presets import Algorithm, resolve
 from sparsync.sparse import DenseVector, SparseVector, Vector
-from sparsync.transports.base import Communicator, run
+from sparsync.transports.base import Communicator, Operation, run
+from sparsync.transports.engine import Engine
 from sparsync.transports.solo import SoloCommunicator
+from sparsync.vectors import as_vector
 
-__all__ = ["allreduce", "connect"]
+__all__ = ["Handle", "allreduce", "connect", "iallreduce"]
+
+_MOST_OUTSTANDING = 1024  # calls under way at once; each has a channel of its own
 
 
 def connect(
@@ -24,9 +32,12 @@ def connect(
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
+    With transport "mpi" and no ``torch.distributed``: the ranks that ``mpiexec`` started.
+
     Args:
         timeout: seconds that any wait may take before it fails with an error.
-        transport: "torch" (the group's own backend) or "zmq" (sockets of its own: ``close`` it).
+        transport: "torch" (the group's own backend), "zmq" (sockets of its own: ``close`` it) or
+            "mpi" (a communicator of its own: ``close`` it).
         curve_keys: folder with one certificate per rank, for an encrypted zmq.
 
     Example:
@@ -34,40 +45,46 @@ def connect(
         >>> comm.rank, comm.world_size
         (0, 1)
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return SoloCommunicator()
-    from sparsync.transports.connect import connect_group
+    from sparsync.transports.connect import check_transport, connect_group
 
+    check_transport(transport, curve_keys)
+    if not (dist.is_available() and dist.is_initialized()):
+        return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
     return connect_group(transport=transport, timeout=timeout, curve_keys=curve_keys)
 
 
 def allreduce(
-    vector: Tensor | Vector,
+    vector: Any,
     comm: Communicator,
-    algorithm: str | Algorithm = "budgeted",
+    algorithm: str | Algorithm | None = None,
     *,
     k: int | None = None,
+    op: str | Reduction = "sum",
     **options: Any,
 ) -> Reduced:
-    """Sum a vector over ranks, once; every rank calls it.
+    """Reduce a vector over ranks, once; every rank calls it.
 
     Stateless: every call is an exact step (thresholds and boundaries are made anew).  Training keeps
     them from step to step: use ``attach``.
 
     Args:
-        vector: a 1-D tensor or a dense or sparse vector, of which the k largest entries are taken.
-            Size and dtype are equal on all ranks.
+        vector: a 1-D tensor or NumPy array, a ``scipy.sparse`` vector, a dense or sparse vector of
+            ours.  Size and dtype are equal on all ranks.
         comm: from ``connect``; a simulated communicator cannot block (see ``sparsync.simulate``).
-        algorithm: a preset's name or an ``Algorithm``.
-        k: entries asked for, per rank and in the total; equal on all ranks.  Default: the size.
+        algorithm: a preset's name or an ``Algorithm``.  Default: with ``k`` "budgeted"; without,
+            "sparcml-auto", which loses nothing and takes any dtype and operation.
+        k: entries asked for, per rank and in the total; equal on all ranks.  None: all.
+        op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or a
+            ``Reduction`` of your own; what a vector does not store is its neutral element.  Only
+            SparCML's collectives take others than the sum.
         options: of the preset.
 
     Returns:
         ``total``, bit-identical on every rank, and ``delivered``, this rank's share of it.
 
     Raises:
-        ConfigurationError: unknown algorithm or option, a vector that is not 1-D, k < 0.
-        PeerError: ranks disagree on size, dtype, algorithm or k; a peer died.
+        ConfigurationError: unknown algorithm, operation or option, a vector that is not 1-D, k < 0.
+        PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
 
     Cost: that of the algorithm, and one small allgather to compare the call.
 
@@ -77,54 +94,166 @@ def allreduce(
         >>> reduced.total.to_dense().tolist()
         [0.0, -5.0, 0.0]
     """
-    chosen = resolve(algorithm, **options)
-    if not isinstance(vector, Tensor | SparseVector | DenseVector):
-        raise ConfigurationError(
-            f"allreduce: got {type(vector).__name__}; give a 1-D tensor, a SparseVector or a "
-            "DenseVector"
+    engine = comm.companions.get("background")
+    if isinstance(engine, _Background):  # one thread owns the sockets from then on
+        return iallreduce(vector, comm, algorithm, k=k, op=op, **options).wait()
+    return run(_prepare(vector, algorithm, k, op, options).reduce(comm))
+
+
+def iallreduce(
+    vector: Any,
+    comm: Communicator,
+    algorithm: str | Algorithm | None = None,
+    *,
+    k: int | None = None,
+    op: str | Reduction = "sum",
+    **options: Any,
+) -> Handle:
+    """Start an ``allreduce`` and return at once; it goes on in the background.
+
+    Several may be under way; all ranks start them in the same order.  The vector must not change
+    until ``wait`` has returned.
+
+    Returns:
+        A handle: ``wait()`` for the result of ``allreduce``, ``done()`` to look.
+
+    Raises:
+        ConfigurationError: as ``allreduce``, or too many outstanding.
+
+    Cost: that of ``allreduce``; the first call starts a thread, which ``comm.close()`` ends.
+
+    Example:
+        >>> import torch
+        >>> comm = connect()
+        >>> handles = [iallreduce(torch.tensor([1.0, x]), comm, k=1) for x in (0.5, 2.0)]
+        >>> [handle.wait().total.to_dense().tolist() for handle in handles]
+        [[1.0, 0.0], [0.0, 2.0]]
+        >>> comm.close()
+    """
+    call = _prepare(vector, algorithm, k, op, options)
+    background = comm.companions.setdefault("background", _Background())
+    assert isinstance(background, _Background)
+    return background.start(lambda tag: call.reduce(comm.channel(tag)))
+
+
+@final
+class Handle:
+    """A reduction under way; see ``iallreduce``."""
+
+    def __init__(self, future: Future[Reduced]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Tell whether ``wait`` would return (or raise) at once."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Reduced:
+        """Return the result, or raise what went wrong.
+
+        Args:
+            timeout: seconds; None: as long as the communicator's own deadline allows.
+
+        Raises:
+            DeadlineError: not done in time; the reduction goes on and may be waited for again.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError:
+            if self._future.done():
+                raise
+            raise DeadlineError(
+                f"iallreduce was not done within {timeout:g} s; wait again, or give it longer"
+            ) from None
+
+
+@final
+class _Background:
+    """The thread of a communicator's non-blocking calls, and their channels."""
+
+    def __init__(self) -> None:
+        self._engine = Engine("iallreduce")
+        self._open: list[Future[Reduced]] = []
+        self._calls = 0
+
+    def start(self, program: Any) -> Handle:
+        """Start ``program(tag)`` on the next channel; the count of calls is equal on all ranks."""
+        self._open = [future for future in self._open if not future.done()]
+        if len(self._open) >= _MOST_OUTSTANDING:
+            raise ConfigurationError(
+                f"{len(self._open)} reductions are under way; wait for some of their handles first"
+            )
+        coroutine: Coroutine[Operation, None, Reduced] = program(
+            1 + self._calls % (2 * _MOST_OUTSTANDING)
         )
-    size = vector.numel() if isinstance(vector, Tensor) else vector.size
-    if k is None:
-        k = size
-    if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+        self._calls += 1
+        self._open.append(self._engine.submit(coroutine))
+        return Handle(self._open[-1])
+
+    def close(self) -> None:
+        """Finish what is under way, then end the thread."""
+        self._engine.close()
+
+
+# ---- one call --------------------------------------------------------------------------------------
+
+
+class _Call:
+    """A checked call: what is reduced, by what."""
+
+    def __init__(
+        self, ready: Vector, algorithm: Algorithm, k: int, facts: dict[str, object]
+    ) -> None:
+        self.ready, self.algorithm, self.k, self.facts = ready, algorithm, k, facts
+
+    async def reduce(self, comm: Communicator) -> Reduced:
+        """Compare the call with all ranks, then do it."""
+        await agree(comm, self.facts)
+        return await self.algorithm.make_collective().reduce(comm, self.ready, self.k, step=0)
+
+
+def _prepare(
+    vector: Any,
+    algorithm: str | Algorithm | None,
+    k: int | None,
+    op: str | Reduction,
+    options: dict[str, Any],
+) -> _Call:
+    """Check the arguments; select."""
+    given, operation = as_vector(vector), reduction(op)
+    operation.check(given.values.dtype)
+    if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
         raise ConfigurationError(
             f"k is {k!r}; give the number of entries to take, a whole number >= 0"
         )
-    return run(_allreduce(vector, comm, chosen, size, k, options))
-
-
-async def _allreduce(
-    vector: Tensor | Vector,
-    comm: Communicator,
-    algorithm: Algorithm,
-    size: int,
-    k: int,
-    options: dict[str, Any],
-) -> Reduced:
-    ready = _ready(vector, k, algorithm)
-    await agree(
-        comm,
-        {
-            "size": size,
-            "dtype": ready.values.dtype,
-            "algorithm": algorithm.name,
-            "k": k,
-            "options": sorted(options.items(), key=lambda item: item[0]),
-        },
-    )
-    return await algorithm.make_collective().reduce(comm, ready, k, step=0)
-
-
-def _ready(vector: Tensor | Vector, k: int, algorithm: Algorithm) -> Vector:
-    """Select from a tensor; check what is given as a vector."""
-    if isinstance(vector, SparseVector):
-        return vector.check()
-    values = vector.values if isinstance(vector, DenseVector) else vector
-    if values.dim() != 1:
+    if k is not None and operation is not SUM:
         raise ConfigurationError(
-            f"allreduce: the tensor has shape {tuple(values.shape)}; flatten it first"
+            f"k goes with sums, not with '{operation.name}': the largest entries of a vector say "
+            "nothing about it; leave k away"
         )
-    if isinstance(vector, DenseVector):
-        return vector
-    # step 0 opens every period, so the selection is exact; a sum over ranks is not differentiated
-    return algorithm.make_selector().select(vector.detach(), k, step=0)
+    if operation is not SUM:
+        options = {**options, "op": operation}
+    chosen = resolve(algorithm or ("sparcml-auto" if k is None else "budgeted"), **options)
+    most = given.size if k is None else k
+    facts = {
+        "size": given.size,
+        "dtype": given.values.dtype,
+        "operation": operation.name,
+        "algorithm": chosen.name,
+        "k": most,
+        "options": sorted(options.items(), key=lambda item: item[0]),
+    }
+    return _Call(_select(given, chosen, k, operation), chosen, most, facts)
+
+
+def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
+    """Take the k largest entries of a dense vector, or all that say something."""
+    neutral = operation.neutral(given.values.dtype)
+    if isinstance(given, SparseVector):
+        says_nothing = given.values == neutral
+        return given.keep(~says_nothing) if bool(says_nothing.any()) else given
+    if k is None:
+        if algorithm.name == "dense":
+            return DenseVector(given.values)
+        return SparseVector.from_dense(given.values, neutral)
+    # step 0 opens every period, so the selection is exact
+    return algorithm.make_selector().select(given.values, k, step=0)

@@ -1,15 +1,18 @@
-"""The command line: ``sparsync train | bench | keys``.  Each command lives in ``sparsync.bench``."""
+"""The command line: ``sparsync train | bench | linear | keys``.
+
+Each command lives in ``sparsync.bench``.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import cast
 
 import typer
 
-from sparsync.bench import collectives, keys, train
+from sparsync.bench import collectives, keys, linear, train
+from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
 
 __all__ = ["app", "exit_code", "main"]
@@ -22,6 +25,7 @@ app = typer.Typer(
 )
 app.command("train")(train.command)
 app.command("bench")(collectives.command)
+app.command("linear")(linear.command)
 app.command("keys")(keys.command)
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
@@ -39,7 +43,7 @@ def exit_code(run: Callable[[], object]) -> int:
     try:
         returned = run()
     except (ConfigurationError, _UsageError) as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks of a launcher got the same arguments
+        if leads():  # all ranks of a launcher got the same arguments
             _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
         return 2
     except (SparsyncError, OSError) as error:

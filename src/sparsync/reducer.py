@@ -12,6 +12,7 @@ The law, on every step:  sum over ranks(accumulated) == total + sum over ranks(r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -60,6 +61,7 @@ class Reducer:
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
+        self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
         self.shares = shares.SharesState(tuple(u.entries(density) for u in units))
         self.selectors = [algorithm.make_selector() for _ in units]
         self.collectives = [algorithm.make_collective() for _ in units]
@@ -90,20 +92,25 @@ class Reducer:
 
     async def share(self) -> None:
         """Agree on the next step's shares of the global k: once all units were selected from."""
-        if not self._shared or len(self._histograms) < len(self.units):
+        sparse = self._sharing
+        if not sparse or len(self._histograms) < len(sparse):
             return
-        counts = torch.stack([self._histograms[unit] for unit in range(len(self.units))])
+        counts = torch.stack([self._histograms[unit] for unit in sparse])
         channel = self.comm.channel(len(self.units))
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
         summed = torch.stack(everyone).sum(0)
-        self._next_shares = shares.next_shares(
-            self.shares,
-            shares.edges(self.shares.key, self.residuals[0].accumulated.dtype),
+        now = shares.SharesState(tuple(self.quotas[unit] for unit in sparse), self.shares.key)
+        then = shares.next_shares(
+            now,
+            shares.edges(now.key, self.residuals[sparse[0]].accumulated.dtype),
             summed.tolist(),
-            sum(unit.entries(self.density) for unit in self.units),
-            [unit.size for unit in self.units],
+            sum(self.units[unit].entries(self.density) for unit in sparse),
+            [self.units[unit].size for unit in sparse],
             self.comm.world_size,
         )
+        quotas = dict(zip(sparse, then.quotas, strict=True))
+        every = tuple(quotas.get(unit, k) for unit, k in enumerate(self.quotas))
+        self._next_shares = shares.SharesState(every, then.key)
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step: write every residual, return every unit's average.
@@ -130,6 +137,7 @@ class Reducer:
         averages = [self._average_(result.total) for result in reduced]
         for residual, result in zip(self.residuals, reduced, strict=True):
             residual.retain(result.delivered)  # residual = accumulated - delivered
+        self.lost = [result.lost for result in reduced if result.lost is not None]
         self.shares = self._next_shares
         self.settle()
         self._close_step()
@@ -170,7 +178,7 @@ class Reducer:
 
     def _parts(self, unit: int) -> tuple[Selector, Collective]:
         """Return the selector and the collective of the open step."""
-        if self.step < self.warmup_steps:
+        if self.step < self.warmup_steps or self.units[unit].dense:
             return self._warmup.make_selector(), self._warmup.make_collective()
         return self.selectors[unit], self.collectives[unit]
 
@@ -179,16 +187,16 @@ class Reducer:
         selector, _ = self._parts(unit)
         dtype = self.residuals[unit].accumulated.dtype
         mine = selector.watch(self.quotas[unit], self.step, dtype)
-        if not self._shared:
+        if unit not in self._sharing:
             return mine
-        common = shares.watch(self.shares, sum(self.quotas), dtype)
+        common = shares.watch(self.shares, sum(self.quotas[u] for u in self._sharing), dtype)
         if mine is None or common is None:
             return mine or common
         return Watch(min(mine.key, common.key), max(mine.limit, common.limit))
 
     def _count(self, unit: int, candidates: Found | None, selected: Vector) -> None:
         """Note what this unit would have liked to select, for the next step's shares."""
-        if not self._shared or isinstance(selected, DenseVector):
+        if unit not in self._sharing or isinstance(selected, DenseVector):
             return
         accumulated = self.residuals[unit].accumulated
         if self.shares.key is None:
@@ -217,11 +225,12 @@ class Reducer:
         """K of every unit in the open step."""
         return self.shares.quotas
 
-    @property
-    def _shared(self) -> bool:
-        """Several units of one dtype divide the global k; a single one has all of it."""
-        dtypes = {residual.accumulated.dtype for residual in self.residuals}
-        return len(self.units) > 1 == len(dtypes)
+    @functools.cached_property
+    def _sharing(self) -> Sequence[int]:
+        """The units that divide the global k: several, of one dtype; a single one has all of it."""
+        sparse = [i for i, unit in enumerate(self.units) if not unit.dense]
+        dtypes = {self.residuals[i].accumulated.dtype for i in sparse}
+        return sparse if self.algorithm.shared and len(sparse) > 1 == len(dtypes) else []
 
     def settle(self) -> None:
         """Make the present thresholds and boundaries those that ``refuse`` returns to."""

@@ -67,8 +67,12 @@ class SparseVector:
         return SparseVector(indices, values, parts[0].size)
 
     @staticmethod
-    def merge(parts: Sequence[SparseVector]) -> SparseVector:
+    def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
         """Sum vectors of one size, in the order given (a left fold); zero sums are not stored.
+
+        Args:
+            parts: at least one.
+            within: ascending indices; elements that are not among them are left out.
 
         Example:
             >>> a = SparseVector.from_dense(torch.tensor([0.0, 1.0, 2.0]))
@@ -76,10 +80,10 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        if len(parts) == 1:
+        if len(parts) == 1 and within is None:
             return parts[0]
-        indices, values = kernels.merge([(p.indices, p.values) for p in parts], parts[0].size)
-        return SparseVector(indices, values, parts[0].size)
+        streams, size = [(p.indices, p.values) for p in parts], parts[0].size
+        return SparseVector(*kernels.merge(streams, size, within), size)
 
     @property
     def nnz(self) -> int:

@@ -7,7 +7,7 @@ them.  One unit = the whole model is the papers' semantics.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,13 @@ class Unit:
         slots: the parameters, in registration order.
         dtype: of the gradients.
         device: of the gradients.
+        dense: exchanged whole, whatever the algorithm.
     """
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
     device: torch.device
+    dense: bool = False
 
     @property
     def size(self) -> int:
@@ -52,18 +54,20 @@ class Unit:
         return self.slots[bisect_right(starts, index) - 1].name
 
     def entries(self, density: float) -> int:
-        """Return k for a density: ``density * n`` rounded, at least 1, at most n.
+        """Return k for a density: ``density * n`` rounded, at least 1, at most n; n where dense.
 
         Example:
             >>> unit, = plan_units([("w", torch.zeros(300))])
             >>> unit.entries(0.01), unit.entries(1e-9), unit.entries(1.0)
             (3, 1, 300)
         """
-        return min(self.size, max(1, round(density * self.size)))
+        return self.size if self.dense else min(self.size, max(1, round(density * self.size)))
 
 
 def plan_units(
-    parameters: Iterable[tuple[str, Tensor]], unit_bytes: int | None = None
+    parameters: Iterable[tuple[str, Tensor]],
+    unit_bytes: int | None = None,
+    compress: Callable[[str, Tensor], bool] | None = None,
 ) -> list[Unit]:
     """Group named parameters into units, in the order given.
 
@@ -71,6 +75,8 @@ def plan_units(
         parameters: names and tensors; gradients have their shapes, dtypes and devices.
         unit_bytes: a unit is closed when it holds this many bytes; None: one unit per dtype and
             device.  A parameter is never divided.
+        compress: tells of a name and a parameter whether it is exchanged sparsely; others are
+            exchanged whole, in units of their own.  None: all are.
 
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
@@ -82,9 +88,10 @@ def plan_units(
             f"unit_bytes is {unit_bytes!r}; give a whole number of at least 1, or None"
         )
     units: list[Unit] = []
-    open_runs: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    open_runs: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = {}
     for name, tensor in parameters:
-        kind = (tensor.dtype, tensor.device)
+        dense = compress is not None and not compress(name, tensor)
+        kind = (tensor.dtype, tensor.device, dense)
         run = open_runs.setdefault(kind, [])
         start = run[-1].start + run[-1].size if run else 0
         run.append(Slot(name, start, tensor.numel()))

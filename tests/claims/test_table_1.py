@@ -1,9 +1,12 @@
-"""Ok-Topk, Table 1: bandwidth and latency of dense, TopkA and Ok-Topk, on the simulator's ledger."""
+"""Ok-Topk, Table 1: bandwidth and latency of every row, on the simulator's ledger and clock.
+
+TopkDSA's row is with SparCML's bounds (``test_sparcml.py``).
+"""
 
 import pytest
 
 from sparsync.bench.measure import Case, SimulatedRanks
-from sparsync.planning import costs
+from sparsync.planning import costs, sparcml_costs
 from sparsync.presets import oktopk_paper
 from sparsync.transports.sim import Links
 
@@ -44,6 +47,40 @@ def test_topka_costs_2k_times_p_minus_1_and_log_p_messages(k, world_size):
         assert total.messages_sent == form.messages == log2(world_size)
     headers = 2 * (world_size - 1)  # words
     assert form.words == 2 * k * (world_size - 1) + headers
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("k", [1, 100])
+def test_gtopk_passes_4k_log_p_words_in_2_log_p_messages_one_after_the_other(k, world_size):
+    links = Links(alpha=50e-6, beta=8e-9)
+    case = Case("gtopk", world_size, 10_000, k / 10_000, links=links)
+    simulation = SimulatedRanks(case).step()
+    form = sparcml_costs.gtopk(k, world_size)
+    root = simulation.ledgers[0].total()  # the busiest: it receives one half and sends the other
+    assert root.sent + root.received == form.nbytes
+    assert root.messages_sent * 2 == form.messages == 2 * log2(world_size)
+    assert form.words == 4 * k * log2(world_size) + 2 * form.messages
+    assert simulation.seconds == pytest.approx(form.seconds(links.alpha, links.beta))
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7, 12])
+def test_gtopk_on_any_p_needs_no_more_than_the_next_power_of_two(world_size):
+    simulation = one_step("gtopk", world_size, 10_000, 0.01)
+    form = sparcml_costs.gtopk(100, world_size)
+    for ledger in simulation.ledgers:
+        total = ledger.total()
+        assert total.sent + total.received <= form.nbytes
+        assert total.messages_sent <= log2(world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8, 16])
+def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size):
+    """Table 1 gives it the words of TopkA; the messages are those of this library's allgather."""
+    simulation = one_step("gaussiank", world_size, 100_000, 0.01)
+    found = [ledger.total() for ledger in simulation.ledgers]
+    assert all(t.messages_sent == log2(world_size) for t in found)
+    low, high = (costs.allgather(k, world_size).nbytes for k in (750, 2000))
+    assert all(low <= t.received <= high for t in found)
 
 
 @pytest.mark.parametrize("world_size", RANKS)

@@ -3,24 +3,54 @@
 from functools import partial
 
 from sparsync.averaging import AllreduceAverage, LocalSgd
-from sparsync.collectives import Allgather, Budgeted, Dense, Halving, OkTopk
+from sparsync.collectives import (
+    Allgather,
+    Budgeted,
+    Dense,
+    Dynamic,
+    GTopk,
+    Halving,
+    OkTopk,
+    RecursiveDoubling,
+    Ring,
+    SparcmlAuto,
+    SplitAllgather,
+)
 from sparsync.presets import (
     Algorithm,
     allgather,
     budgeted,
     dense,
+    dynamic,
+    gaussiank,
+    gtopk,
     halving,
     oktopk,
     oktopk_paper,
+    recursive_doubling,
+    ring,
+    ring_dense,
+    sparcml,
+    sparcml_auto,
+    split_allgather,
+    topkdsa,
 )
-from sparsync.selection import Everything, Exact, Reused
-from sparsync.wire import Coo, Packed
+from sparsync.selection import Blockwise, Everything, Exact, GaussianK, Reused
+from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
 SELECTORS = {
     "everything": Everything,
     "exact": Exact,
     "reused": Reused,
     "reused, no cap": partial(Reused, cap=None),
+    "blockwise": Blockwise,
+}
+
+# these do not promise exactly min(k, nnz) entries
+INEXACT_SELECTORS = {
+    "blockwise, blocks of 7": partial(Blockwise, block=7),
+    "blockwise, 2 of 16": partial(Blockwise, 2, 16),
+    "gaussian": GaussianK,
 }
 
 CODECS = {
@@ -29,7 +59,14 @@ CODECS = {
     "packed, int8": Packed("int8"),
     "packed, int8, blocks of 7": Packed("int8", block=7),
     "packed, fp32": Packed("fp32"),
+    "qsgd, 8 bits": SparseQsgd(8),
+    "qsgd, max": SparseQsgd(4, scale="max"),
+    "qsgd, shrunk": SparseQsgd(4, shrink=True),
+    "qsgd, 2 bits, shrunk": SparseQsgd(2, shrink=True),
 }
+
+# unbiased, but their error may exceed the vector: nobody may keep it
+EXPANSIVE_CODECS = {"qsgd, 2 bits": SparseQsgd(2), "qsgd, 4 bits": SparseQsgd(4)}
 
 PUBLISHED = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
 COLLECTIVES = {
@@ -46,6 +83,22 @@ COLLECTIVES = {
     "oktopk, even regions": partial(OkTopk, balanced_split=False),
     "oktopk, never balanced": partial(OkTopk, balance=False),
     "oktopk, always balanced": partial(OkTopk, balance_trigger=1.0),
+    "split-allgather": SplitAllgather,
+    "split-allgather, no cap": partial(SplitAllgather, cap=None),
+    "topkdsa": Dynamic,
+    "topkdsa, dense from delta / 4": partial(Dynamic, StreamCodec(factor=0.25)),
+    "dynamic": partial(Dynamic, always_dense=True),
+}
+
+# sums of these are trees that P fixes, not left folds
+TREE_COLLECTIVES = {
+    "recursive-doubling": RecursiveDoubling,
+    "recursive-doubling, no cap": partial(RecursiveDoubling, cap=None),
+    "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
+    "ring": Ring,
+    "ring, no cap": partial(Ring, cap=None),
+    "sparcml-auto": SparcmlAuto,
+    "sparcml-auto, no cap": partial(SparcmlAuto, cap=None),
 }
 
 ALGORITHMS = {
@@ -56,6 +109,19 @@ ALGORITHMS = {
     "halving, int8": halving(codec=Packed("int8")),
     "dense": dense(),
     "allgather": allgather(),
+    "recursive-doubling": recursive_doubling(),
+    "split-allgather": split_allgather(),
+    "dynamic": dynamic(),
+    "topkdsa": topkdsa(),
+    "ring": ring(),
+    "ring-dense": ring_dense(),
+    "gtopk": gtopk(),
+    "gaussiank": gaussiank(),
+    "sparcml-auto": sparcml_auto(),
+    "sparcml": sparcml(),
+    "sparcml, error kept": sparcml(keep_error=True),
+    "sparcml, reduced": sparcml(quantize="reduced"),
+    "sparcml, not quantised": sparcml(bits=None),
     "oktopk": oktopk(),
     "oktopk, period 2": oktopk(threshold_period=2, repartition_period=2),
     "oktopk-paper": oktopk_paper(),
@@ -76,7 +142,15 @@ ROUNDING_COLLECTIVES = {
     "halving": Halving,
     "halving, coo": partial(Halving, Coo()),
     "halving, int8": partial(Halving, Packed("int8")),
+    "gtopk": GTopk,
+    "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
+    "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),
+    "split-allgather, bf16": partial(SplitAllgather, StreamCodec(Packed())),
+    "topkdsa, bf16": partial(Dynamic, StreamCodec(Packed())),
+    "dynamic, qsgd": partial(Dynamic, StreamCodec(dense=Qsgd(8)), always_dense=True),
+    "ring, bf16": partial(Ring, StreamCodec(Packed())),
+    "sparcml, local": partial(Dynamic, cap=None, local=SparseQsgd(4), keep_error=False),
 }
 
 # Dense takes dense vectors, and its sums are trees of the circulant graph, not left folds
-DENSE_COLLECTIVES = {"dense": Dense}
+DENSE_COLLECTIVES = {"dense": Dense, "ring-dense": partial(Ring, cap=None, dense=True)}

@@ -8,14 +8,27 @@ from .table import (
     CODECS,
     COLLECTIVES,
     DENSE_COLLECTIVES,
+    EXPANSIVE_CODECS,
+    INEXACT_SELECTORS,
     ROUNDING_COLLECTIVES,
     SELECTORS,
+    TREE_COLLECTIVES,
 )
 
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_selector(name):
     testing.check_selector(SELECTORS[name])
+
+
+@pytest.mark.parametrize("name", INEXACT_SELECTORS)
+def test_inexact_selector(name):
+    testing.check_selector(INEXACT_SELECTORS[name], exact=False)
+
+
+@pytest.mark.parametrize("name", EXPANSIVE_CODECS)
+def test_expansive_codec(name):
+    testing.check_codec(EXPANSIVE_CODECS[name], contractive=False)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -26,6 +39,11 @@ def test_codec(name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collective(name):
     testing.check_collective(COLLECTIVES[name])
+
+
+@pytest.mark.parametrize("name", TREE_COLLECTIVES)
+def test_tree_collective(name):
+    testing.check_collective(TREE_COLLECTIVES[name], rank_ordered=False)
 
 
 @pytest.mark.parametrize("name", ROUNDING_COLLECTIVES)

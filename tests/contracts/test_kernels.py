@@ -11,7 +11,7 @@ from sparsync.kernels import native
 from sparsync.kernels import torch as specification
 
 NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
-BY_ISA = ("accumulate_", "find", "top")
+BY_ISA = ("accumulate_", "find", "top", "merge")
 
 
 def native_backend(isa):
@@ -180,6 +180,32 @@ def test_merge(backend, make, size, density):
         merged, expected = backend.merge(streams, size), specification.merge(streams, size)
         same(merged[0], expected[0])
         same_sums(merged[1], expected[1])
+
+
+@every_backend
+@every_vector
+@pytest.mark.parametrize(
+    ("size", "density"), [(0, 1.0), (1, 1.0), (1000, 1.0), (200_000, 0.01), (200_000, 1.0)]
+)
+def test_merge_within(backend, make, size, density):
+    some = (torch.rand(size, generator=torch.Generator().manual_seed(9)) < 0.3).nonzero().flatten()
+    for count in (1, 2, 3):
+        streams = streams_of(make, size, count, density)
+        for among in (unaligned(some, 1), some[:0], torch.arange(size)):
+            merged = backend.merge(streams, size, among)
+            expected = specification.merge(streams, size, among)
+            same(merged[0], expected[0])
+            same_sums(merged[1], expected[1])
+
+
+@every_backend
+def test_merge_within_few_places_far_apart(backend):
+    size = 1 << 50
+    places = torch.tensor([0, 65_535, 65_536, 1 << 33, (1 << 33) + 1, size - 1])
+    streams = [(places, torch.arange(1.0, 7.0)), (places[2:3], torch.tensor([-3.0]))]
+    among = torch.tensor([65_535, 65_536, 70_000, 1 << 33, size - 1])
+    indices, values = backend.merge(streams, size, among)
+    assert indices.tolist() == [65_535, 1 << 33, size - 1] and values.tolist() == [2.0, 4.0, 6.0]
 
 
 @every_backend

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import sparsync
 from sparsync import SparseVector, cli
 from sparsync.presets import PRESETS
-from sparsync.wire import Coo
+from sparsync.wire import Coo, SparseQsgd
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -118,6 +118,12 @@ def test_every_benchmark_is_listed():
 
 def test_the_wire_format_document_shows_real_bytes():
     text = (ROOT / "docs" / "wire-format.md").read_text()
-    shown = "".join(re.findall(r"^    ((?:[0-9a-f]{2} +)+)", text, flags=re.MULTILINE))
+    coo, qsgd = (
+        "".join(re.findall(r"^    ((?:[0-9a-f]{2} +)+)", part, flags=re.MULTILINE))
+        for part in text.split("## qsgd")
+    )
     vector = SparseVector(torch.tensor([3, 70000]), torch.tensor([1.0, -2.5]), 100_000)
-    assert bytes.fromhex(shown) == bytes(Coo().encode(vector).payload.tolist())
+    assert bytes.fromhex(coo) == bytes(Coo().encode(vector).payload.tolist())
+    vector = SparseVector(torch.tensor([1, 7, 10]), torch.tensor([7.0, -3.0, -0.5]), 12)
+    codec = SparseQsgd(4, block=2, scale="max")
+    assert bytes.fromhex(qsgd) == bytes(codec.encode(vector).payload.tolist())

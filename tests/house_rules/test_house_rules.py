@@ -23,8 +23,8 @@ LAYERS = (
     ("selection", "wire"),
     ("collectives",),
     ("planning",),
-    ("api", "presets", "reducer", "residual", "units"),
-    ("averaging",),
+    ("api", "launchers", "presets", "reducer", "residual", "units", "vectors"),
+    ("averaging", "linear"),
     ("integrations",),
     ("__init__", "__main__", "bench", "cli", "lab", "testing", "workloads"),
 )

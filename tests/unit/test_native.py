@@ -107,6 +107,11 @@ X, I64 = torch.zeros(4), torch.int64
         (lambda: native.count_from(X.half(), torch.tensor([1])), "values is torch.float16"),
         (lambda: native.restrict(X, X), "indices is torch.float32.*torch.int64"),
         (lambda: native.merge([(torch.tensor([1]), X)], 4), r"\(1,\) and values \(4,\)"),
+        (
+            lambda: native.merge([(X, X)], 4, X.long()),
+            "indices is torch.float32.*torch.int64",
+        ),
+        (lambda: native.merge([], 4, X), "within is torch.float32.*torch.int64"),
         (lambda: native.subtract_(X, torch.tensor([1]), X), r"\(1,\) and values \(4,\)"),
         (lambda: native.find(X, 1, None, isa="mmx"), "no instruction set mmx"),
         (lambda: native.count_from(X, torch.tensor([5, 4])), "keys must ascend"),
@@ -135,6 +140,13 @@ def test_an_index_outside_is_refused_before_anything_is_written(indices):
 
 
 @built
+@pytest.mark.parametrize("among", BAD_INDICES[:4] + BAD_INDICES[5:])
+def test_merge_within_refuses_places_outside(among):
+    with pytest.raises(ConfigurationError, match="within the vector"):
+        native.merge([(torch.arange(4), torch.ones(4))], 4, torch.tensor(among))
+
+
+@built
 @pytest.mark.parametrize("indices", UNORDERED)
 def test_scatter_refuses_indices_that_do_not_ascend(indices):
     with pytest.raises(ConfigurationError, match="ascending"):
@@ -148,12 +160,18 @@ def test_streams_that_do_not_ascend_never_write_outside():
         for _ in range(50):
             low, high = (-5, size + 5) if torch.rand((), generator=generator) < 0.5 else (0, size)
             streams = [torch.randint(low, high, (40,), generator=generator) for _ in range(3)]
-            try:
-                indices, _ = native.merge([(s, torch.ones(40)) for s in streams], size)
-            except ConfigurationError:
-                continue
-            assert indices.numel() <= 120
-            assert 0 <= int(indices.min()) <= int(indices.max()) < size
+            for count in (2, 3):  # two are merged by another loop
+                parts = [(s, torch.ones(40)) for s in streams[:count]]
+                for merge in (
+                    native.merge,
+                    lambda p, n, a=streams[2]: native.merge(p, n, a),
+                ):
+                    try:
+                        indices, _ = merge(parts, size)
+                    except ConfigurationError:
+                        continue
+                    assert indices.numel() <= 120
+                    assert ((indices >= 0) & (indices < size)).all()
 
 
 @built

@@ -75,9 +75,10 @@ def test_cpp_sums_as_the_specification(problem):
     vectors = [vector(size, min(nnz, size), seed + r, special=r == 1) for r in range(world_size)]
     rank = seed % world_size
     messages, own = exchanged(codec, vectors, world_size, rank)
-    fast = decode_sum(codec, messages, rank, own)
-    slow = on_the_specification(lambda: decode_sum(codec, messages, rank, own))
-    same_bits(fast.check(), slow)
+    for k in (0, 1, nnz // 2, nnz, size):
+        fast = decode_sum(codec, messages, rank, own, k)
+        slow = on_the_specification(lambda k=k: decode_sum(codec, messages, rank, own, k))
+        same_bits(fast.check(), slow)
 
 
 @given(problems)
@@ -125,13 +126,33 @@ def test_hostile_bytes_give_an_error_or_entries_within_the_vector(seed, place, b
     broken[place % broken.numel()] = byte
     for decode in (
         lambda: decode_undealt(Packed(), [messages[0], broken, messages[2]], size, 30, v),
-        lambda: decode_sum(Packed(), [messages[0], broken, messages[2]], 0, parcels.own),
+        lambda: decode_sum(Packed(), [messages[0], broken, messages[2]], 0, parcels.own, size),
     ):
         try:
             result = decode()
         except WireFormatError:
             continue
         result.check()
+
+
+def test_messages_of_another_form_are_understood():
+    size, vectors = 200, [vector(200, 90, seed) for seed in range(3)]
+    others = [Packed("int8"), Packed("fp32"), Packed("int8", block=3)]
+    sent = [
+        encode_dealt(c, v, 3, r, size) for r, (c, v) in enumerate(zip(others, vectors, strict=True))
+    ]
+    messages, own = [parcels.messages[0] for parcels in sent], sent[0].own
+    fast = decode_sum(Packed(), messages, 0, own, 50)
+    same_bits(fast, on_the_specification(lambda: decode_sum(Packed(), messages, 0, own, 50)))
+    assert fast.nnz == 50
+
+
+def test_messages_for_another_region_are_refused():
+    own = vector(50, 20, seed=1)
+    message = Packed().encode(vector(51, 20, seed=2)).payload
+    for bad in (message, message[:-1], message[:9], message[:0]):
+        with pytest.raises(WireFormatError):
+            decode_sum(Packed(), [message, bad], 0, own, 9)
 
 
 def test_an_element_beyond_the_vector_is_refused():

@@ -65,6 +65,15 @@ def test_merge_keeps_opposite_infinities_as_nan():
     assert merged.indices.tolist() == [3] and bool(merged.values.isnan())
 
 
+def test_merge_within_leaves_out_what_is_elsewhere():
+    parts = [vector([1, 3, 5], [1.0, 2.0, 4.0], 9), vector([3, 4, 5], [8.0, 16.0, -4.0], 9)]
+    for some in (parts, parts[:1]):
+        within = torch.tensor([0, 3, 5])
+        kept = SparseVector.merge([part.restrict(within) for part in some])
+        same_vector(SparseVector.merge(some, within), kept)
+    assert SparseVector.merge(parts, within).values.tolist() == [10.0]
+
+
 def test_merge_leaves_its_parts_alone():
     a, b = vector([0, 2], [1.0, 2.0], 4), vector([2, 3], [5.0, 6.0], 4)
     SparseVector.merge([a, b])

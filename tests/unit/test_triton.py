@@ -160,6 +160,14 @@ def test_merge_drops_zero_sums_and_keeps_nan():
     assert math.isnan(values[0]) and values[1] == -math.inf
 
 
+def test_merge_within_equals_the_specification():
+    streams, among = [stream(BIG, seed) for seed in range(3)], stream(BIG, 7)[0]
+    for some in (streams, streams[:1]):
+        mine, expected = (k.merge(some, BIG, among) for k in (triton, spec))
+        for a, b in zip(mine, expected, strict=True):
+            identical(a, b)
+
+
 def test_restrict_equals_the_specification():
     many, others = stream(BIG, 0)[0], stream(BIG, 1)[0]
     for indices in (many, many[:1], many[:0]):

@@ -85,6 +85,7 @@ class WatchedReducer:
             algorithm.name,
             algorithm.make_selector,
             lambda: _Watched(algorithm.make_collective(), self),
+            average=algorithm.average,
         )
         self.case = case
         self.fence: Callable[[], float] | None = None
@@ -102,12 +103,14 @@ class WatchedReducer:
     def evidence(self) -> Evidence:
         """Return what the last step did; it must have been kept."""
         assert self._accumulated is not None, "this step was not kept"
+        nothing = SparseVector.empty(self.case.size, self._accumulated)
         return Evidence(
             self._accumulated,
             self._residual(),
             self.selected,
             self.reduced.delivered,
             self.reduced.total,
+            self.reduced.lost or nothing,
         )
 
     def _residual(self) -> Tensor:
@@ -119,7 +122,8 @@ class WatchedReducer:
         self.exchanged = time.perf_counter()
         if self.keep:
             selected = _copy(selected)
-            reduced = Reduced(_copy(reduced.total), _copy(reduced.delivered))
+            lost = None if reduced.lost is None else _copy(reduced.lost)
+            reduced = Reduced(_copy(reduced.total), _copy(reduced.delivered), lost)
         self.selected, self.reduced = selected, reduced
         self.copying = time.perf_counter() - self.exchanged
 

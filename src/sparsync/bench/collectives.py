@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 from sparsync.bench.inputs import INPUTS
 from sparsync.bench.kernels import bench_kernels
 from sparsync.bench.kernels import table as kernel_table
-from sparsync.bench.launch import launch, launched
+from sparsync.bench.launch import launch, launched, launched_ranks, leads
 from sparsync.bench.measure import Measured, measure_simulated
 from sparsync.bench.network import parse_network
 from sparsync.bench.plan import check_verify
@@ -57,7 +56,8 @@ _Transport = Annotated[
     str | None,
     typer.Option(
         help="sim: virtual ranks and clock; torch: local processes over gloo; zmq: over ZeroMQ; "
-        "auto: the library's default of these. The row dense is gloo's native allreduce in all.",
+        "mpi: over MPI, by mpiexec; auto: the library's default of these. The row dense is gloo's "
+        "native allreduce in all; over mpi it is MPI's.",
         show_default="sim; with --lab auto",
     ),
 ]
@@ -110,7 +110,7 @@ def command(
     commit.  "sim" charges communication alone.  Ends with 1 if a result is wrong.
     """
     if ranks is None:
-        ranks = int(os.environ["WORLD_SIZE"]) if launched() else BenchSettings.ranks
+        ranks = launched_ranks(BenchSettings.ranks)
     settings = BenchSettings(
         collectives=tuple(name.strip() for name in collectives.split(",")),
         ranks=ranks,
@@ -127,7 +127,7 @@ def command(
         verify=check_verify(verify),
         timeout=timeout,
     )
-    if json is not None and os.environ.get("RANK", "0") == "0":
+    if json is not None and leads():
         check_writable(json)
     if not (_show_kernels(settings, device, json) if kernels else _show_rows(settings, json)):
         raise typer.Exit(1)
@@ -183,6 +183,7 @@ def bench(settings: BenchSettings) -> list[Row] | None:
                 settings.ranks,
                 settings,
                 timeout=settings.timeout,
+                mpi=settings.carrier == "mpi",
                 **network.options,
             )
     if measured is None:

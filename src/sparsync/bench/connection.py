@@ -11,16 +11,19 @@ from pathlib import Path
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator, check_timeout
 from sparsync.transports.connect import TRANSPORTS, check_transport, connect_group
+from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.torch import TorchCommunicator
 
 __all__ = ["TRANSPORTS", "Connection", "transport_of"]
 
-_NATIVE = "dense"  # always measured as gloo's own allreduce: the baseline that everybody has
+_NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
 
 
 def transport_of(comm: Communicator) -> str:
     """Name what carries a communicator's messages between processes."""
-    return "torch" if isinstance(comm, TorchCommunicator) else "zmq"
+    if isinstance(comm, TorchCommunicator):
+        return "torch"
+    return "mpi" if isinstance(comm, MpiCommunicator) else "zmq"
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Connection:
     """How ranks are connected.
 
     Attributes:
-        transport: "torch" (gloo), "zmq", or "auto": the library's default.
+        transport: "torch" (gloo), "zmq", "mpi", or "auto": the library's default.
         timeout: seconds that a rank waits for another.
         curve_keys: folder of keys; zmq then encrypts, and refuses ranks without a listed key.
     """
@@ -39,7 +42,12 @@ class Connection:
 
     def __post_init__(self) -> None:
         check_transport(self.transport, self.curve_keys)
-        if self.transport != "torch" and importlib.util.find_spec("zmq") is None:
+        if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            raise ConfigurationError(
+                "transport mpi needs mpi4py and an MPI library: pip install 'sparsync[mpi]' brings "
+                "both, and mpiexec"
+            )
+        if self.transport in ("auto", "zmq") and importlib.util.find_spec("zmq") is None:
             raise ConfigurationError(
                 f"transport {self.transport} needs pyzmq: pip install pyzmq, or choose torch"
             )
@@ -54,9 +62,10 @@ class Connection:
     def open(self, algorithm: str) -> Iterator[Communicator]:
         """Connect this process's rank; every rank calls it.
 
-        "dense" goes through gloo's native allreduce, whatever the transport of the others.
+        "dense" goes through gloo's native allreduce, whatever the transport of the others; over MPI
+        through MPI's, whose ranks of one machine share memory, which gloo's do not.
         """
-        native = algorithm == _NATIVE
+        native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(
             transport="torch" if native else self.transport,
             timeout=self.timeout,

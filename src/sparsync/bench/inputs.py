@@ -21,6 +21,7 @@ __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 
 _CLUSTERS = 5  # places where large entries lie
 _CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
+_OVERLAP = 1 / 64  # part of the elements that are large on all ranks
 _NOISE = 1e-3  # magnitude outside the clusters, relative to inside
 _DOMINANCE = 100.0  # how much larger the dominating rank's entries are
 _SEED_BYTES = 8
@@ -121,6 +122,12 @@ def _clustered(draw: Draw) -> Tensor:
     return values * scale
 
 
+def _overlapping(draw: Draw) -> Tensor:
+    """Draw large values at the same places on all ranks, new ones on every step."""
+    places = torch.rand(draw.size, generator=_generator("places", draw.seed, draw.step))
+    return draw.normal(draw.size) * torch.where(places < _OVERLAP, 1.0, _NOISE)
+
+
 def _within(draw: Draw, owner: int) -> Tensor:
     """Draw normal numbers in one even region, zeros elsewhere."""
     values, region = torch.zeros(draw.size), draw.region(owner)
@@ -154,6 +161,9 @@ INPUTS: MappingProxyType[str, Input] = MappingProxyType(
         ),
         "clustered": Input(
             _clustered, True, "large values in five places that all ranks share, noise elsewhere"
+        ),
+        "overlapping": Input(
+            _overlapping, True, "large values in the same random places on all ranks: least fill-in"
         ),
         "one-region": Input(
             _one_region, True, "all ranks' values in the first n / P elements, zeros elsewhere"

@@ -1,6 +1,7 @@
-"""Run one function on P local processes over gloo, or inside the ranks that a launcher started.
+"""Run one function on P local processes, or inside the ranks that a launcher started.
 
-Local processes may sit in a ``Lab``: then all that they say to each other crosses its shaped links.
+Local processes are spawned here, or by ``mpiexec``; what they say besides what is measured goes over
+gloo.  Spawned ones may sit in a ``Lab``: then all of it crosses its shaped links.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from sparsync.bench.mpiexec import in_group, run_under_mpiexec
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
 from sparsync.lab import Lab, Seat
+from sparsync.launchers import detect
 from sparsync.transports.base import check_timeout
 
-__all__ = ["RankError", "launch", "launched"]
+__all__ = ["RankError", "launch", "launched", "launched_ranks", "leads"]
 
 _HOST = "127.0.0.1"
 
@@ -32,8 +35,20 @@ class RankError(CommunicationError):
 
 
 def launched() -> bool:
-    """Tell whether torchrun (or the like) started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Tell whether torchrun, mpiexec or srun started this process as one of several ranks."""
+    return detect() is not None
+
+
+def launched_ranks(default: int) -> int:
+    """Return the launcher's number of ranks; ``default`` without one."""
+    here = detect()
+    return default if here is None else here.world_size
+
+
+def leads() -> bool:
+    """Tell whether this process speaks for all ranks: rank 0 of a launcher, or the only process."""
+    here = detect()
+    return here is None or here.rank == 0
 
 
 def launch(
@@ -43,16 +58,18 @@ def launch(
     timeout: float = 300.0,
     grace: float = 20.0,
     lab: Lab | None = None,
+    mpi: bool = False,
 ) -> Any:
     """Call ``function(*args)`` on every rank, with ``torch.distributed`` (gloo) initialised.
 
     Args:
         function: importable from its module (processes are spawned).
-        world_size: number of local processes; under torchrun it must be torchrun's.
+        world_size: number of local processes; under a launcher it must be the launcher's.
         args: picklable.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves when one has failed.
         lab: an open lab of ``world_size`` ranks to put them in; None: they talk over loopback.
+        mpi: let ``mpiexec`` start them, so that MPI connects them, too.
 
     Returns:
         What rank 0 returned; None in the other ranks of a launcher.
@@ -67,6 +84,9 @@ def launch(
         _check_lab(lab, world_size)
     if launched():
         return _inside_launcher(function, world_size, args, timeout)
+    if mpi:
+        results, failures = run_under_mpiexec(function, world_size, args, timeout, grace)
+        return _result(world_size, results, failures, grace)
     # the parent serves the store on a port that the system chose: no race, no stuck port
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -107,18 +127,13 @@ def _check_lab(lab: Lab, world_size: int) -> None:
 def _inside_launcher(
     function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
 ) -> Any:
-    present = int(os.environ["WORLD_SIZE"])
+    present = launched_ranks(world_size)
     if present != world_size:
         raise ConfigurationError(
             f"--ranks {world_size} under a launcher of {present} processes; "
             f"leave --ranks away or give {present}"
         )
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    try:
-        result = function(*args)
-        return result if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
+    return in_group(function, args, timeout)
 
 
 def _child(
@@ -192,9 +207,16 @@ def _collect(processes: list[Any], pipes: list[Connection], grace: float) -> Any
             (results if kind == "done" else failures)[rank] = value
         if failures and deadline is None:
             deadline = time.monotonic() + grace
+    return _result(len(processes), results, failures, grace)
+
+
+def _result(
+    world_size: int, results: dict[int, Any], failures: dict[int, str], grace: float
+) -> Any:
+    """Return what rank 0 returned, or say what every rank said."""
     if failures:
         lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
-        hung = len(processes) - len(results) - len(failures)
+        hung = world_size - len(results) - len(failures)
         if hung:
             lines.append(f"{hung} rank(s) did not end within {grace:g} s and were terminated")
         raise RankError("\n".join(lines))

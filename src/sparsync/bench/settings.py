@@ -19,6 +19,7 @@ __all__ = ["BenchSettings"]
 
 _SIMULATED_STEPS = 20  # the virtual clock repeats itself: a short run says as much
 _SIMULATED_WARMUP = 5
+_LAB_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "mpi")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class BenchSettings:
             5, or fewer where steps are slow.
         input: kind of gradient; "uniform" has the least overlap, hence the most fill-in.
         seed: of the gradients.
-        transport: "sim" (virtual clock: communication alone); "torch" (gloo), "zmq" or "auto", the
-            library's default (wall clock: everything).  None: "sim", in the lab "auto".
+        transport: "sim" (virtual clock: communication alone); "torch" (gloo), "zmq", "mpi" or "auto",
+            the library's default (wall clock: everything).  None: "sim", in the lab "auto".
         links: the simulated network.
         timeout: seconds that a process waits for another.
         lab: rate of a real, shaped network on this machine, as "1gbit".
@@ -82,6 +83,11 @@ class BenchSettings:
             raise ConfigurationError(
                 f"{option} needs real ranks, --transport sim has none; "
                 f"choose --transport {', '.join(TRANSPORTS)}"
+            )
+        if self.lab is not None and self.carrier == "mpi":
+            raise ConfigurationError(
+                "--lab and --transport mpi do not go together: MPI's ranks of one machine share "
+                f"memory and pass the links by; choose --transport {', '.join(_LAB_TRANSPORTS)}"
             )
         if not self.simulated:
             self.connection()

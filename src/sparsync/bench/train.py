@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sparsync.bench.launch import launch, launched
+from sparsync.bench.launch import launch, launched_ranks, leads
 from sparsync.bench.picture import check_plot_path, write_plot
 from sparsync.bench.report import TrainResult, check_writable, write_json
 from sparsync.bench.shaped import privileged, shaped
@@ -68,8 +67,8 @@ _TargetStep = Annotated[
 _Transport = Annotated[
     str,
     typer.Option(
-        help="Of the sparse exchange: torch (gloo), zmq, or auto, the library's default. DDP and "
-        "PyTorch's hooks use gloo.",
+        help="Of the sparse exchange: torch (gloo), zmq, mpi, or auto, the library's default. DDP "
+        "and PyTorch's hooks use gloo.",
     ),
 ]
 _Lab = Annotated[
@@ -114,6 +113,7 @@ def train(
             tuple(algorithms),
             before_step,
             timeout=settings.timeout,
+            mpi=settings.transport == "mpi",
             **network.options,
         )
     return None if results is None else with_target(results, settings.target_step)
@@ -144,10 +144,11 @@ def command(
 ) -> None:
     """Train a byte-level transformer on Python's own source text, data-parallel.
 
-    Starts local processes, or runs inside those of a launcher (torchrun).  "dense" is plain DDP.
+    Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
+    plain DDP.
     """
     if ranks is None:
-        ranks = int(os.environ["WORLD_SIZE"]) if launched() else 4
+        ranks = launched_ranks(4)
     settings = TrainSettings(
         ranks=ranks,
         steps=steps,
@@ -175,7 +176,7 @@ def _show(
     settings: TrainSettings, algorithms: Sequence[str], json: Path | None, plot: Path | None
 ) -> None:
     """Train and report; files are tried before any work begins."""
-    if os.environ.get("RANK", "0") == "0":
+    if leads():
         if json is not None:
             check_writable(json)
         if plot is not None:

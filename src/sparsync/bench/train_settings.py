@@ -40,7 +40,8 @@ class TrainSettings:
         context: bytes per window.
         target_step: whose loss of "dense" is the target: "dense" ends there, every other run when it
             has reached it.  None: the last step of "dense", and all runs have equal steps.
-        transport: of the sparse exchange: "torch" (gloo), "zmq", or "auto", the library's default.
+        transport: of the sparse exchange: "torch" (gloo), "zmq", "mpi", or "auto", the library's
+            default.
         curve_keys: folder of keys, for zmq.
         lab: rate of a real, shaped network on this machine, as "100mbit".
     """
@@ -78,6 +79,11 @@ class TrainSettings:
         check_density(self.density)
         if self.lab is not None:
             check_rate(self.lab)
+            if self.transport == "mpi":
+                raise ConfigurationError(
+                    "--lab and --transport mpi do not go together: MPI's ranks of one machine share "
+                    "memory, past the lab's links; choose zmq or torch"
+                )
         Connection(self.transport, self.timeout, self.curve_keys)
 
     @property

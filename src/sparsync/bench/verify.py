@@ -14,7 +14,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 
 __all__ = ["VECTORS", "Evidence", "Verdict", "Verification", "digest"]
 
-VECTORS = 5  # that make up a rank's evidence
+VECTORS = 6  # that make up a rank's evidence
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
 _TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing may differ
@@ -30,6 +30,7 @@ class Evidence:
         selected: what entered the collective.
         delivered: what the collective says that this rank delivered.
         total: what the collective returned as the sum.
+        lost: what of ``delivered`` was rounded away and is kept by nobody, on purpose.
     """
 
     accumulated: Tensor
@@ -37,10 +38,11 @@ class Evidence:
     selected: Vector
     delivered: Vector
     total: Vector
+    lost: Vector
 
     def write_(self, packed: Tensor) -> None:
-        """Write everything into one `[5, n]` tensor, to be brought to who verifies."""
-        vectors = (v.to_dense() for v in (self.selected, self.delivered, self.total))
+        """Write everything into one `[6, n]` tensor, to be brought to who verifies."""
+        vectors = (v.to_dense() for v in (self.selected, self.delivered, self.total, self.lost))
         for row, vector in zip(packed, (self.accumulated, self.residual, *vectors), strict=True):
             row.copy_(vector)
 
@@ -56,8 +58,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of what was delivered.
-        law_error: the largest |sum(accumulated) - total - sum(residual)| in units of its tolerance
-            ``(P + 2) 2^-24 sum |accumulated|``; above 1 the law is broken.
+        law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
+            tolerance ``(P + 2) 2^-24 sum (|accumulated| + |lost|)``; above 1 the law is broken.
         entries: entries of the total / min(k, entries of the sum of what was selected); 1 if dense.
     """
 
@@ -110,7 +112,8 @@ class Verification:
     Example:
         >>> one = DenseVector(torch.tensor([1.0, 0.0]))
         >>> check = Verification(size=2, world_size=1, k=2)
-        >>> check.add(Evidence(one.values, torch.zeros(2), one, one, one))
+        >>> zeros = torch.zeros(2)
+        >>> check.add(Evidence(one.values, zeros, one, one, one, DenseVector(zeros)))
         >>> check.verdict()
         Verdict(wrong=0, law_error=0.0, entries=1.0)
     """
@@ -118,7 +121,7 @@ class Verification:
     def __init__(self, size: int, world_size: int, k: int) -> None:
         self.k, self.unit = k, (world_size + 2) * _ROUNDING
         self.accumulated = torch.zeros(size, dtype=torch.float64)
-        self.magnitude = torch.zeros(size, dtype=torch.float64)  # sum of |accumulated|
+        self.magnitude = torch.zeros(size, dtype=torch.float64)  # sum of |accumulated| + |lost|
         self.residual = torch.zeros(size, dtype=torch.float64)
         self.delivered = torch.zeros(size, dtype=torch.float64)
         self.selected = torch.zeros(size)
@@ -127,10 +130,11 @@ class Verification:
 
     def add(self, evidence: Evidence) -> None:
         """Add the next rank's evidence."""
+        lost = evidence.lost.to_dense().double()
         self.accumulated += evidence.accumulated
-        self.magnitude += evidence.accumulated.abs()
-        self.residual += evidence.residual
-        self.delivered += evidence.delivered.to_dense()
+        self.magnitude += evidence.accumulated.abs() + lost.abs()
+        self.residual += evidence.residual + lost
+        self.delivered += evidence.delivered.to_dense() - lost
         self.selected += evidence.selected.to_dense()
         if self.total is None:
             self.total = evidence.total

@@ -89,12 +89,11 @@ class Budgeted(Collective):
             return Reduced(mine, mine)
         limits = self._limits(comm.world_size, k, mine.size, mine.values.dtype)
         parcels = encode_dealt(self.codec, mine, comm.world_size, comm.rank, limits.split)
-        region = await self._split(comm, parcels, limits)
-        share = region.top(limits.share)
+        share = await self._split(comm, parcels, limits)
         total, rounded = await self._allgather(comm, share, k, mine.size, limits)
         sent = SparseVector(mine.indices, parcels.arriving, mine.size)
-        delivered = sent.restrict(total.indices)
-        return Reduced(total, _keep_error(comm, delivered, share, rounded, total))
+        error = _rounding(comm, share, rounded, mine.size)
+        return Reduced(total, SparseVector.merge([sent, error], within=total.indices))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> _Limits:
         """Divide the budget between the two exchanges; without one, what can be is the limit."""
@@ -113,14 +112,14 @@ class Budgeted(Collective):
         return _Limits(min(width, k, most), min(share, most))
 
     async def _split(self, comm: Communicator, parcels: Parcels, limits: _Limits) -> SparseVector:
-        """Return the sum over ranks of what this rank owns, a left fold in rank order."""
+        """Return the largest of the sums over ranks that this rank owns."""
         own = parcels.own
         capacity = self.codec.nbytes(limits.split, own.size, own.values.dtype)
         capacities = [capacity] * comm.world_size
         framing = MessageFraming(self.codec)
         messages = await comm.alltoallv(parcels.messages, capacities, "split", framing)
         await comm.work(sum(message.numel() for message in messages))
-        return decode_sum(self.codec, messages, comm.rank, own)
+        return decode_sum(self.codec, messages, comm.rank, own, limits.share)
 
     async def _allgather(
         self, comm: Communicator, share: SparseVector, k: int, size: int, limits: _Limits
@@ -139,15 +138,9 @@ class Budgeted(Collective):
         return decode_undealt(self.codec, messages, size, k, share), encoded.decoded
 
 
-def _keep_error(
-    comm: Communicator,
-    delivered: SparseVector,
-    share: SparseVector,
-    rounded: SparseVector,
-    total: SparseVector,
+def _rounding(
+    comm: Communicator, share: SparseVector, rounded: SparseVector, size: int
 ) -> SparseVector:
-    """Subtract what rounding took from the sums of this rank: its residual keeps that."""
-    error = share.values - rounded.values
+    """Return what rounding added to the sums of this rank: its residual takes that back."""
     indices = kernels.undeal(share.indices, comm.rank, comm.world_size)
-    lost = SparseVector(indices, -error, delivered.size).restrict(total.indices)
-    return SparseVector.merge([delivered, lost])
+    return SparseVector(indices, rounded.values - share.values, size)

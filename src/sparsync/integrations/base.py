@@ -39,8 +39,8 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
                 "warmup_steps": reducer.warmup_steps,
                 "other settings": sorted(settings.items()),
                 "the parameters (names and sizes)": parameters,
-                "the units (parameters of each, dtypes)": [
-                    (len(unit.slots), str(unit.dtype)) for unit in reducer.units
+                "the units (parameters of each, dtypes, dense or not)": [
+                    (len(unit.slots), str(unit.dtype), unit.dense) for unit in reducer.units
                 ],
             },
         )
@@ -64,6 +64,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "bytes_sent_per_step_max": ledger.sent_max,
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
+        "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value))
             for r in reducer.residuals

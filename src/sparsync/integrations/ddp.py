@@ -7,7 +7,7 @@ all residuals are written together, after every total of the step is known to be
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from sparsync.units import Slot, plan_units
 __all__ = ["DdpSync", "attach"]
 
 Nonfinite = Literal["raise", "skip", "propagate"]
+Compress = Callable[[str, Tensor], bool]
 
 
 def attach(
@@ -43,6 +44,7 @@ def attach(
     *,
     density: float = 0.01,
     unit_bytes: int | None = None,
+    compress: Compress | None = None,
     warmup_steps: int = 0,
     nonfinite: Nonfinite = "raise",
     timeout: float = 300.0,
@@ -60,6 +62,8 @@ def attach(
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
             the whole model (None: the papers' semantics).  Several units are exchanged while the
             backward pass goes on, each with its share of the global k.
+        compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely;
+            others are exchanged whole.  Equal on all ranks.  None: all are.
         warmup_steps: the first steps run dense.
         nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
             "skip" (gradients become None: the optimizer passes), or "propagate" (every gradient of
@@ -104,7 +108,7 @@ def attach(
             "(a hook cannot be removed from DDP)"
         )
     wires = Wires(transport, timeout, curve_keys)
-    return DdpSync(model, chosen, density, unit_bytes, warmup_steps, nonfinite, wires)
+    return DdpSync(model, chosen, density, unit_bytes, compress, warmup_steps, nonfinite, wires)
 
 
 class DdpSync:
@@ -116,6 +120,7 @@ class DdpSync:
         algorithm: Algorithm,
         density: float,
         unit_bytes: int | None,
+        compress: Compress | None,
         warmup_steps: int,
         nonfinite: Nonfinite,
         wires: "Wires",
@@ -124,7 +129,7 @@ class DdpSync:
         self._nonfinite = nonfinite
         trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
         trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
-        units = plan_units(trained, unit_bytes)
+        units = plan_units(trained, unit_bytes, compress)
         parameters = dict(trained)
         self._place: dict[Tensor, tuple[int, Slot]] = {
             parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsync.api import connect
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
@@ -45,6 +45,8 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         algorithm: a preset's name or an ``Algorithm``.
         density: fraction k / n that is exchanged.
         comm: default ``sparsync.connect()``.
+        unit_bytes: what is selected together, as in ``sparsync.attach``.
+        compress: which parameters are exchanged sparsely, as in ``sparsync.attach``.
         options: of the preset.
 
     Raises:
@@ -52,7 +54,8 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         NonFiniteGradientError: from ``step``; parameters and residuals are as before.
 
     State: the reducer's, under "sparsync" in ``state_dict()``: one per rank.
-    Differs from the paper: any preset, not only Ok-Topk.
+    Differs from the paper: any preset, not only Ok-Topk; "sparcml" here is SparCML's Algorithm 1 to
+    the letter, which applies the sum instead of the mean.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
@@ -70,6 +73,8 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         *,
         density: float = 0.01,
         comm: Communicator | None = None,
+        unit_bytes: int | None = None,
+        compress: Callable[[str, Tensor], bool] | None = None,
         **options: Any,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -84,11 +89,11 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         self._parameters = dict(named)
         self.reducer = Reducer(
             comm or connect(),
-            plan_units(named),
+            plan_units(named, unit_bytes, compress),
             resolve(algorithm, **options),
             check_density(density),
         )
-        agree_on_reducer(self.reducer)
+        agree_on_reducer(self.reducer, unit_bytes=unit_bytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters that would come after the units were agreed on."""

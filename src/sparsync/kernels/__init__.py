@@ -104,12 +104,15 @@ def top(x: Tensor, k: int) -> Tensor:
     return positions
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum ascending ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     Args:
         streams: at least one; within each, indices are ascending and unique.
         size: all indices are in ``[0, size)``.
+        within: ascending indices; entries elsewhere are left out.
 
     Example:
         >>> import torch
@@ -117,11 +120,15 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, 
         >>> indices, values = merge([a, (torch.tensor([0]), torch.tensor([-1.0]))], 3)
         >>> indices.tolist(), values.tolist()
         ([2], [4.0])
+        >>> merge([a], 3, within=torch.tensor([0, 1]))
+        (tensor([0]), tensor([1.]))
     """
     if not streams:
         raise ConfigurationError("merge: no streams came; give at least one, which may be empty")
     parts = [(indices.contiguous(), values.contiguous()) for indices, values in streams]
-    merged: tuple[Tensor, Tensor] = _backend(*(values for _, values in parts)).merge(parts, size)
+    backend = _backend(*(values for _, values in parts))
+    within = within if within is None else within.contiguous()
+    merged: tuple[Tensor, Tensor] = backend.merge(parts, size, within)
     return merged
 
 

@@ -165,20 +165,27 @@ def top(x: Tensor, k: int, *, isa: str | None = None, threads: int | None = None
     return positions[: EXTENSION.top(address, n, k, positions.data_ptr(), isa)]
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]],
+    size: int,
+    within: Tensor | None = None,
+    *,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     Raises:
-        ConfigurationError: indices of a stream are not ascending within ``[0, size)``.
+        ConfigurationError: indices of a stream, or ``within``, do not ascend within ``[0, size)``.
     """
-    for indices, values in streams:
-        _equally_long(indices, values)
-    parts = [
-        (_address("indices", i, torch.int64), _address("values", v), i.numel()) for i, v in streams
-    ]
+    parts = [(*_entries(indices, values), indices.numel()) for indices, values in streams]
     room = sum(count for _, _, count in parts)
     indices, values = _room(room, torch.int64), _room(room, torch.float32)
-    count = _guarded(EXTENSION.merge, parts, size, indices.data_ptr(), values.data_ptr())
+    ends = indices.data_ptr(), values.data_ptr(), isa or chosen()
+    if within is None:
+        count = _guarded(EXTENSION.merge, parts, size, *ends)
+    else:
+        places = _address("within", within, torch.int64), within.numel()
+        count = _guarded(EXTENSION.merge_within, parts, size, *places, *ends)
     return indices[:count], values[:count]
 
 
@@ -248,23 +255,17 @@ def _room(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
-def _equally_long(indices: Tensor, values: Tensor) -> None:
+def _entries(indices: Tensor, values: Tensor) -> tuple[int, int]:
     if indices.dim() != 1 or indices.shape != values.shape:
         raise ConfigurationError(
             f"indices {tuple(indices.shape)} and values {tuple(values.shape)} must be 1-D and "
             "equally long"
         )
+    return _address("indices", indices, torch.int64), _address("values", values)
 
 
 def _places(dense: Tensor, indices: Tensor, values: Tensor) -> tuple[int, int, int, int, int]:
-    _equally_long(indices, values)
-    return (
-        _address("dense", dense),
-        dense.numel(),
-        _address("indices", indices, torch.int64),
-        _address("values", values),
-        indices.numel(),
-    )
+    return _address("dense", dense), dense.numel(), *_entries(indices, values), indices.numel()
 
 
 def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:

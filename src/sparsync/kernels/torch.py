@@ -167,11 +167,16 @@ def top(x: Tensor, k: int) -> Tensor:
     return positions
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     The fold is ``((s0 + s1) + s2) + ...`` per index, on every device: no atomics.
     """
+    if within is not None:
+        kept = [restrict(indices, within) for indices, _ in streams]
+        streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
     for indices, values in streams:

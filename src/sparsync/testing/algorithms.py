@@ -58,13 +58,18 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     (average,) = await reducer.reduce([buffer])
     assert torch.equal(buffer, average.to_dense()), f"{where}: the gradient is not its average"
     after = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
+    lost = torch.zeros_like(gradient)  # it did not arrive, and nobody keeps it: the law counts it
+    for vector in reducer.lost:
+        lost = lost + vector.to_dense()
     world_size = comm.world_size
     accumulated = await comm.allgather(before + gradient, "verify")
     residuals = await comm.allgather(after, "verify")
-    total = average.to_dense().double() * world_size
+    losses = torch.stack(await comm.allgather(lost, "verify")).double()
+    divisor = world_size if reducer.algorithm.average else 1
+    total = average.to_dense().double() * divisor
     left = torch.stack(accumulated).double().sum(0)
-    right = total + torch.stack(residuals).double().sum(0)
-    scale = torch.stack(accumulated).abs().sum(0)
+    right = total + torch.stack(residuals).double().sum(0) + losses.sum(0)
+    scale = torch.stack(accumulated).abs().sum(0) + losses.abs().sum(0)
     # one more rounding than in the law: the average was divided by P
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)

@@ -84,13 +84,15 @@ async def _check_law(comm: Communicator, reduced: Reduced, where: str, exact: bo
     for theirs in await comm.allgather(total.clone(), "verify"):
         assert torch.equal(theirs, total), f"{where}: totals differ between ranks"
     shares = await comm.allgather(reduced.delivered.to_dense().clone(), "verify")
+    lost = torch.zeros_like(total) if reduced.lost is None else reduced.lost.to_dense()
+    losses = await comm.allgather(lost, "verify")
     summed = torch.zeros_like(total)
-    for share in shares:
-        summed = summed + share
+    for share, loss in zip(shares, losses, strict=True):
+        summed = summed + (share - loss)
     if exact:
         assert torch.equal(summed, total), (
             f"{where}: the total is not the sum of what was delivered"
         )
     else:
-        scale = torch.stack(shares).abs().sum(0)
+        scale = torch.stack([*shares, *losses]).abs().sum(0)
         assert within(summed - total, scale, comm.world_size), f"{where}: the sum is off"

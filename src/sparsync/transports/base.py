@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Sequence
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Ledger
 
 __all__ = [
+    "Closeable",
     "Communicator",
     "Finished",
     "Operation",
@@ -47,6 +48,13 @@ def check_timeout(seconds: float) -> float:
             f"timeout is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
         )
     return float(seconds)
+
+
+class Closeable(Protocol):
+    """What can be ended."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class Operation(ABC):
@@ -110,6 +118,7 @@ class Communicator(ABC):
         device: where payloads must live (CUDA tensors are staged to it).
         ledger: what was sent and received.
         tag: the channel of this handle's messages; see ``channel``.
+        companions: what others made for this group (a background thread); ``close`` ends them.
 
     All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
     order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
@@ -122,6 +131,7 @@ class Communicator(ABC):
         self.device = device
         self.ledger = Ledger()
         self.tag = 0
+        self.companions: dict[str, Closeable] = {}
 
     def channel(self, tag: int) -> Communicator:
         """Return a handle on the same group, links and ledger whose messages never meet others'.
@@ -132,8 +142,10 @@ class Communicator(ABC):
         twin.tag = tag
         return twin
 
-    def close(self) -> None:  # noqa: B027 (most transports have nothing to release)
-        """Release sockets and threads, if the transport has its own.  Twice is legal."""
+    def close(self) -> None:
+        """End the companions; release sockets, if the transport has its own.  Twice is legal."""
+        while self.companions:
+            self.companions.popitem()[1].close()
 
     # ---- what a transport provides -------------------------------------------------------------
 

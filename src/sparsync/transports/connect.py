@@ -8,11 +8,12 @@ import torch.distributed as dist
 
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator
+from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.torch import TorchCommunicator
 
 __all__ = ["TRANSPORTS", "check_transport", "connect_group"]
 
-TRANSPORTS = ("auto", "torch", "zmq")
+TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
 
 def connect_group(
@@ -26,9 +27,9 @@ def connect_group(
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), or "auto": zmq, over
-            which sparse exchanges took 5 to 10 % less time and fewer bytes than over gloo, whose
-            messages are padded (``benchmarks/lab_exchange.md``).
+        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), "mpi" (the ranks are
+            mpiexec's), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
+            fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         curve_keys: folder with one certificate per rank: zmq encrypts, and refuses ranks without a
             listed key.
@@ -40,6 +41,8 @@ def connect_group(
     over_torch = TorchCommunicator(group, timeout=timeout)
     if transport == "torch" or over_torch.world_size == 1:
         return over_torch
+    if transport == "mpi":
+        return MpiCommunicator.over(over_torch, timeout=timeout)
     from sparsync.transports.zmq import ZmqCommunicator  # opens sockets only where it is wanted
 
     return ZmqCommunicator.over(over_torch, timeout=timeout, curve_keys=curve_keys)
@@ -51,7 +54,8 @@ def check_transport(transport: str, curve_keys: Path | str | None) -> None:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
         )
-    if curve_keys is not None and transport == "torch":
+    if curve_keys is not None and transport in ("torch", "mpi"):
+        other = "gloo" if transport == "torch" else "MPI"
         raise ConfigurationError(
-            "curve_keys go with transport='zmq'; gloo neither encrypts nor authenticates"
+            f"curve_keys go with transport='zmq'; {other} neither encrypts nor authenticates"
         )

@@ -3,7 +3,18 @@
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
+from sparsync.wire.qsgd import Qsgd, SparseQsgd
 from sparsync.wire.streams import StreamCodec
 from sparsync.wire.whole import DenseCodec, Whole
 
-__all__ = ["Codec", "Coo", "DenseCodec", "Encoded", "Packed", "StreamCodec", "Whole"]
+__all__ = [
+    "Codec",
+    "Coo",
+    "DenseCodec",
+    "Encoded",
+    "Packed",
+    "Qsgd",
+    "SparseQsgd",
+    "StreamCodec",
+    "Whole",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, final
 
@@ -126,28 +125,13 @@ class Packed(Codec):
         header = pack_header(Header(self.format, dtype, nnz, self._form))
         return header + _SHAPE.pack(size | self.form_and_block[1] << 48)
 
-    def bodies(
-        self, payloads: Sequence[Tensor], size: int, skip: int | None = None
-    ) -> list[tuple[int, int, int, int, int]]:
-        """Check headers and lengths; return address, bytes, entries, form and block of the bodies.
+    def style(self, size: int) -> tuple[int, int, int, int, int]:
+        """Return what the kernels need to write and read messages of float32 values.
 
-        Args:
-            payloads: uint8 tensors on the CPU, kept alive by the caller.
-            size: elements of the region that all are for.
-            skip: a payload that is not looked at.
-
-        Raises:
-            WireFormatError: see ``decode``.
+        These are the first 16 bytes without a count, as two numbers, form, block and the region's size.
         """
-        result = []
-        for i, payload in enumerate(payloads):
-            if i == skip:
-                result.append((0, 0, 0, self._form, 1))
-                continue
-            header, block = self._checked(payload, size)
-            address, nbytes = payload.data_ptr() + _START_BYTES, payload.numel() - _START_BYTES
-            result.append((address, nbytes, header.count, header.option, block))
-        return result
+        first, second = struct.unpack("<2Q", self.start(0, size, torch.float32))
+        return first, second, *self.form_and_block, size
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode and check every bit but the values', which may be anything.

@@ -22,6 +22,8 @@ from sparsync.wire.packed import Packed
 
 __all__ = ["Parcels", "decode_sum", "decode_undealt", "encode_dealt"]
 
+_TILE = 1 << 16  # entries that C++ writes before it drops what ties at the end (native/scan.h)
+
 
 class Parcels(NamedTuple):
     """What a rank gives away.
@@ -85,20 +87,28 @@ def encode_dealt(
 
 
 def decode_sum(
-    codec: Codec, messages: Sequence[Tensor], rank: int, own: SparseVector
+    codec: Codec, messages: Sequence[Tensor], rank: int, own: SparseVector, k: int
 ) -> SparseVector:
-    """Sum what all ranks sent here and the own share: a left fold in rank order.
+    """Sum what all ranks sent here and the own share, and keep the k largest sums.
+
+    Args:
+        codec: of the messages.
+        messages: one per rank; that of ``rank`` is ignored.
+        rank: where in the sum, a left fold in rank order, the own share has its place.
+        own: what was not sent.
+        k: how many sums to keep; ties go to the lower index.
 
     Raises:
         WireFormatError: a message is malformed.
     """
     if isinstance(codec, Packed) and _native(own, *messages):
-        bodies = codec.bodies(messages, own.size, skip=rank)
-        room = own.nnz + sum(nnz for _, _, nnz, _, _ in bodies)
+        room = min(k, own.size)
         indices, values = _room(room, torch.int64), _room(room, torch.float32)
         mine = own.indices.data_ptr(), own.values.data_ptr(), own.nnz
-        ends = indices.data_ptr(), values.data_ptr()
-        count = native.EXTENSION.unpack_and_sum(bodies, rank, *mine, own.size, *ends)
+        ends, isa = (indices.data_ptr(), values.data_ptr()), native.chosen()
+        count = native.EXTENSION.unpack_and_sum(
+            _raw(messages), rank, *mine, codec.style(own.size), k, *ends, isa
+        )
         if count >= 0:
             return SparseVector(indices[:count], values[:count], own.size)
     device = own.values.device
@@ -106,7 +116,7 @@ def decode_sum(
         own if source == rank else codec.decode(message, own.size).to(device)
         for source, message in enumerate(messages)
     ]
-    return SparseVector.merge(shares)
+    return SparseVector.merge(shares).top(k)
 
 
 def decode_undealt(
@@ -126,11 +136,12 @@ def decode_undealt(
     """
     width, device = -(-size // len(messages)), like.values.device
     if isinstance(codec, Packed) and _native(like, *messages):
-        bodies = codec.bodies(messages, width)
-        room = sum(nnz for _, _, nnz, _, _ in bodies)
+        room = min(size, k + _TILE, sum(message.numel() for message in messages))
         indices, values = _room(room, torch.int64), _room(room, torch.float32)
-        ends = indices.data_ptr(), values.data_ptr()
-        count = native.EXTENSION.unpack_and_undeal(bodies, width, size, k, *ends, native.chosen())
+        ends, isa = (indices.data_ptr(), values.data_ptr()), native.chosen()
+        count = native.EXTENSION.unpack_and_undeal(
+            _raw(messages), codec.style(width), size, k, *ends, isa
+        )
         if count >= 0:
             return SparseVector(indices[:count], values[:count], size)
     pieces = []
@@ -151,6 +162,10 @@ def _room(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
+def _raw(messages: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(message.data_ptr(), message.numel()) for message in messages]
+
+
 def _native(vector: SparseVector, *messages: Tensor) -> bool:
     values = vector.values
     alike = values.dtype == torch.float32 and vector.indices.dtype == torch.int64
@@ -168,7 +183,6 @@ def _deal_and_pack(
     messages, lengths = _room(world_size * stride, torch.uint8), _room(world_size, torch.int64)
     arriving, own_values = _room(nnz, torch.float32), _room(nnz, torch.float32)
     own_indices = _room(nnz, torch.int64)
-    header = torch.frombuffer(bytearray(codec.start(0, width, torch.float32)), dtype=torch.uint8)
     indices, values = vector.indices.contiguous(), vector.values.contiguous()
     try:
         mine = native.EXTENSION.deal_and_pack(
@@ -178,11 +192,12 @@ def _deal_and_pack(
             world_size,
             rank,
             limit,
-            (header.data_ptr(), *codec.form_and_block, width),
+            codec.style(width),
             (messages.data_ptr(), stride, lengths.data_ptr()),
             arriving.data_ptr(),
             own_indices.data_ptr(),
             own_values.data_ptr(),
+            native.chosen(),
         )
     except ValueError as error:
         raise ConfigurationError(f"entries cannot be packed: {error}") from error

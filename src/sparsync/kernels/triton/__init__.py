@@ -120,7 +120,9 @@ def _kth(bits: Tensor, k: int) -> Tensor:
     return state
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     One launch per stream adds it to a dense vector: within a stream no index occurs twice, and
@@ -129,6 +131,9 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, 
     Cost: three passes over the ``size`` elements of the region, which is 4 bytes of memory for each;
     one host synchronisation.
     """
+    if within is not None:
+        kept = [restrict(indices, within) for indices, _ in streams]
+        streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     dense = streams[0][1].new_zeros(size)
     for indices, values in streams:
         _scatter(dense, indices, values, sign=1)

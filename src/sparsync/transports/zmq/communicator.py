@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -15,13 +16,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator, Finished, Operation, check_timeout
 from sparsync.transports.framing import Framing
+from sparsync.transports.ledger import Parts
 from sparsync.transports.zmq import rendezvous
 from sparsync.transports.zmq.curve import CurveKeys, load_curve_keys
 from sparsync.transports.zmq.header import APART, TAGS, pack
 from sparsync.transports.zmq.incoming import Incoming
 from sparsync.transports.zmq.mailbox import Expected
 from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.operations import Receive, Send, staged
+from sparsync.transports.zmq.operations import Gathered, Receive, Send, staged
+from sparsync.transports.zmq.parcel import Parcel
 from sparsync.transports.zmq.settings import ZmqSettings
 
 __all__ = ["ZmqCommunicator"]
@@ -154,25 +157,42 @@ class ZmqCommunicator(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to ZeroMQ, or queue it while the peer is slow."""
-        mesh, nbytes = self.mesh, payload.numel()
-        mesh.check_open()
-        if nbytes == 0 and not framing.variable:
+        if payload.numel() == 0 and not framing.variable:
+            self.mesh.check_open()
             return Finished()  # both sides know that there is nothing
-        if nbytes > mesh.settings.max_message:
+        (operation,) = self._send_all({dest: payload}, phase) or [Finished()]
+        return operation
+
+    def _send_all(self, payloads: Mapping[int, Tensor], phase: str) -> list[Operation]:
+        """Send each rank its payload; return the operations that are not done at once."""
+        mesh, step, sending = self.mesh, self.ledger.step, list[Operation]()
+        mesh.check_open()
+        number = mesh.phases.number(phase)
+        last: tuple[bytes, Tensor, Parcel] | None = None
+        for dest, payload in payloads.items():
+            length = payload.numel()
+            self._check_length(length)
+            link = mesh.link(dest)
+            flags = APART if length > mesh.settings.inline else 0
+            sequence = link.next_sequence(self.tag)
+            header = pack(flags, self.rank, mesh.job, self.tag, number, step, sequence, length)
+            if last is not None and payload is last[1] and header == last[0]:
+                parcel = last[2].again()  # often all ranks get the same
+            else:
+                parcel = Parcel.wrap(header, payload, mesh.settings)
+            last = header, payload, parcel
+            link.send(parcel)
+            if not parcel.done or link.lost:
+                where = f"step {step}: send to rank {dest} in phase '{phase}'"
+                sending.append(Send(mesh, link, parcel, where, self.timeout))
+        return sending
+
+    def _check_length(self, nbytes: int) -> None:
+        if nbytes > self.mesh.settings.max_message:
             raise ConfigurationError(
-                f"a payload of {nbytes} bytes exceeds max_message = {mesh.settings.max_message}; "
-                "raise it on all ranks"
+                f"a payload of {nbytes} bytes exceeds max_message = "
+                f"{self.mesh.settings.max_message}; raise it on all ranks"
             )
-        link, step = mesh.link(dest), self.ledger.step
-        flags = APART if nbytes > mesh.settings.inline else 0
-        number, sequence = mesh.phases.number(phase), link.next_sequence(self.tag)
-        header = pack(flags, self.rank, mesh.job, self.tag, number, step, sequence, nbytes)
-        parcel = link.send(header, payload.contiguous())
-        if parcel.accepted and parcel.tracker is None and not link.lost:
-            return Finished()
-        return Send(
-            mesh, link, parcel, f"step {step}: send to rank {dest} in phase '{phase}'", self.timeout
-        )
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Take the message if it is here, or post a receive for it."""
@@ -192,13 +212,64 @@ class ZmqCommunicator(Communicator):
 
     def _post(self, source: int | None, capacity: int, phase: str, framing: Framing) -> Receive:
         self.mesh.check_open()
-        expected = Expected(
-            self.rank, source, self.tag, self.ledger.step, phase, capacity, not framing.variable
-        )
+        expected = self._expected(source, capacity, phase, framing)
         return Receive(expected, self.mesh, self.ledger, self.timeout)
+
+    def _expected(
+        self, source: int | None, capacity: int, phase: str, framing: Framing
+    ) -> Expected:
+        exact = not framing.variable
+        return Expected(self.rank, source, self.tag, self.ledger.step, phase, capacity, exact)
+
+    async def alltoallv(
+        self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Send to all, destinations rotated, then take what comes: one operation for all receives.
+
+        The messages are those of ``primitives.alltoallv``: a rank may take the one, its peers the
+        other.
+        """
+        rank, world_size = self.rank, self.world_size
+        around = [(rank + shift) % world_size for shift in range(1, world_size)]
+        self.mesh.check_open()
+        arriving = Gathered(
+            [
+                self._expected(source, capacities[source], phase, framing)
+                for source in around
+                if capacities[source] or framing.variable
+            ],
+            self.mesh,
+            self.ledger,
+            self.timeout,
+        )
+        hosts = {id(payload): staged(payload) for payload in payloads}  # often all get the same
+        outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
+        wanted = {d: p for d, p in outgoing.items() if p.numel() or framing.variable}
+        sending = self._send_all(wanted, phase)
+        if outgoing:
+            self._book(outgoing.values(), phase, framing)  # while the bytes are on their way
+        await arriving
+        for operation in sending:
+            await operation
+        nothing = torch.empty(0, dtype=torch.uint8)
+        received = [arriving.payloads.get(r, nothing) for r in range(world_size)]
+        received[rank] = hosts[id(payloads[rank])]
+        return received
+
+    def _book(self, payloads: Collection[Tensor], phase: str, framing: Framing) -> None:
+        """Enter what was sent in the ledger."""
+        known: dict[int, Parts] = {}
+        parts = Parts()
+        for payload in payloads:
+            if id(payload) not in known:
+                known[id(payload)] = framing.parts(payload)
+            parts = parts + known[id(payload)]
+        nbytes = sum(payload.numel() for payload in payloads)
+        self.ledger.sent(phase, nbytes, parts, len(payloads))
 
     def close(self) -> None:
         """Deliver the last messages (see ``linger``), then close all sockets, of all channels."""
+        super().close()
         self.mesh.close()
 
     def __enter__(self) -> ZmqCommunicator:

@@ -7,13 +7,13 @@ from collections import deque
 from typing import Any, final
 
 import zmq
-from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from sparsync.transports.zmq.curve import CurveKeys
+from sparsync.transports.zmq.parcel import Parcel
 from sparsync.transports.zmq.settings import ZmqSettings
 
-__all__ = ["Link", "Parcel", "Watcher", "set_up"]
+__all__ = ["Link", "Watcher", "set_up"]
 
 
 def set_up(socket: zmq.Socket[Any], settings: ZmqSettings, address: str) -> None:
@@ -63,43 +63,6 @@ class Watcher:
 
 
 @final
-class Parcel:
-    """A message to be sent; ``tracker``: ZeroMQ still reads the payload's memory."""
-
-    def __init__(self, header: bytes, payload: Tensor, settings: ZmqSettings) -> None:
-        self.header, self.payload = header, payload
-        self.nbytes = payload.numel()
-        self.apart = self.nbytes > settings.inline
-        self.zero_copy = self.nbytes >= settings.zero_copy
-        self.tracker: zmq.MessageTracker | None = None
-        self.accepted = False
-
-    @property
-    def done(self) -> bool:
-        """Whether the payload may change."""
-        return self.accepted and (self.tracker is None or self.tracker.done)
-
-    def send(self, socket: zmq.Socket[Any]) -> bool:
-        """Give it to ZeroMQ without waiting; False: the queue is full."""
-        try:
-            if not self.apart:
-                body = self.payload.numpy().tobytes() if self.nbytes else b""
-                socket.send(self.header + body, zmq.NOBLOCK)
-            else:
-                # once the header is accepted the payload is too: the limit counts whole messages
-                socket.send(self.header, zmq.NOBLOCK | zmq.SNDMORE)
-                view = self.payload.numpy().data
-                if self.zero_copy:
-                    self.tracker = socket.send(view, zmq.NOBLOCK, copy=False, track=True)
-                else:
-                    socket.send(view, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self.accepted = True
-        return True
-
-
-@final
 class Link:
     """The outgoing socket to one peer.
 
@@ -134,12 +97,10 @@ class Link:
         self.sequences[tag] = number + 1
         return number
 
-    def send(self, header: bytes, payload: Tensor) -> Parcel:
+    def send(self, parcel: Parcel) -> None:
         """Send now, or queue behind what waits."""
-        parcel = Parcel(header, payload, self.settings)
         if self.queue or not parcel.send(self.socket):
             self.queue.append(parcel)
-        return parcel
 
     def flush(self) -> None:
         """Send what waits, as far as there is room."""

@@ -23,7 +23,9 @@ from sparsync.transports.zmq.settings import ZmqSettings
 
 __all__ = ["Mesh"]
 
+BUSY: Final = 10  # ticks between looks at connections while messages come
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
+SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
 
 
 @final
@@ -55,7 +57,8 @@ class Mesh:
         self.lost: dict[int, str] = {}
         self._heard: set[int] = set()
         self._ended: set[int] = set()
-        self._next_look = 0.0
+        self._came = False  # a message, since the last look at the clock
+        self._looked = self._next_look = 0.0
         self._waiting_since: dict[int, float] = {}
         self.close = weakref.finalize(
             self, _close, context, incoming, self.links, settings.linger, os.getpid()
@@ -75,24 +78,38 @@ class Mesh:
 
     # ---- progress ------------------------------------------------------------------------------
 
-    def advance(self, seconds: float) -> None:
-        """Wait at most ``seconds`` (and at most one tick) for anything to happen, and do it."""
+    def advance(self, seconds: float, expected: int = 1) -> None:
+        """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and do it.
+
+        Args:
+            seconds: 0 does not wait.
+            expected: messages that the caller needs; a long wait looks at them together, since a
+                rank that shares its core pays most for what it does between two naps.
+        """
         if seconds <= 0:
             self.drain()
         elif any(link.queue for link in self.links.values()):
             self._wait_for_room(min(seconds, self.settings.tick))
         elif seconds >= self.settings.tick:
-            self._take_one(0)  # sleeps inside ZeroMQ, for one tick
+            self._take_several(expected)  # sleeps inside ZeroMQ, for one tick
         elif self.incoming.socket.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
+        if self._came:  # as long as messages come, looks are rarer: they ask every socket
+            self._came = False
+            self._next_look = min(
+                now + self.settings.tick, self._looked + BUSY * self.settings.tick
+            )
         if now >= self._next_look:
-            self._next_look = now + self.settings.tick
+            self._looked, self._next_look = now, now + self.settings.tick
             self._look(now)
 
     def drain(self) -> None:
         """Take in all that has arrived, and send what waits, without waiting."""
-        while self._take_one(zmq.NOBLOCK):
+        try:
+            while True:
+                self._take(self._receive(zmq.NOBLOCK))
+        except zmq.Again:
             pass
         for link in self.links.values():
             if link.queue:
@@ -145,22 +162,34 @@ class Mesh:
 
     # ---- receiving -----------------------------------------------------------------------------
 
-    def _take_one(self, flags: int) -> bool:
-        """Take in one message, if there is one."""
+    def _take_several(self, count: int) -> None:
+        """Take in ``count`` messages, or those that come within a tick."""
+        arrived, until = list[list[zmq.Frame]](), time.monotonic() + self.settings.tick
         try:
-            frame = self.incoming.socket.recv(flags, copy=False)
+            while len(arrived) < count and time.monotonic() < until:
+                arrived.append(self._receive(0))
         except zmq.Again:
-            return False
-        body, frames = frame, 1
-        while body.more:
-            body, frames = self.incoming.socket.recv(copy=False), frames + 1
+            pass  # a tick without one
+        for frames in arrived:
+            self._take(frames)
+
+    def _receive(self, flags: int) -> list[zmq.Frame]:
+        """Receive one message, whatever it is."""
+        frames = [self.incoming.socket.recv(flags, copy=False)]
+        while frames[-1].more:
+            frames.append(self.incoming.socket.recv(copy=False))
+        return frames
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        """Look at a message, and give it to whom it is for."""
+        self._came = True
         try:
-            self._take(frame, body, frames)
+            self._judge(frames)
         except WireFormatError:
             self.dropped["malformed"] += 1
-        return True
 
-    def _take(self, frame: zmq.Frame, body: zmq.Frame, frames: int) -> None:
+    def _judge(self, frames: list[zmq.Frame]) -> None:
+        frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
         if header.job != self.job:
@@ -174,10 +203,10 @@ class Mesh:
                 self._hear(header.source, frame)
             if header.flags != HELLO:
                 apart, inline = header.flags == APART, len(raw) - HEADER_BYTES
-                nbytes = len(body.buffer) if apart else inline
-                if nbytes != header.length or frames != 1 + apart or (apart and inline):
+                body = frames[-1].buffer if apart else raw[HEADER_BYTES:]
+                if len(body) != header.length or len(frames) != 1 + apart or (apart and inline):
                     raise WireFormatError("the frames are not as long as the header says")
-                payload = _whole(body) if apart else _copy(raw[HEADER_BYTES:])
+                payload = _taken(body)
                 self._deliver(header, payload)
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
@@ -222,20 +251,17 @@ class Mesh:
             )
 
 
-def _copy(raw: memoryview) -> Tensor:
-    """Copy a short payload out of the buffer that it shares with others."""
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else _nothing()
+def _taken(raw: memoryview) -> Tensor:
+    """Make a tensor of a frame's own memory, which the tensor keeps alive, or a copy.
 
-
-def _whole(frame: zmq.Frame) -> Tensor:
-    """Make a tensor of a frame's own memory, which the tensor keeps alive."""
-    raw = frame.buffer
-    payload = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else _nothing()
+    A short one is copied: ZeroMQ keeps it in a buffer with others, and all would stay alive.
+    """
+    if len(raw) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if len(raw) <= SHARED:
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    payload = torch.frombuffer(raw, dtype=torch.uint8)
     return payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def _close(

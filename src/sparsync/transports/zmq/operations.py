@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Final, final
 
 import torch
 import zmq
 from torch import Tensor
 
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import CommunicationError, DeadlineError, PeerError
 from sparsync.transports.base import Operation
 from sparsync.transports.ledger import Ledger
-from sparsync.transports.zmq.link import Link, Parcel
-from sparsync.transports.zmq.mailbox import Claim, Expected
+from sparsync.transports.zmq.link import Link
+from sparsync.transports.zmq.mailbox import Claim, Expected, Message
 from sparsync.transports.zmq.mesh import Mesh
+from sparsync.transports.zmq.parcel import Parcel
 
-__all__ = ["Receive", "Send", "staged"]
+__all__ = ["Gathered", "Receive", "Send", "staged"]
 
 MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
 
@@ -68,68 +71,125 @@ class Send(Operation):
         return self.done
 
 
-@final
-class Receive(Operation):
-    """A receive that makes everything advance while it waits.
+class _Arrivals(Operation):
+    """Receives that make everything advance while they wait.
 
     Attributes:
-        claim: what it waits for, and its place in the mailboxes.
+        claims: what is waited for, and its places in the mailboxes.
     """
 
-    def __init__(self, expected: Expected, mesh: Mesh, ledger: Ledger, timeout: float) -> None:
-        self.mesh, self.ledger, self.timeout = mesh, ledger, timeout
+    def __init__(self, expected: Sequence[Expected], mesh: Mesh, timeout: float) -> None:
+        self.mesh, self.timeout = mesh, timeout
         self.deadline: float | None = None  # from the first wait on
-        self.claim = Claim(expected, mesh.phases)
-        mesh.mailboxes.post(self.claim)
+        self.claims = [Claim(one, mesh.phases) for one in expected]
+        for claim in self.claims:
+            mesh.mailboxes.post(claim)
+        self._waiting = self.claims
+        self._error: CommunicationError | None = None
         self._settled()
 
-    @property
-    def source(self) -> int:
-        """The sender's rank, once done."""
-        assert self.claim.message is not None, "source is known when the operation is done"
-        return self.claim.message.source
-
-    @property
-    def step(self) -> int:
-        """The sender's step, once done."""
-        assert self.claim.message is not None, "step is known when the operation is done"
-        return self.claim.message.step
+    @abstractmethod
+    def _finish(self) -> None:
+        """Take the messages over; all are here."""
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return earlier when another receive got its message.
+        """Wait at most ``seconds``; return earlier when another operation got its message.
 
         So whoever drives several operations can go on with the other one.
         """
         if not self._settled():
-            handed = self.mesh.mailboxes.handed
+            mailboxes = self.mesh.mailboxes
+            others = mailboxes.handed + len(self._waiting)  # constant while only own ones arrive
             now = time.monotonic()
             until = now + seconds
             if seconds > 0 and self.deadline is None:
                 self.deadline = now + self.timeout
             while True:
                 self.mesh.check_open()
-                self.mesh.advance(until - now)
+                self.mesh.advance(until - now, len(self._waiting))
                 now = time.monotonic()
-                if self._settled() or until <= now or self.mesh.mailboxes.handed != handed:
+                settled = self._settled()
+                if settled or until <= now or mailboxes.handed + len(self._waiting) != others:
                     break
-            if not self._settled() and self.deadline is not None and now >= self.deadline:
-                raise _late(self.mesh, str(self.claim.expected), self.timeout)
-        if self.claim.error is not None:
-            raise self.claim.error
+            if not settled and self.deadline is not None and now >= self.deadline:
+                raise _late(self.mesh, str(self._waiting[0].expected), self.timeout)
+        if self._error is not None:
+            raise self._error
         return self.done
 
     def wait(self) -> None:
-        """Block until the message is here."""
+        """Block until all is here."""
         while not self.poll(self.timeout):
             pass
 
     def _settled(self) -> bool:
-        """Take over what the mailboxes have for this receive; tell whether it has ended."""
+        """Look what the mailboxes have for these receives; tell whether the wait has ended."""
+        if self.done or self._error is not None:
+            return True
+        waiting = []
+        for claim in self._waiting:
+            if claim.error is not None:
+                self._error = claim.error
+            elif claim.message is None:
+                waiting.append(claim)
+        self._waiting = waiting
+        if not waiting and self._error is None:
+            self._finish()
+            self.done = True
+        return self.done or self._error is not None
+
+
+@final
+class Receive(_Arrivals):
+    """One receive; its result is the payload."""
+
+    def __init__(self, expected: Expected, mesh: Mesh, ledger: Ledger, timeout: float) -> None:
+        self.ledger = ledger
+        super().__init__([expected], mesh, timeout)
+
+    @property
+    def claim(self) -> Claim:
+        """What it waits for, and its place in the mailboxes."""
+        return self.claims[0]
+
+    @property
+    def source(self) -> int:
+        """The sender's rank, once done."""
+        return self._message().source
+
+    @property
+    def step(self) -> int:
+        """The sender's step, once done."""
+        return self._message().step
+
+    def _message(self) -> Message:
         message = self.claim.message
-        if message is not None and not self.done:
-            self.result, self.done = message.payload, True
-            self.ledger.received(self.claim.expected.phase, message.payload.numel())
-        return self.done or self.claim.error is not None
+        assert message is not None, "whose message it is, is known when the operation is done"
+        return message
+
+    def _finish(self) -> None:
+        self.result = self._message().payload
+        self.ledger.received(self.claim.expected.phase, self.result.numel())
+
+
+@final
+class Gathered(_Arrivals):
+    """A receive from each of several ranks, in any order; ``payloads`` has them by rank."""
+
+    def __init__(
+        self, expected: Sequence[Expected], mesh: Mesh, ledger: Ledger, timeout: float
+    ) -> None:
+        self.ledger = ledger
+        self.payloads: dict[int, Tensor] = {}
+        super().__init__(expected, mesh, timeout)
+
+    def _finish(self) -> None:
+        for claim in self.claims:
+            assert claim.message is not None, "all are here"
+            self.payloads[claim.message.source] = claim.message.payload
+        if self.claims:
+            nbytes = sum(payload.numel() for payload in self.payloads.values())
+            self.ledger.received(self.claims[0].expected.phase, nbytes, len(self.claims))
 
 
 def _late(mesh: Mesh, where: str, seconds: float) -> DeadlineError:

@@ -1,0 +1,117 @@
+"""Data-parallel training with sparse synchronisation, under whichever launcher there is.
+
+    torchrun --nproc-per-node 4 examples/train_ddp.py
+    mpiexec -n 4 python examples/train_ddp.py --transport mpi
+    sbatch examples/slurm.sbatch                       # srun python examples/train_ddp.py
+
+The model reads this file itself, byte by byte, and learns to guess the next one: nothing is
+downloaded.  On clusters, replace ``batches`` and ``make_model`` by your own.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from sparsync.launchers import init_process_group
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small model on all ranks of a launcher.")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--density", type=float, default=0.05, help="of the gradient, in (0, 1]")
+    parser.add_argument("--algorithm", default="budgeted", help="a preset of sparsync")
+    parser.add_argument("--transport", default="auto", help="auto, torch, zmq or mpi")
+    parser.add_argument("--context", type=int, default=8, help="bytes from which one is guessed")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows per rank and step")
+    parser.add_argument("--lr", type=float, default=0.2, help="learning rate")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a rank waits")
+    return parser.parse_args()
+
+
+def make_model(context: int) -> nn.Module:
+    """Build a model that guesses a byte from those before it."""
+    torch.manual_seed(0)  # the same weights everywhere; DDP would see to it, too
+    return nn.Sequential(
+        nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh(),
+        nn.Linear(128, 256),
+    )  # fmt: skip
+
+
+def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random windows and the byte behind each; every rank draws its own."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    windows = text.unfold(0, context + 1, 1)
+    generator = torch.Generator().manual_seed(1 + rank)
+    while True:
+        chosen = windows[torch.randint(len(windows), (batch_size,), generator=generator)]
+        yield chosen[:, :context], chosen[:, context]
+
+
+def mean(value: Tensor) -> float:
+    """Average over ranks."""
+    value = value.detach().double()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+def same_on_all_ranks(model: nn.Module) -> bool:
+    """Compare the replicas, bit for bit."""
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return all(torch.equal(theirs, flat) for theirs in everyone)
+
+
+def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
+    """Train, and say how it went."""
+    model = DistributedDataParallel(make_model(options.context))
+    sync = sparsync.attach(  # the one line
+        model,
+        options.algorithm,
+        density=options.density,
+        transport=options.transport,
+        timeout=options.timeout,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    data = batches(options.context, options.batch_size, rank)
+    losses = []
+    for step in range(options.steps):
+        windows, following = next(data)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(windows), following)
+        loss.backward()
+        optimizer.step()
+        losses.append(mean(loss))
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+    equal, stats = same_on_all_ranks(model), sync.stats()
+    if rank == 0:
+        sent = stats["bytes_sent_per_step_max"]
+        print(
+            f"{world_size} ranks, {options.steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+            f"at most {sent:,} bytes sent per step, replicas equal: {equal}",
+            flush=True,
+        )
+    sync.close()
+
+
+def main() -> None:
+    """Join the other ranks, train, part."""
+    options = arguments()
+    torch.set_num_threads(1)  # a small model; several ranks share this machine
+    here = init_process_group("gloo", timeout=options.timeout)
+    try:
+        train(options, here.rank, here.world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

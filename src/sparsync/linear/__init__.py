@@ -1,0 +1,47 @@
+"""Linear models on naturally sparse data, after SparCML's MPI-OPT (sections 7 and 8.2).
+
+::
+
+    load_shard --> Shard --> Problem --> Sgd | Scd --> weights
+                                            |
+                     a sparse gradient, or sparse updates, through a lossless collective
+
+Needs SciPy; the estimator scikit-learn, too: ``pip install 'sparsync[linear]'``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sparsync.linear.data import Shard, load_shard, trigram_shard
+from sparsync.linear.losses import Penalty, loss_named
+from sparsync.linear.problem import Evaluation, Problem
+from sparsync.linear.scd import Scd
+from sparsync.linear.schedules import Schedule
+from sparsync.linear.sgd import Sgd
+
+if TYPE_CHECKING:
+    from sparsync.linear.estimator import SparseLinearClassifier
+
+__all__ = [
+    "Evaluation",
+    "Penalty",
+    "Problem",
+    "Scd",
+    "Schedule",
+    "Sgd",
+    "Shard",
+    "SparseLinearClassifier",
+    "load_shard",
+    "loss_named",
+    "trigram_shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the estimator, and with it scikit-learn, where it is asked for."""
+    if name != "SparseLinearClassifier":
+        raise AttributeError(f"module 'sparsync.linear' has no attribute {name!r}")
+    from sparsync.linear.estimator import SparseLinearClassifier
+
+    return SparseLinearClassifier

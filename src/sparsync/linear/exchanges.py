@@ -1,0 +1,105 @@
+"""By what the ranks of a linear model exchange: the lossless sparse collectives, and dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import MappingProxyType
+from typing import final
+
+import torch
+
+from sparsync.collectives import (
+    Allgather,
+    Collective,
+    Dense,
+    Dynamic,
+    RecursiveDoubling,
+    Reduced,
+    Ring,
+    SparcmlAuto,
+    SplitAllgather,
+)
+from sparsync.errors import ConfigurationError
+from sparsync.linear.products import even_cuts
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.base import Communicator
+
+__all__ = ["EXCHANGES", "DenseSlices", "gradient_exchange", "update_exchange"]
+
+_Maker = Callable[[float | None], Collective]
+
+# of at most cap * k entries; none of them rounds
+_SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
+    {
+        "allgather": lambda cap: Allgather(cap=cap),
+        "dynamic": lambda cap: Dynamic(cap=cap),
+        "recursive-doubling": lambda cap: RecursiveDoubling(cap=cap),
+        "ring": lambda cap: Ring(cap=cap),
+        "sparcml-auto": lambda cap: SparcmlAuto(cap=cap),
+        "split-allgather": lambda cap: SplitAllgather(cap=cap),
+    }
+)
+
+EXCHANGES = ("dense", *_SPARSE)
+
+
+def gradient_exchange(name: str) -> Callable[[], Collective]:
+    """Return what makes the collective of that name for gradients, whose entries nobody bounds.
+
+    Raises:
+        ConfigurationError: unknown name (lists the known ones).
+
+    Example:
+        >>> type(gradient_exchange("ring")()).__name__
+        'Ring'
+    """
+    _check(name)
+    return Dense if name == "dense" else lambda: _SPARSE[name](None)
+
+
+def update_exchange(name: str) -> Callable[[], Collective]:
+    """Return what makes the collective for updates: at most k entries per rank, in its own slice.
+
+    Raises:
+        ConfigurationError: unknown name (lists the known ones).
+    """
+    _check(name)
+    return DenseSlices if name == "dense" else lambda: _SPARSE[name](1.0)
+
+
+def _check(name: str) -> None:
+    if name not in EXCHANGES:
+        raise ConfigurationError(f"unknown exchange {name!r}; choose one of {', '.join(EXCHANGES)}")
+
+
+@final
+class DenseSlices(Collective):
+    """Collects every rank's whole slice of a vector: the baseline of ``Scd``.
+
+    Slice r are the elements between ``even_cuts`` r and r + 1; rank r has no others.
+
+    Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
+    Differs from the paper: nothing.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.eye(3)[comm.rank])
+        ...     return (await DenseSlices().reduce(comm, mine, k=1, step=0)).total.values.tolist()
+        >>> simulate(program, world_size=3).results[1]
+        [1.0, 1.0, 1.0]
+
+    References: Renggli et al., SparCML, SC 2019, section 8.2 ("dense counterpart" of its allgather).
+    """
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Collect the slices; they are put one behind the other."""
+        cuts = even_cuts(selected.size, comm.world_size)
+        lengths = [stop - start for start, stop in pairwise(cuts)]
+        dense = selected.to_dense()
+        mine = dense.new_zeros(max(lengths))  # of one length, so that none is announced
+        mine[: lengths[comm.rank]] = dense[cuts[comm.rank] : cuts[comm.rank + 1]]
+        slices = await comm.allgather(mine, "allgather")
+        parts = [part[:length] for part, length in zip(slices, lengths, strict=True)]
+        return Reduced(DenseVector(torch.cat(parts)), selected)

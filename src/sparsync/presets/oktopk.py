@@ -1,0 +1,62 @@
+"""Ok-Topk: as published, and with a volume bound on every step.
+
+References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsync.collectives import OkTopk
+from sparsync.presets.base import Algorithm
+from sparsync.selection import Reused
+
+__all__ = ["oktopk", "oktopk_paper"]
+
+
+def oktopk(
+    *,
+    threshold_period: int = 32,
+    cap: float | None = 1.0,
+    floor: float | None = 2 / 3,
+    **options: Any,
+) -> Algorithm:
+    """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
+
+    The bound supposes that supports lie where they were on the step before (the paper: 64 steps
+    before), and k / P >= 256 (``costs.oktopk_bound_words``).
+
+    Args:
+        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).
+        cap: at most ``cap * k`` entries are taken, locally and globally.
+        floor: a step that finds fewer than ``floor * k`` local entries is made exact (ours: early in
+            training a threshold reused for 32 steps finds 0.03 to 0.1 k; None as published).
+        options: see ``sparsync.collectives.OkTopk``.
+    """
+    if cap is not None and floor is not None:
+        floor = min(floor, cap)
+    return Algorithm(
+        "oktopk",
+        lambda: Reused(threshold_period, cap, floor),
+        lambda: OkTopk(threshold_period=threshold_period, cap=cap, **options),
+    )
+
+
+def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
+    """Ok-Topk as published: averaged boundaries, allgathered threshold, no cap.
+
+    Args:
+        threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).
+        options: see ``sparsync.collectives.OkTopk``; tau = 64 (section 3.1.1), trigger 4 (5.3).
+    """
+    published = {
+        "boundaries": "average",
+        "global_threshold": "allgather",
+        "cap": None,
+        "repartition_trigger": None,
+    }
+    return Algorithm(
+        "oktopk-paper",
+        lambda: Reused(threshold_period, cap=None),
+        lambda: OkTopk(threshold_period=threshold_period, **{**published, **options}),
+    )

@@ -1,0 +1,204 @@
+"""SparCML: its collectives with exact local top-k, and its quantised top-k SGD (Algorithm 1).
+
+References: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
+SC 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sparsync.collectives import (
+    Dynamic,
+    RecursiveDoubling,
+    Ring,
+    SparcmlAuto,
+    SplitAllgather,
+)
+from sparsync.errors import ConfigurationError
+from sparsync.operations import Reduction
+from sparsync.presets.base import Algorithm
+from sparsync.selection import Blockwise, Exact
+from sparsync.wire import Qsgd, SparseQsgd, StreamCodec
+
+__all__ = [
+    "SPARCML_SETTINGS",
+    "dynamic",
+    "recursive_doubling",
+    "ring",
+    "sparcml",
+    "sparcml_auto",
+    "split_allgather",
+]
+
+_BLOCK = 512  # section 8.3: k of every 512 consecutive elements
+
+
+def recursive_doubling(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+) -> Algorithm:
+    """SSAR_Recursive_double: for small results (section 5.3.1).
+
+    Args:
+        codec: wire format (default: coo, dense from where that is shorter).
+        op: the operation.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+    """
+    return Algorithm("recursive-doubling", Exact, lambda: RecursiveDoubling(codec, op=op, cap=cap))
+
+
+def split_allgather(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+) -> Algorithm:
+    """SSAR_Split_allgather: for large results that stay sparse (section 5.3.2).
+
+    Args:
+        codec: wire format; its sparse part is used (default: coo).
+        op: the operation.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+    """
+    return Algorithm("split-allgather", Exact, lambda: SplitAllgather(codec, op=op, cap=cap))
+
+
+def dynamic(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+    always_dense: bool = True,
+) -> Algorithm:
+    """DSAR_Split_allgather: for results that become dense (section 5.3.3).
+
+    Args:
+        codec: wire format; its dense part may quantise.
+        op: the operation.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+        always_dense: as published; False: regions stay sparse where that is shorter ("topkdsa").
+    """
+    return Algorithm(
+        "dynamic", Exact, lambda: Dynamic(codec, op=op, cap=cap, always_dense=always_dense)
+    )
+
+
+def ring(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+) -> Algorithm:
+    """Sum on a sparse ring (section 8.1).
+
+    Args:
+        codec: wire format (default: coo, dense from where that is shorter).
+        op: the operation; it must commute.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+    """
+    return Algorithm("ring", Exact, lambda: Ring(codec, op=op, cap=cap))
+
+
+def sparcml_auto(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+) -> Algorithm:
+    """Choose among recursive doubling, split + allgather and dynamic by the result's size.
+
+    Args:
+        codec: wire format (default: coo, dense from where that is shorter).
+        op: the operation.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+    """
+    return Algorithm("sparcml-auto", Exact, lambda: SparcmlAuto(codec, op=op, cap=cap))
+
+
+def sparcml(
+    *,
+    bits: Literal[2, 4, 8] | None = 4,
+    quantize: Literal["local", "reduced"] = "local",
+    keep_error: bool = False,
+    scale: Literal["l2", "max"] | None = None,
+    quantization_block: int | None = None,
+    block: int = _BLOCK,
+    seed: int = 0,
+) -> Algorithm:
+    """SparCML's quantised top-k SGD (Algorithm 1): sums, not means; use it layer by layer.
+
+    ``attach(model, "sparcml", density=16 / 512, unit_bytes=1)``: every parameter is a unit, exchanged
+    as soon as its gradient is there.  ``SPARCML_SETTINGS`` has what the paper used.
+
+    Args:
+        bits: of a quantised value; None: no quantisation (ATIS, Hansards).
+        quantize: "local": what ranks select (Algorithm 1); "reduced": what becomes dense on the way,
+            in the second half of the dynamic collective (section 6).
+        keep_error: keep the local quantisation error in the residual.  QSGD is unbiased but not
+            contractive, and its error fed back explodes: True shrinks the decoded values by
+            ``1 / (1 + omega)``, which makes it so.  False, as published: the error is lost, and
+            reported.
+        scale: of a quantisation block: "l2" as in QSGD or "max".  Default: "l2" for "local"; "max" for
+            "reduced", whose error is always kept.
+        quantization_block: entries that share a scale.  Default: 1024 for "local" (section 6); 256 for
+            "reduced", where 4 bits are still contractive on every input (1024 are not).
+        block: consecutive elements of which ``density * block`` are selected (section 8.3: 512).
+        seed: of the random rounding.
+
+    Raises:
+        ConfigurationError: "reduced" with a quantiser whose kept error would explode.
+    """
+    if quantize not in ("local", "reduced"):
+        raise ConfigurationError(f"quantize is {quantize!r}; choose local or reduced")
+    shrink = keep_error if quantize == "local" else False
+    scale = scale or ("l2" if quantize == "local" else "max")
+    quantization_block = quantization_block or (1024 if quantize == "local" else 256)
+    arguments: dict[str, Any] = {
+        "bits": bits, "block": quantization_block, "scale": scale, "shrink": shrink, "seed": seed
+    }  # fmt: skip
+
+    def make() -> Dynamic:
+        if bits is None:
+            return Dynamic(cap=None)
+        if quantize == "local":
+            return Dynamic(cap=None, local=SparseQsgd(**arguments), keep_error=keep_error)
+        rounding = Qsgd(**arguments)
+        if not rounding.contractive:
+            raise ConfigurationError(
+                f"sparcml: {bits} bits over blocks of {quantization_block} with scale '{scale}' are "
+                "not contractive, and the error of a reduced sum is kept: it would explode; use "
+                "more bits, smaller quantization blocks or scale='max'"
+            )
+        return Dynamic(StreamCodec(dense=rounding), cap=None)
+
+    return Algorithm("sparcml", lambda: Blockwise(block=block), make, average=False, shared=False)
+
+
+def _attention(name: str, parameter: Tensor) -> bool:
+    """Tell the weights of attention layers, by their names."""
+    return "attention" in name or "attn" in name
+
+
+def _setting(entries: int, bits: int | None, **more: Any) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {"algorithm": "sparcml", "density": entries / _BLOCK, "unit_bytes": 1, "bits": bits, **more}
+    )
+
+
+SPARCML_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cifar-10": _setting(16, 4),  # ResNet-110, section 8.3: 8 or 16 of 512
+        "cifar-10, 8 of 512": _setting(8, 4),
+        "atis": _setting(2, None),  # LSTM, section 8.3: "no additional quantization strategy"
+        "hansards": _setting(4, None),
+        "asr": _setting(4, None, compress=_attention),  # section 8.4: the attention layer alone
+        "imagenet, wide resnet": _setting(1, None),  # section 8.4
+    }
+)

@@ -1,0 +1,73 @@
+"""gTop-k: "4 k log P" words and "2 log P" messages (Ok-Topk, Table 1), and the law with its residual."""
+
+import pytest
+import torch
+
+from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.collectives.gtopk import GTopk
+from sparsync.presets import Algorithm
+from sparsync.selection import Exact
+from sparsync.testing.cases import within
+from sparsync.transports.sim import Links
+from sparsync.wire.base import HEADER_BYTES
+
+from .measured import RANKS, WORDS_PER_ENTRY, case, k_for, messages, steps, words
+
+GTOPK = Algorithm("gtopk", Exact, GTopk)
+MORE_RANKS = (*RANKS, 5, 6, 7, 12)
+
+
+def log2(world_size: int) -> int:
+    return (world_size - 1).bit_length()
+
+
+@pytest.mark.parametrize("world_size", MORE_RANKS)
+def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_on_the_busiest_rank(world_size):
+    """Rank 0 receives log2 P messages of k entries, then sends as many: both directions count."""
+    k, rounds = k_for(world_size), log2(world_size)
+    for simulation in steps(GTOPK, world_size, "uniform", 2):
+        totals = [ledger.total() for ledger in simulation.ledgers]
+        through = [total.sent + total.received for total in totals]
+        headers = 2 * rounds * HEADER_BYTES
+        assert max(through) == through[0] == 4 * (4 * k * rounds) + headers
+        assert totals[0].messages_sent == messages(simulation) == rounds
+        assert sum(total.messages_sent for total in totals) == 2 * (world_size - 1)
+        assert words(simulation) == WORDS_PER_ENTRY * k * rounds + headers / 8
+
+
+@pytest.mark.parametrize("world_size", MORE_RANKS)
+def test_gtopk_takes_2_log_p_messages_one_after_the_other(world_size):
+    """Both terms of the table as time on the clock: (2 log P) alpha + (4 k log P) beta, and headers."""
+    links, k, rounds = Links(alpha=50e-6, beta=8e-9), k_for(world_size), log2(world_size)
+    ranks = SimulatedRanks(case(GTOPK, world_size, "uniform", links))
+    expected = 2 * rounds * (links.alpha + links.beta * (8 * k + HEADER_BYTES))
+    assert ranks.step().seconds <= expected * (1 + 1e-9)
+    if world_size & (world_size - 1) == 0:
+        assert ranks.step().seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+@pytest.mark.parametrize("kind", ["uniform", "clustered", "disjoint", "dominated", "matching"])
+def test_nothing_is_lost_over_steps(kind, world_size):
+    """sum(accumulated) == total + sum(residual), at every level where entries are dropped."""
+    ranks = SimulatedRanks(Case(GTOPK, world_size, 16_384, 1 / 64, kind))
+    for _ in range(3):
+        evidence = ranks.step().results
+        assert evidence[0].total.nnz == ranks.case.k
+        accumulated = torch.stack([e.accumulated for e in evidence])
+        residual = torch.stack([e.residual for e in evidence])
+        left = accumulated.double().sum(0) - residual.double().sum(0)
+        assert within(left - evidence[0].total.to_dense(), accumulated.abs().sum(0), world_size)
+        selected = sum(e.selected.to_dense().count_nonzero() for e in evidence)
+        assert selected == world_size * ranks.case.k
+
+
+def test_what_the_tree_keeps_is_less_than_the_global_top_k_and_never_a_fifth_of_it():
+    """ "gTopk hierarchically selects top-k values": an approximation of the top k of the sum."""
+    ranks = SimulatedRanks(Case(GTOPK, 16, 65_536, 1 / 64, "clustered"))
+    for _ in range(2):
+        evidence = ranks.step().results
+        summed = sum(e.selected.to_dense() for e in evidence)
+        best = summed.abs().topk(ranks.case.k).values.square().sum()
+        energy = evidence[0].total.values.square().sum()
+        assert 0.2 * best < energy < best

@@ -1,0 +1,204 @@
+"""SparCML, section 5.3: the bounds of its collectives, on the simulator's ledger and clock.
+
+Both extremes of overlap: all supports equal ("full"), all disjoint ("none").
+"""
+
+import pytest
+import torch
+
+from sparsync.collectives import Dynamic, RecursiveDoubling, Ring, SplitAllgather
+from sparsync.planning import sparcml_costs as costs
+from sparsync.planning.cost import WORD_BYTES, lower_bound_words
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.streams import delta
+from sparsync.transports.sim import Links, simulate
+from sparsync.wire import StreamCodec
+from sparsync.wire.base import HEADER_BYTES
+
+RANKS = (2, 3, 4, 5, 8, 12, 16, 32, 64)
+POWERS = tuple(p for p in RANKS if p & (p - 1) == 0)
+K = 64 * 3  # entries of a rank
+SIZE = 64 * K * 15  # 1.67 n / P entries fit each region; P = 15 divides nothing
+LINKS = Links(alpha=50e-6, beta=8e-9)
+
+
+def support(rank, world_size, overlap):
+    """K indices, evenly spread over the whole vector."""
+    step = SIZE // (K * 64)
+    first = torch.arange(K) * (SIZE // K)
+    return first if overlap == "full" else first + rank * step
+
+
+def reduce(collective, world_size, overlap, size=SIZE):
+    async def program(comm):
+        indices = support(comm.rank, comm.world_size, overlap)
+        mine = SparseVector(indices, torch.full((K,), comm.rank + 1.0), size)
+        return (await collective().reduce(comm, mine, K, step=0)).total
+
+    simulation = simulate(program, world_size, links=LINKS)
+    expected = torch.zeros(size)
+    for rank in range(world_size):
+        expected[support(rank, world_size, overlap)] += rank + 1.0
+    assert all(torch.equal(total.to_dense(), expected) for total in simulation.results)
+    return simulation
+
+
+def entry_words(simulation):
+    """Most words of indices and values that any rank sent or received, headers left out."""
+    sent = max(
+        ledger.total().parts.index + ledger.total().parts.value for ledger in simulation.ledgers
+    )
+    received = max(
+        ledger.total().received - HEADER_BYTES * blocks(ledger) for ledger in simulation.ledgers
+    )
+    return max(sent, received) / WORD_BYTES
+
+
+def blocks(ledger):
+    """How many headers a rank received: as many bytes of them were sent, on average of the ranks."""
+    return ledger.total().parts.header / HEADER_BYTES
+
+
+def messages(simulation):
+    return max(ledger.total().messages_sent for ledger in simulation.ledgers)
+
+
+def log2(world_size):
+    return (world_size - 1).bit_length()
+
+
+def sparse(collective):
+    return lambda: collective(StreamCodec(factor=None))
+
+
+@pytest.mark.parametrize("world_size", POWERS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_recursive_doubling_takes_log_p_rounds_and_k_entries_or_twice_as_many_in_each(
+    overlap, world_size
+):
+    simulation = reduce(sparse(RecursiveDoubling), world_size, overlap)
+    lower, upper = 2 * K * log2(world_size), 2 * K * (world_size - 1)
+    assert entry_words(simulation) == (lower if overlap == "full" else upper)
+    assert messages(simulation) == log2(world_size)
+    form = costs.recursive_doubling(K, SIZE, world_size, overlap)
+    assert simulation.seconds == pytest.approx(form.seconds(LINKS.alpha, LINKS.beta))
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_recursive_doubling_on_any_p_costs_one_fold_and_one_hand_back_more(overlap, world_size):
+    simulation = reduce(sparse(RecursiveDoubling), world_size, overlap)
+    form = costs.recursive_doubling(K, SIZE, world_size, overlap)
+    assert messages(simulation) == form.messages
+    busiest = max(max(t.total().sent, t.total().received) for t in simulation.ledgers)
+    assert busiest <= form.nbytes * (1 + 1e-9) + K * 8  # the fold is received, not sent
+    assert simulation.seconds >= log2(world_size) * LINKS.alpha
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_split_allgather_stays_within_its_interval(overlap, world_size):
+    simulation = reduce(sparse(SplitAllgather), world_size, overlap)
+    lower, upper = 2 * lower_bound_words(K, world_size), 2 * K * world_size
+    assert lower * 0.99 <= entry_words(simulation) <= upper
+    if overlap == "full" and K % world_size == 0:
+        assert entry_words(simulation) == pytest.approx(lower)
+    assert messages(simulation) == world_size - 1 + log2(world_size)
+    least = LINKS.alpha * log2(world_size) + LINKS.beta * WORD_BYTES * lower
+    assert least <= simulation.seconds
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_dsar_stays_within_its_interval(overlap, world_size):
+    """``(P - 1) / P N <= words <= 2 k + (P - 1) / P N``, dense as published."""
+    simulation = reduce(lambda: Dynamic(always_dense=True), world_size, overlap)
+    dense = SIZE * (world_size - 1) / world_size
+    assert all(isinstance(total, DenseVector) for total in simulation.results)
+    assert dense * 0.999 <= entry_words(simulation) <= 2 * K + dense + world_size
+    assert messages(simulation) == world_size - 1 + log2(world_size)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_topkdsa_stays_within_table_1(overlap, world_size):
+    """``[4 k (P - 1) / P, (2 k + n) (P - 1) / P]``: sparse as long as that pays."""
+    simulation = reduce(Dynamic, world_size, overlap)
+    lower = 2 * lower_bound_words(K, world_size)
+    upper = (2 * K + SIZE) * (world_size - 1) / world_size
+    assert lower * 0.99 <= entry_words(simulation) <= upper
+    assert messages(simulation) <= world_size + 2 * log2(world_size)
+
+
+def test_topkdsa_switches_to_dense_exactly_beyond_delta():
+    """A region of n / P elements turns dense with its (delta + 1)-th entry."""
+    world_size, width = 4, 100
+    size = world_size * width
+    most = delta(width, value_bytes=4)
+
+    def total(entries):
+        async def program(comm):
+            indices = torch.arange(entries) + comm.rank * 0
+            mine = SparseVector(indices, torch.ones(entries), size)
+            return (await Dynamic().reduce(comm, mine, entries, step=0)).total
+
+        return simulate(program, world_size).results[0]
+
+    assert isinstance(total(most), SparseVector)
+    assert isinstance(total(most + 1), DenseVector)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("overlap", ["full", "none"])
+def test_no_collective_beats_lemma_5_1(overlap, world_size):
+    """In values alone: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
+    bound = costs.lemma_5_1_words(K, world_size, disjoint=overlap == "none")
+    for collective in (RecursiveDoubling, SplitAllgather, Ring):
+        simulation = reduce(sparse(collective), world_size, overlap)
+        # the most that a rank sent or received, of which values are one word of two
+        assert entry_words(simulation) / 2 >= bound * 0.99, collective.__name__
+        assert simulation.seconds >= log2(world_size) * LINKS.alpha + bound * 0.99 * WORD_BYTES * (
+            LINKS.beta
+        )
+
+
+@pytest.mark.parametrize("world_size", POWERS)
+def test_dense_results_cannot_beat_lemma_5_2(world_size):
+    """Once the result exceeds delta, delta words must be received."""
+    size = 4 * K
+    bound = costs.lemma_5_2_words(delta(size, value_bytes=4), world_size)
+
+    async def program(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        dense = torch.randn(size, generator=generator)
+        mine = SparseVector.from_dense(dense)
+        return (await Dynamic(always_dense=True).reduce(comm, mine, size, step=0)).total
+
+    simulation = simulate(program, world_size, links=LINKS)
+    received = max(ledger.total().received for ledger in simulation.ledgers)
+    assert received / WORD_BYTES >= bound
+    assert simulation.seconds >= LINKS.alpha * log2(world_size) + bound * WORD_BYTES * LINKS.beta
+
+
+def test_latency_of_split_and_allgather_is_sparcml_s_and_not_table_1_s():
+    """SparCML: P - 1 + log2 P messages; Ok-Topk, Table 1: P + 2 log2 P.  Counted: the former."""
+    for world_size in RANKS:
+        counted = messages(reduce(sparse(SplitAllgather), world_size, "none"))
+        assert counted == world_size - 1 + log2(world_size)
+        assert counted < world_size + 2 * log2(world_size)
+
+
+@pytest.mark.parametrize("world_size", POWERS)
+def test_small_results_are_faster_by_doubling_and_large_ones_by_splitting(world_size):
+    """Section 8.1: which of the two wins depends on latency against bandwidth."""
+    if world_size < 8:
+        pytest.skip("the paper supposes P > 4")
+    small = [
+        reduce(sparse(c), world_size, "full").seconds for c in (RecursiveDoubling, SplitAllgather)
+    ]
+    assert small[0] < small[1]
+    large = [
+        form(200_000, 10**8, world_size, "full").seconds(LINKS.alpha, LINKS.beta)
+        for form in (costs.recursive_doubling, costs.split_allgather)
+    ]
+    assert large[1] < large[0]

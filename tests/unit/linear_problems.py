@@ -1,0 +1,67 @@
+"""Small linear problems, whole and cut over ranks, and trainings of them on virtual ranks."""
+
+from itertools import pairwise
+
+import numpy as np
+from scipy.sparse import csr_matrix, random
+
+from sparsync import simulate
+from sparsync.linear.exchanges import gradient_exchange, update_exchange
+from sparsync.linear.losses import LOSSES, Penalty
+from sparsync.linear.problem import Problem
+from sparsync.linear.scd import Scd
+from sparsync.linear.schedules import Schedule
+from sparsync.linear.sgd import Sgd
+
+
+def make_data(rows=60, dimensions=40, density=0.15, seed=0):
+    """Sparse rows whose labels a linear model can mostly tell; the last columns are empty."""
+    generator = np.random.default_rng(seed)
+    features = random(rows, dimensions, density, format="csr", random_state=generator)
+    features.data = generator.standard_normal(features.nnz)
+    features = csr_matrix(features.multiply(np.arange(dimensions) < dimensions - 3))
+    features.eliminate_zeros()
+    truth = generator.standard_normal(dimensions)
+    noise = 0.3 * generator.standard_normal(rows)
+    return features, np.where(features @ truth + noise >= 0.2, 1.0, -1.0)
+
+
+def make_problem(data, model="logistic", dtype=np.float64, **options):
+    penalty = Penalty(options.pop("l1", 0.0), options.pop("l2", 0.0))
+    return Problem(*data, LOSSES[model], penalty, dtype=np.dtype(dtype), **options)
+
+
+def shares(data, world_size):
+    """Contiguous rows; with more ranks than rows, some have none."""
+    features, labels = data
+    cuts = [len(labels) * rank // world_size for rank in range(world_size + 1)]
+    return [(features[a:b], labels[a:b]) for a, b in pairwise(cuts)]
+
+
+def sgd(comm, problem, exchange="split-allgather", lr=0.5, schedule="constant", **options):
+    make = gradient_exchange(exchange)
+    return Sgd(comm, problem, make, schedule=Schedule(schedule, lr), **options)
+
+
+def scd(comm, problem, exchange="allgather", **options):
+    return Scd(comm, problem, update_exchange(exchange), **options)
+
+
+def train(make_solver, parts, epochs=3, **options):
+    """Train on virtual ranks; return each rank's (objectives, weights, intercept, accuracy)."""
+
+    async def program(comm):
+        solver = make_solver(comm, make_problem(parts[comm.rank], **options))
+        await solver.start()
+        objectives = [(await solver.evaluate()).objective]
+        for epoch in range(epochs):
+            await solver.epoch(epoch, lambda steps: None)
+            objectives.append((await solver.evaluate()).objective)
+        accuracy = (await solver.evaluate()).accuracy
+        return objectives, solver.weights.to_dense(), solver.weights.intercept, accuracy
+
+    results = simulate(program, len(parts)).results
+    for objectives, weights, intercept, accuracy in results[1:]:  # replicas: the same bits
+        assert (objectives, intercept, accuracy) == (*results[0][:1], *results[0][2:])
+        assert weights.tobytes() == results[0][1].tobytes()
+    return results[0]

@@ -1,0 +1,174 @@
+"""gTop-k by hand and against a loop over ranks; the contracts run over it as over all collectives."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsync import SparseVector
+from sparsync.collectives.gtopk import GTopk
+from sparsync.testing import check_collective
+from sparsync.transports.sim import simulate
+from sparsync.wire import Packed
+from sparsync.wire.qsgd import SparseQsgd
+
+from .strategies import same_vector
+
+
+def reduced(inputs: list[SparseVector], k: int, collective: GTopk | None = None, step: int = 0):
+    """One call on as many virtual ranks as there are inputs."""
+
+    async def program(comm):
+        return await (collective or GTopk()).reduce(comm, inputs[comm.rank], k, step)
+
+    return simulate(program, len(inputs)).results
+
+
+def tree(inputs: list[SparseVector], k: int) -> SparseVector:
+    """The simple version: neighbours are merged and cut, again and again."""
+    level = [vector.top(k) for vector in inputs]
+    while len(level) > 1:
+        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        level = [SparseVector.merge(pair).top(k) if len(pair) == 2 else pair[0] for pair in pairs]
+    return level[0]
+
+
+def sparse(*values: float, dtype: torch.dtype = torch.float32) -> SparseVector:
+    return SparseVector.from_dense(torch.tensor(values, dtype=dtype))
+
+
+def shares(results) -> list[list[float]]:
+    return [result.delivered.to_dense().tolist() for result in results]
+
+
+# ---- by hand --------------------------------------------------------------------------------------
+
+
+def test_a_rank_takes_back_what_it_drops_even_where_it_selected_nothing():
+    results = reduced([sparse(5.0, 0.0), sparse(0.0, 2.0)], k=1)
+    assert [r.total.to_dense().tolist() for r in results] == [[5.0, 0.0]] * 2
+    assert shares(results) == [[5.0, -2.0], [0.0, 2.0]]
+
+
+def test_what_is_dropped_on_the_way_stays_with_the_rank_on_the_way():
+    """Ranks 2 and 3 merge first: 4 loses against 6 there; then 6 against 8 at rank 0."""
+    inputs = [sparse(3, 0, 0, 0), sparse(5, 0, 0, 0), sparse(0, 4, 0, 0), sparse(0, 0, 6, 0)]
+    results = reduced(inputs, k=1)
+    assert [r.total.to_dense().tolist() for r in results] == [[8.0, 0.0, 0.0, 0.0]] * 4
+    assert shares(results) == [[3, 0, -6, 0], [5, 0, 0, 0], [0, 0, 0, 0], [0, 0, 6, 0]]
+
+
+def test_an_entry_that_would_have_been_the_largest_can_be_lost_on_the_way():
+    """The approximation that the algorithm is: 3 + 3 at index 1 is more than 5."""
+    inputs = [sparse(5.0, 0.0), sparse(0.0, 3.0), sparse(0.0, 3.0), sparse(0.0, 0.0)]
+    assert reduced(inputs, k=1)[3].total.to_dense().tolist() == [5.0, 0.0]
+    assert SparseVector.merge(inputs).top(1).to_dense().tolist() == [0.0, 6.0]
+
+
+def test_lower_ranks_are_the_left_operands():
+    """1 + 2^-24 is 1 in float32: which pair is added first shows in the last bit."""
+    tiny = 2.0**-24
+    total = reduced([sparse(1.0), sparse(tiny), sparse(tiny), sparse(tiny)], k=1)[0].total
+    assert total.values.tolist() == [1.0 + 2 * tiny]  # (1 + t) + (t + t)
+    total = reduced([sparse(1.0), sparse(tiny), sparse(tiny)], k=1)[0].total
+    assert total.values.tolist() == [1.0]  # (1 + t) + t
+
+
+def test_equal_magnitudes_tie_to_the_lower_index():
+    results = reduced([sparse(0.0, 2.0, 0.0), sparse(-2.0, 0.0, 2.0)], k=2)
+    assert results[1].total.indices.tolist() == [0, 1]
+
+
+def test_one_rank_sends_nothing():
+    (result,) = reduced([sparse(1.0, 3.0, 2.0)], k=2, collective=GTopk(Packed("int8")))
+    assert result.total.to_dense().tolist() == [0.0, 3.0, 2.0]
+    assert result.delivered is result.total
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_nan_and_inf_arrive_on_every_rank(world_size):
+    inputs = [sparse(1.0, 2.0, 3.0) for _ in range(world_size)]
+    inputs[-1] = sparse(float("nan"), 2.0, float("inf"))
+    for codec in (None, SparseQsgd(4), Packed("int8")):
+        for result in reduced(inputs, 2, GTopk(codec)):
+            assert not bool(result.total.isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_keep_their_dtype(dtype):
+    inputs = [sparse(1.0, 2.0, 0.5, dtype=dtype) for _ in range(3)]
+    for result in reduced(inputs, 2):
+        assert result.total.values.dtype == result.delivered.values.dtype == dtype
+
+
+# ---- against the loop -----------------------------------------------------------------------------
+
+
+@st.composite
+def contributions(draw):
+    """1 to 9 ranks, whole numbers: sums are exact in any order."""
+    size = draw(st.integers(1, 12))
+    element = st.one_of(st.just(0.0), st.integers(-9, 9).map(float))
+    rank = st.lists(element, min_size=size, max_size=size).map(lambda v: sparse(*v))
+    return draw(st.lists(rank, min_size=1, max_size=9)), draw(st.integers(0, size + 1))
+
+
+@settings(max_examples=150)
+@given(contributions())
+def test_the_total_is_that_of_the_tree_and_the_sum_of_what_was_delivered(drawn):
+    inputs, k = drawn
+    results = reduced(inputs, k)
+    expected = tree(inputs, k)
+    for result in results:
+        same_vector(result.total.check(), expected)
+        result.delivered.check()
+    summed = sum(result.delivered.to_dense() for result in results)
+    assert torch.equal(summed, results[0].total.to_dense())
+    # and nothing else was lost: what entered is the total and what the ranks keep
+    entered = sum(vector.top(k).to_dense() for vector in inputs)
+    kept = sum(
+        v.top(k).to_dense() - r.delivered.to_dense() for v, r in zip(inputs, results, strict=True)
+    )
+    assert torch.equal(entered, results[0].total.to_dense() + kept)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 7, 8, 16])
+def test_float_totals_are_those_of_the_tree_bit_for_bit(world_size):
+    generator = torch.Generator().manual_seed(world_size)
+    inputs = [
+        SparseVector.from_dense(torch.randn(300, generator=generator)).top(50)
+        for _ in range(world_size)
+    ]
+    for result in reduced(inputs, 50):
+        same_vector(result.total, tree(inputs, 50))
+
+
+def test_random_draws_differ_by_rank_and_step_and_totals_do_not():
+    inputs = [SparseVector.from_dense(torch.linspace(1, 2, 50)) for _ in range(4)]
+    collective = GTopk(SparseQsgd(4))
+    totals = [[r.total for r in reduced(inputs, 50, collective, step)] for step in (0, 1, 0)]
+    for step in totals:
+        for total in step:
+            same_vector(total, step[0])
+    assert not torch.equal(totals[0][0].values, totals[1][0].values)
+    same_vector(totals[2][0], totals[0][0])
+
+
+# ---- the contract ---------------------------------------------------------------------------------
+
+
+def test_contract():
+    check_collective(GTopk, rounding=True, world_sizes=(1, 2, 3, 5, 6, 8))
+
+
+@pytest.mark.parametrize("codec", [Packed(), SparseQsgd(8), SparseQsgd(4, shrink=True)], ids=repr)
+def test_contract_with_codecs_that_round(codec):
+    check_collective(partial(GTopk, codec), rounding=True, world_sizes=(1, 2, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [None, Packed("int8"), SparseQsgd(4, shrink=True)], ids=repr)
+def test_contract_on_more_ranks(codec):
+    check_collective(partial(GTopk, codec), rounding=True, world_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 16))

@@ -1,0 +1,231 @@
+"""Who started this process: what launchers put into the environment, and the Slurm example."""
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.errors import ConfigurationError
+from sparsync.launchers import (
+    Placement,
+    connect_mpi,
+    detect,
+    first_host,
+    init_process_group,
+    slurm_port,
+)
+from sparsync.transports import mpi_requests
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "examples" / "slurm.sbatch"
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_RANK": "5",
+}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "node[003-005,9]",
+    "SLURM_JOB_ID": "77",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1"}, None),
+        (TORCHRUN, Placement(1, 3, 1, "a", "torchrun")),
+        (MPICH, Placement(2, 4, 0, None, "mpi")),
+        (OPEN_MPI, Placement(5, 6, 1, None, "mpi")),
+        (MVAPICH, Placement(0, 2, 0, None, "mpi")),
+        (SLURM, Placement(3, 8, 1, "node003", "slurm")),
+        # a step with fewer tasks than the job, on other hosts
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node9"},
+            Placement(3, 4, 1, "node9", "slurm"),
+        ),
+        ({**SLURM, "PMIX_RANK": "2"}, Placement(2, 8, 1, "node003", "mpi")),
+        ({**SLURM, "MASTER_ADDR": "b"}, Placement(3, 8, 1, "b", "slurm")),
+        # one launcher inside another: the inner one counts
+        ({**SLURM, **MPICH}, Placement(2, 4, 0, "node003", "mpi")),
+        ({**SLURM, **MPICH, **TORCHRUN}, Placement(1, 3, 1, "a", "torchrun")),
+        # the batch script itself, and what srun starts in it
+        ({**SLURM, "SLURM_SUBMIT_DIR": "/"}, None),
+        (
+            {**SLURM, "SLURM_SUBMIT_DIR": "/", "SLURM_STEP_ID": "0"},
+            Placement(3, 8, 1, "node003", "slurm"),
+        ),
+    ],
+)
+def test_detect(environ, expected):
+    assert detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**MPICH, "PMI_RANK": "4"}, "PMI_RANK=4 and PMI_SIZE=4 make no sense"),
+        ({**MPICH, "PMI_SIZE": "many"}, "PMI_SIZE is 'many'"),
+        ({**SLURM, "SLURM_NODELIST": "node[3"}, "SLURM_NODELIST is 'node[3'"),
+    ],
+)
+def test_detect_refuses_what_makes_no_sense(environ, words):
+    with pytest.raises(ConfigurationError) as caught:
+        detect(environ)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[003-005,9]", "node003"),
+        ("node[9,003-005]", "node9"),
+        ("gpu-a[1-2]-ib,login", "gpu-a1-ib"),
+        ("rack[1-2]node[07-08,10]", "rack1node07"),
+        ("a,b[1-2]", "a"),
+        ("host.example.org", "host.example.org"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",a", "node[", "node[a-b]", "node[]", "a b", "node]1["])
+def test_first_host_refuses(nodes):
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        first_host(nodes)
+
+
+@given(
+    prefix=st.from_regex(r"[a-z]{1,5}", fullmatch=True),
+    numbers=st.lists(st.integers(0, 999), min_size=1, max_size=4),
+    others=st.sampled_from(["", ",z1", ",z[1-3,7]"]),
+)
+def test_the_first_number_of_the_brackets_is_the_first_host(prefix, numbers, others):
+    text = ",".join(f"{n:03}" for n in numbers)
+    assert first_host(f"{prefix}[{text}]{others}") == f"{prefix}{numbers[0]:03}"
+
+
+def test_the_port_is_equal_in_a_step_and_another_in_the_next_job():
+    ports = [
+        slurm_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}) for job in range(500, 600)
+    ]
+    assert len(set(ports)) == 100
+    assert all(1024 < port < 32768 for port in ports)  # none that the system gives out
+
+
+# ---- one clear line --------------------------------------------------------------------------------
+
+
+def test_no_launcher(monkeypatch):
+    for name in {**TORCHRUN, **MPICH, **OPEN_MPI, **MVAPICH, **SLURM}:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match="torchrun, mpiexec or srun") as caught:
+        init_process_group()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_mpi_that_is_missing_is_named_with_what_to_install(monkeypatch):
+    def missing(name):
+        raise RuntimeError("cannot load MPI library\nlibmpi.so.12: no such file")
+
+    monkeypatch.setattr(mpi_requests.importlib, "import_module", missing)
+    with pytest.raises(ConfigurationError) as caught:
+        connect_mpi()
+    assert "pip install 'sparsync[mpi]'" in str(caught.value)
+    assert "cannot load MPI library" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_cannot_know_where_rank_0_is(monkeypatch):
+    for name, value in MPICH.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "somewhere")
+    with pytest.raises(ConfigurationError, match="set MASTER_ADDR and MASTER_PORT") as caught:
+        init_process_group()
+    assert "\n" not in str(caught.value)
+
+
+# ---- the Slurm example -----------------------------------------------------------------------------
+
+FAKE_SRUN = """#!{python}
+import os, subprocess, sys
+tasks = int(os.environ["SLURM_NTASKS"])
+options = [a for a in sys.argv[1:] if a.startswith("--") and sys.argv.index(a) < sys.argv.index("python")]
+command = sys.argv[1 + len(options):]
+print("options", *options, flush=True)
+ranks = []
+for rank in range(tasks):
+    step = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_ID="0",
+                SLURM_STEP_NUM_TASKS=str(tasks), SLURM_STEP_NODELIST=os.environ["SLURM_NODELIST"])
+    ranks.append(subprocess.Popen(command, env={{**os.environ, **step}}))
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+def free_job() -> str:
+    """A job whose port nobody has."""
+    for job in range(os.getpid() % 5000, 10_000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", slurm_port({"SLURM_JOB_ID": str(job)})))
+            except OSError:
+                continue
+        return str(job)
+    raise AssertionError("no free port")
+
+
+def test_the_directives_of_the_batch_script():
+    text = SBATCH.read_text()
+    given = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
+    assert set(given) >= {"nodes", "ntasks-per-node", "cpus-per-task", "time"}
+    assert int(given["nodes"]) * int(given["ntasks-per-node"]) > 1
+    # Slurm reads directives up to the first command only
+    first_command = text.index("\nset -")
+    assert text.rindex("#SBATCH") < first_command
+    assert text.startswith("#!/bin/bash\n")
+    assert subprocess.run(["bash", "-n", SBATCH], check=False).returncode == 0
+
+
+@pytest.mark.gloo
+def test_the_batch_script_trains_under_srun(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text(FAKE_SRUN.format(python=sys.executable))
+    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "VIRTUAL_ENV"))}
+    environ |= {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_PROCID": "0",  # as sbatch sets it in the script
+        "SLURM_NTASKS": "2",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_JOB_ID": free_job(),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    script = tmp_path / "slurm_script"  # Slurm runs a copy
+    script.write_text(SBATCH.read_text())
+    command = ["bash", script, "--steps", "12", "--transport", "torch", "--timeout", "60"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "options --kill-on-bad-exit=1 --cpus-per-task=1" in done.stdout
+    found = re.search(r"^2 ranks, 12 steps: .* replicas equal: (\w+)$", done.stdout, re.M)
+    assert found, done.stdout
+    assert found[1] == "True"

@@ -1,0 +1,269 @@
+"""The linear solvers: against derivatives, dense steps, and one rank."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
+
+from sparsync import ConfigurationError, PeerError, simulate
+from sparsync.linear.exchanges import EXCHANGES
+from sparsync.linear.losses import LOSSES, Penalty
+from sparsync.linear.products import Products
+from sparsync.linear.schedules import Schedule
+from sparsync.linear.weights import LazyWeights
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.transports.base import run
+from sparsync.transports.engine import Engine
+from sparsync.transports.solo import SoloCommunicator
+from tests.unit.linear_problems import make_data, make_problem, scd, sgd, shares, train
+
+DATA = make_data()
+
+
+# ---- losses, penalties, schedules -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@given(margin=st.floats(-50, 50).filter(lambda m: abs(m - 1) > 1e-3))
+def test_the_slope_is_the_derivative(name, margin):
+    loss, width = LOSSES[name], 1e-5
+    around = loss.value(np.array([margin - width, margin + width]))
+    slope = (around[1] - around[0]) / (2 * width)
+    assert loss.slope(np.array([margin]))[0] == pytest.approx(slope, abs=1e-6)
+
+
+def test_the_gradient_is_autograds():
+    features, labels = DATA
+    for model in LOSSES:
+        problem = make_problem(DATA, model)
+        solver = sgd(SoloCommunicator(), problem, batch_size=len(labels), shuffle=False)
+        start = np.random.default_rng(1).standard_normal(problem.dimensions + 1)
+        solver.weights.add_(DenseVector(torch.from_numpy(start)))
+        solver.rows = [len(labels)]
+        w = torch.tensor(start, requires_grad=True)
+        margins = torch.tensor(labels) * (torch.tensor(features.toarray()) @ w[:-1] + w[-1])
+        hinge, logistic = torch.relu(1 - margins), torch.nn.functional.softplus(-margins)
+        (hinge if model == "svm" else logistic).mean().backward()
+        gradient = solver._gradient(np.arange(len(labels)), 0)
+        np.testing.assert_allclose(gradient.to_dense(), w.grad, atol=1e-12)
+        assert gradient.check().nnz < problem.dimensions + 1  # as sparse as the data
+
+
+def test_losses_of_large_margins_do_not_overflow():
+    margins = np.array([-1e4, 1e4])
+    with np.errstate(all="raise", under="ignore"):
+        assert LOSSES["logistic"].value(margins).tolist() == [1e4, 0.0]
+        assert LOSSES["logistic"].slope(margins) == pytest.approx([-1, 0])
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.lists(st.floats(-2, 2), min_size=5, max_size=5), st.floats(0.01, 1)),
+        min_size=1,
+        max_size=30,
+    ),
+    l1=st.sampled_from([0.0, 0.01, 0.3]),
+    l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
+    rescale_below=st.sampled_from([1e-3, 0.5]),
+)
+def test_lazy_steps_equal_dense_ones(steps, l1, l2, rescale_below):
+    """Elements of 0 are not stored: those weights must decay and shrink all the same."""
+    penalty, dense, intercept = Penalty(l1, l2), np.zeros(4), 0.0
+    lazy = LazyWeights(4, penalty, np.dtype(np.float64), rescale_below=rescale_below)
+    for numbers, lr in steps:
+        gradient = np.where(np.abs(numbers) < 1, 0, numbers)
+        lazy.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
+        dense = penalty.step(dense, gradient[:-1], lr)
+        intercept -= lr * gradient[-1]
+        np.testing.assert_allclose(lazy.to_dense(), dense, atol=1e-9)
+        np.testing.assert_allclose(lazy.at(np.array([2, 0])), dense[[2, 0]], atol=1e-9)
+        assert lazy.intercept == pytest.approx(intercept)
+
+
+def test_schedules():
+    def rates(name, **options):
+        return [Schedule(name, 2.0, **options).rate(step, 4) for step in (0, 4, 12)]
+
+    assert rates("constant") == [2, 2, 2]
+    assert rates("1/t") == [2, 1, 0.5]
+    assert rates("1/sqrt(t)") == pytest.approx([2, 2 / 2**0.5, 1])
+    assert rates("step") == [2, 1, 0.25]
+    assert rates("step", period=12, factor=0.1) == pytest.approx([2, 2, 0.2])
+
+
+def test_products_on_threads_are_the_same_products():
+    features, labels = DATA
+    weights = LazyWeights(features.shape[1], Penalty(), np.dtype(np.float64))
+    weights.add_(DenseVector(torch.arange(features.shape[1] + 1, dtype=torch.float64)))
+    expected = features @ np.arange(features.shape[1]) + features.shape[1]
+    for threads in (1, 2, 3, 100):  # more than rows: empty blocks
+        products = Products(threads)
+        np.testing.assert_allclose(products.scores(features, weights), expected, rtol=1e-12)
+        sums = products.transposed(features, labels).check()
+        np.testing.assert_allclose(sums.to_dense()[:-1], features.T @ labels, atol=1e-12)
+        assert sums.to_dense()[-1] == labels.sum()
+        products.close()
+
+
+def test_sorted_sums_have_the_bits_of_dense_ones():
+    features, labels = csr_matrix(DATA[0], dtype=np.float32), DATA[1].astype(np.float32)
+    for threads in (1, 3):
+        dense, compact = (
+            Products(threads, compact_factor=factor).transposed(features, labels / 3)
+            for factor in (10**6, 0)
+        )
+        assert torch.equal(dense.indices, compact.indices)
+        assert torch.equal(dense.values, compact.values)
+
+
+# ---- sgd ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("model", sorted(LOSSES))
+def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model):
+    batch, parts = 4, shares(DATA, world_size)
+    united = []  # rows in the order in which the ranks use them together
+    for turn in range(-(-max(len(labels) for _, labels in parts) // batch)):
+        for rank in range(world_size):
+            start = len(DATA[1]) * rank // world_size
+            united += list(range(start, start + len(parts[rank][1])))[turn * batch :][:batch]
+    alone = DATA[0][united], DATA[1][united]
+    penalty = {"l2": 0.01, "l1": 0.002}
+
+    def solver(batch_size):
+        return lambda comm, problem: sgd(comm, problem, batch_size=batch_size, shuffle=False)
+
+    many = train(solver(batch), parts, model=model, **penalty)
+    one = train(solver(batch * world_size), [alone], model=model, **penalty)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-10)
+    np.testing.assert_allclose(many[1], one[1], atol=1e-10)
+    assert many[2] == pytest.approx(one[2], rel=1e-8)
+
+
+@pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"dense"}))
+def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange):
+    def curve(name):
+        return train(
+            lambda comm, problem: sgd(comm, problem, name, batch_size=5),
+            shares(DATA, 3),
+            dtype=np.float32,
+            l2=0.01,
+        )[0]
+
+    dense = curve("dense")
+    assert dense[-1] < 0.85 * dense[0]
+    np.testing.assert_allclose(curve(exchange), dense, rtol=1e-5)
+
+
+def test_l1_makes_exact_zeros():
+    def zeros(l1):
+        parts = shares(DATA, 2)
+        weights = train(lambda c, p: sgd(c, p, batch_size=10), parts, 20, l1=l1)[1]
+        return int((weights[:-3] == 0).sum())  # the last three columns are empty
+
+    assert zeros(0.0) == 0
+    assert 5 < zeros(0.05) < 37 == zeros(10.0)
+
+
+def test_more_ranks_than_rows():
+    data = DATA[0][:3], DATA[1][:3]
+    for make in (sgd, scd):
+        objectives, *_ = train(make, shares(data, 5), l2=0.1)
+        assert objectives[-1] < objectives[0]
+        np.testing.assert_allclose(objectives, train(make, [data], l2=0.1)[0], rtol=1)
+
+
+# ---- staleness ------------------------------------------------------------------------------------
+
+
+def test_staleness_0_is_synchronous_bit_for_bit():
+    def run(**options):
+        return train(lambda c, p: sgd(c, p, batch_size=5, **options), shares(DATA, 3), l1=0.001)
+
+    first, second = run(), run(staleness=0)
+    assert first[0] == second[0] and first[1].tobytes() == second[1].tobytes()
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 7])
+def test_totals_are_applied_exactly_so_many_steps_late(staleness):
+    """Against a loop that keeps the last models: step t uses the model of t - staleness steps."""
+    features, labels, lr = DATA[0].toarray(), DATA[1], 0.5
+    models = [np.zeros(features.shape[1])]
+    for step in range(6):
+        rows = slice(10 * step, 10 * step + 10)
+        seen = models[max(step - staleness, 0)]
+        margins = labels[rows] * (features[rows] @ seen)
+        slopes = labels[rows] * LOSSES["logistic"].slope(margins) / 10
+        models.append(models[-1] - lr * features[rows].T @ slopes)
+    options = {"batch_size": 10, "shuffle": False, "staleness": staleness, "lr": lr}
+    late = train(lambda c, p: sgd(c, p, **options), [DATA], 1, intercept=False)
+    np.testing.assert_allclose(late[1], models[-1], atol=1e-12)
+    parts = shares(DATA, 3)
+    parallel = train(lambda c, p: sgd(c, p, **options), parts, 5, intercept=False)
+    assert parallel[0][-1] < parallel[0][0]
+
+
+def test_exchanges_in_the_background_give_the_same_bits():
+    async def train_alone(solver):
+        await solver.start()
+        for epoch in range(2):
+            await solver.epoch(epoch, lambda steps: None)
+
+    engine, models = Engine("test"), []
+    for background in (None, engine):
+        options = {"batch_size": 7, "staleness": 3, "background": background}
+        solver = sgd(SoloCommunicator(), make_problem(DATA, l2=0.1), **options)
+        run(train_alone(solver))
+        models.append(solver.weights.to_dense().tobytes())
+    engine.close()
+    assert models[0] == models[1]
+
+
+# ---- bad input ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_disagree_are_named():
+    for option, said in (({"l2": 0.5}, "penalty"), ({"model": "svm"}, "model")):
+
+        async def program(comm, option=option):
+            problem = make_problem(DATA, **(option if comm.rank == 2 else {}))
+            await sgd(comm, problem).start()
+
+        with pytest.raises(PeerError, match=f"disagree on {said}.*"):
+            simulate(program, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Penalty(l1=-1), "l1 is -1"),
+        (lambda: Schedule("cosine"), "unknown schedule 'cosine'; choose one of constant"),
+        (lambda: Schedule(lr=0), "lr is 0"),
+        (lambda: Products(0), "threads is 0"),
+        (lambda: make_problem((DATA[0], DATA[1][1:])), "60 rows have 59 labels"),
+        (lambda: make_problem((DATA[0], DATA[1] * 2)), "-1 or \\+1"),
+        (lambda: make_problem(DATA, dtype=np.int32), "dtype is int32; give float32 or float64"),
+        (
+            lambda: sgd(SoloCommunicator(), make_problem(DATA), "oktopk"),
+            "unknown exchange 'oktopk'",
+        ),
+        (lambda: sgd(SoloCommunicator(), make_problem(DATA), batch_size=0), "batch_size is 0"),
+        (lambda: sgd(SoloCommunicator(), make_problem(DATA), staleness=-1), "staleness is -1"),
+        (lambda: scd(SoloCommunicator(), make_problem(DATA), coordinates=0), "coordinates is 0"),
+        (lambda: scd(SoloCommunicator(), make_problem(DATA, "svm")), "choose logistic, or sgd"),
+    ],
+)
+def test_bad_options_are_one_clear_line(make, said):
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_no_rows_at_all():
+    data = csr_matrix((0, 7)), np.zeros(0)
+    for make in (sgd, scd):
+        objectives, weights, *_ = train(make, [data, data], 1)
+        assert np.isnan(objectives).all() and not weights.any()

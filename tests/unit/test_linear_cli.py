@@ -1,0 +1,127 @@
+"""``sparsync linear`` on virtual ranks: what it reports, and one clear line for bad input."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+from sklearn.datasets import dump_svmlight_file
+
+from sparsync import cli
+from sparsync.bench import linear
+from sparsync.bench.linear_settings import LinearSettings
+from tests.unit.linear_problems import make_data
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run ``sparsync linear`` with arguments; the table is wide enough for a test to read."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sparsync", "linear", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A data set of 200 rows and 40 columns in svmlight form."""
+    features, labels = make_data(200)
+    path = tmp_path / "data.svm"
+    dump_svmlight_file(csr_matrix(features), labels, str(path))
+    return path
+
+
+@pytest.mark.parametrize("solver", ["sgd", "scd"])
+def test_exchanges_are_compared_with_dense(command, file, tmp_path, solver):
+    options = ["--data", file, "--solver", solver, "--ranks", 3, "--epochs", 2, "--batch", 10]
+    more = ["--coordinates", 5, "--compare", "dense,ring", "--json", tmp_path / "new" / "l.json"]
+    code, out, err = command(*options, *more)
+    assert (code, err) == (0, "")
+    assert "ratio" in out and "bit-identical" in out and "180 rows, 37 weights" in out
+    results = json.loads((tmp_path / "new" / "l.json").read_text())
+    first = "allgather" if solver == "scd" else "split-allgather"
+    assert [result["exchange"] for result in results] == [first, "dense", "ring"]
+    dense = results[1]
+    assert dense["speedup"] == dense["bytes_ratio"] == 1 and dense["objective_difference"] == 0
+    for result in results:
+        assert result["replicas_equal"] and result["transport"] == "sim"
+        assert len(result["objective"]) == 3 > len(result["bytes_sent"])
+        assert result["objective"] == pytest.approx(dense["objective"], rel=1e-6)
+        assert result["objective"][2] < result["objective"][0]
+        assert result["accuracy_on"] == "held-out rows" and 0.5 < result["accuracy"][-1] <= 1
+        # virtual seconds are the same on every machine; those of the computation are not
+        for whole, part in zip(result["seconds"], result["seconds_communication"], strict=True):
+            assert whole > part > 0
+        assert result["seconds_communication"][0] == pytest.approx(
+            sum(dense["seconds_communication"]) / result["speedup_communication"] / 2, rel=0.1
+        )
+        updates = [
+            sent < whole
+            for sent, whole in zip(result["bytes_updates"], result["bytes_sent"], strict=True)
+        ]
+        assert all(updates) == (solver == "scd")
+
+
+def test_the_losses_do_not_depend_on_the_staleness_of_nothing(command, file, tmp_path):
+    def losses(*options):
+        path = tmp_path / "l.json"
+        assert command("--data", file, "--batch", 10, "--json", path, *options)[0] == 0
+        [result] = json.loads(path.read_text())
+        return result["objective"]
+
+    synchronous = losses()
+    assert losses("--aggregation", "async", "--staleness", 0) == synchronous
+    late = losses("--aggregation", "async", "--staleness", 2)
+    assert late != synchronous and late[-1] < late[0]
+
+
+def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
+    """SparCML, section 8.2: trigram gradients are sparse."""
+    settings = LinearSettings(
+        ranks=8, rows=800, epochs=1, steps=1, batch_size=100, exchanges=("split-allgather", "dense")
+    )
+    sparse, dense = linear.train_linear(settings)
+    assert sparse.dimensions == 3_231_961
+    assert sparse.bytes_ratio > 10 and sparse.speedup_communication > 10
+    np.testing.assert_allclose(sparse.objective, dense.objective, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "nowhere.svm"], "--data 'nowhere.svm' is no file; name an svmlight file"),
+        (["--model", "ridge"], "unknown model 'ridge'; choose one of logistic, svm"),
+        (["--solver", "newton"], "unknown solver 'newton'"),
+        (["--solver", "scd", "--model", "svm"], "choose logistic"),
+        (["--solver", "scd", "--aggregation", "async"], "scd is synchronous"),
+        (["--exchange", "best"], "unknown exchange 'best'; choose one of dense, allgather"),
+        (["--compare", "dense,best"], "unknown exchange 'best'"),
+        (["--aggregation", "late"], "unknown aggregation 'late'; choose sync or async"),
+        (["--staleness", "3"], "staleness is 3 with --aggregation sync"),
+        (["--aggregation", "async", "--staleness", "-1"], "staleness is -1"),
+        (["--ranks", "0"], "ranks is 0"),
+        (["--epochs", "0"], "epochs is 0"),
+        (["--batch", "0"], "batch_size is 0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--l1", "-1"], "l1 is -1.0"),
+        (["--schedule", "cosine"], "unknown schedule 'cosine'"),
+        (["--held-out-every", "1"], "held_out_every is 1"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose one of sim, "),
+        (["--transport", "sim", "--lab", "1gbit"], "--lab needs real ranks"),
+        (["--lab", "fast"], "fast"),
+        (["--network", "fast"], "cannot read 'fast'"),
+        (["--json", "."], "cannot write to '.'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, monkeypatch, arguments, said):
+    monkeypatch.setattr(linear, "train_linear", lambda settings: pytest.fail("it was started"))
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err

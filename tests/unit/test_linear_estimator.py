@@ -1,0 +1,69 @@
+"""The scikit-learn estimator: its contract, its accuracy beside scikit-learn's, its ranks."""
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+from sklearn.datasets import load_digits, make_classification
+from sklearn.linear_model import SGDClassifier
+from sklearn.utils.estimator_checks import check_estimator
+
+from sparsync import ConfigurationError
+from sparsync.linear import SparseLinearClassifier
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "svm"}, {"solver": "scd", "epochs": 30}], ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_scikit_learns_checks(options):
+    check_estimator(SparseLinearClassifier(**options), on_skip=None)
+
+
+@pytest.mark.parametrize("model", ["logistic", "svm"])
+def test_it_is_as_accurate_as_scikit_learns(model):
+    features, labels = make_classification(
+        2000, 50, n_informative=20, class_sep=1.5, random_state=0
+    )
+    features = csr_matrix(features / np.linalg.norm(features, axis=1, keepdims=True))
+    training, held_out = slice(None, 1500), slice(1500, None)
+    loss = {"logistic": "log_loss", "svm": "hinge"}[model]
+    theirs = SGDClassifier(loss=loss, alpha=1e-4, random_state=0, max_iter=50)
+    ours = SparseLinearClassifier(model, l2=1e-4, epochs=50)
+    expected, accuracy = (
+        classifier.fit(features[training], labels[training]).score(
+            features[held_out], labels[held_out]
+        )
+        for classifier in (theirs, ours)
+    )
+    assert expected > 0.8
+    assert accuracy >= expected - 0.005
+
+
+def test_many_classes_are_told_one_from_the_rest():
+    features, labels = load_digits(return_X_y=True)
+    names = np.array(["zero", "one", "two", "three", "4", "5", "6", "7", "8", "9"])[labels]
+    ours = SparseLinearClassifier().fit(csr_matrix(features), names)
+    assert ours.score(features, names) > 0.93
+    shares = ours.predict_proba(features)
+    assert shares.shape == (len(labels), 10)
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
+    assert (ours.classes_[shares.argmax(axis=1)] == ours.predict(features)).all()
+
+
+def test_an_svm_has_no_probabilities():
+    assert not hasattr(SparseLinearClassifier("svm"), "predict_proba")
+    assert hasattr(SparseLinearClassifier(), "predict_proba")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "ridge"}, "unknown model 'ridge'"),
+        ({"solver": "lbfgs"}, "unknown solver 'lbfgs'"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"exchange": "oktopk"}, "unknown exchange 'oktopk'"),
+        ({"dtype": "float16"}, "dtype is float16"),
+        ({"lr": 0.0}, "lr is 0.0"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        SparseLinearClassifier(**options).fit([[0.0], [1.0]], [0, 1])

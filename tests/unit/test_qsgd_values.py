@@ -1,0 +1,232 @@
+"""How quantised values are rounded: without bias, with bounded variance, at the edges of floats."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from sparsync.wire.quantiser import Quantiser
+
+from .qsgd_messages import COPIES, SETTINGS, deviations
+from .strategies import FLOATS, smallest
+
+INF, NAN = float("inf"), float("nan")
+LENGTH = 64
+
+every_setting = pytest.mark.parametrize(("bits", "scale"), SETTINGS)
+
+
+def noise(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(length: int = LENGTH) -> torch.Tensor:
+    """Magnitudes of many orders, zeros among them."""
+    return noise(length) * torch.logspace(0, -9, length) * (torch.arange(length) % 7 > 0)
+
+
+def samples(codec: Qsgd, x: torch.Tensor, copies: int = COPIES) -> torch.Tensor:
+    """`[copies, length]` independent roundings of one block, in float64."""
+    decoded = codec.encode(x.repeat(copies)).decoded
+    return decoded.view(copies, x.numel()).double()
+
+
+def worst(quantiser: Quantiser, length: int) -> torch.Tensor:
+    """The block whose relative variance is the largest there is (nearly so under "l2")."""
+    s = quantiser.levels
+    if quantiser.scale == "l2":
+        return torch.ones(length)
+    block = torch.full((length,), 1 / (s + (s**2 + length - 1) ** 0.5))
+    block[0] = 1.0
+    return block
+
+
+# ---- expectation and variance ---------------------------------------------------------------------
+
+
+@every_setting
+@pytest.mark.parametrize("x", [noise(), spread(), torch.ones(LENGTH)], ids=["noise", "spread", "1"])
+def test_the_expectation_is_the_value(bits, scale, x):
+    """Within 5 standard errors, which the definition of the scheme gives; exact where it says so."""
+    codec = Qsgd(bits, block=LENGTH, scale=scale)
+    error = samples(codec, x).mean(0) - x.double()
+    standard = deviations(codec.quantiser, x) / COPIES**0.5
+    largest = float(x.norm() if scale == "l2" else x.abs().max())
+    assert bool((error.abs() <= 5 * standard + 2.0**-22 * largest).all())
+    assert float(standard.max()) < 0.02 * largest, "the test could not fail"
+
+
+@every_setting
+def test_the_expectation_over_ranks_and_steps_is_the_value(bits, scale):
+    x, codec = noise(), Qsgd(bits, scale=scale)
+    drawn = [codec.seeded(r, t).encode(x).decoded for r in range(20) for t in range(50)]
+    error = torch.stack(drawn).double().mean(0) - x.double()
+    assert bool((error.abs() <= 5 * deviations(codec.quantiser, x) / 1000**0.5 + 1e-6).all())
+
+
+def test_the_expectation_survives_a_second_quantisation():
+    """A sum of what a rank quantised before, in the same step, is not rounded by the same draws."""
+    codec, x, y = Qsgd(2, block=LENGTH, scale="max").seeded(1, 1), noise(), noise(seed=1)
+    first = samples(codec, x)
+    summed = (first + y.double()).float()
+    second = codec.encode(summed.flatten()).decoded.view(COPIES, LENGTH).double()
+    error = second.mean(0) - (x + y).double()
+    standard = second.std(0) / COPIES**0.5
+    assert bool((error.abs() <= 5 * standard + 1e-6).all())
+
+
+@every_setting
+def test_roundings_are_independent_of_each_other(bits, scale):
+    """The variance of a sum of entries is the sum of their variances."""
+    codec, x = Qsgd(bits, block=LENGTH, scale=scale), noise()
+    sums = samples(codec, x).sum(1)
+    expected = deviations(codec.quantiser, x).square().sum()
+    assert float(sums.var() / expected) == pytest.approx(1, abs=5 * (2 / COPIES) ** 0.5)
+
+
+@every_setting
+@pytest.mark.parametrize("length", [1, 2, 16, 64, 1024])
+def test_the_variance_is_below_omega(bits, scale, length):
+    codec = Qsgd(bits, block=length, scale=scale)
+    omega = codec.quantiser.omega(length)
+    for x in (noise(length), spread(length) + 1e-3, worst(codec.quantiser, length)):
+        exact = float(deviations(codec.quantiser, x).square().sum() / x.double().square().sum())
+        assert exact <= omega * (1 + 1e-6)
+        errors = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
+        assert float(errors.mean()) <= omega + 5 * float(errors.std()) / 200**0.5 + 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("length", [2, 16, 1024])
+def test_omega_of_the_scale_max_is_reached(bits, length):
+    quantiser = Quantiser(bits, length, "max")
+    x = worst(quantiser, length)
+    exact = float(deviations(quantiser, x).square().sum() / x.double().square().sum())
+    assert exact == pytest.approx(quantiser.omega(length), rel=1e-5)
+
+
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), st.sampled_from(SETTINGS))
+def test_no_block_has_more_variance_than_omega(values, setting):
+    x, quantiser = torch.tensor(values), Quantiser(setting[0], len(values), setting[1])
+    if bool((x.abs() > 1e-15).any()):
+        exact = deviations(quantiser, x).square().sum() / x.double().square().sum()
+        assert float(exact) <= quantiser.omega(len(values)) * (1 + 1e-6)
+
+
+# ---- error feedback -------------------------------------------------------------------------------
+
+
+@every_setting
+@pytest.mark.parametrize("length", [1, 16, 1024])
+def test_shrinking_makes_it_a_contraction(bits, scale, length):
+    codec = Qsgd(bits, block=length, scale=scale, shrink=True)
+    omega = codec.quantiser.omega(length)
+    assert codec.contractive
+    for x in (noise(length), spread(length) + 1e-3, worst(codec.quantiser, length)):
+        left = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
+        limit = omega / (1 + omega)
+        assert limit < 1
+        assert float(left.mean()) <= limit + 5 * float(left.std()) / 200**0.5 + 1e-6
+
+
+def test_a_block_cut_short_shrinks_by_its_own_length():
+    """16 entries in a block of 1024 have the variance of 16."""
+    codec, x = Qsgd(4, shrink=True), noise(16)
+    factor = 1 / (1 + codec.quantiser.omega(16))
+    mean = samples(Qsgd(4, block=16, shrink=True), x).mean(0)
+    torch.testing.assert_close(mean, factor * x.double(), rtol=0, atol=0.05)
+    one = codec.encode(torch.tensor([2.0])).decoded
+    assert float(one) == pytest.approx(2.0 / (1 + codec.quantiser.omega(1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"bits": 2}, False),
+        ({"bits": 4}, False),
+        ({"bits": 8}, True),  # sqrt(1024) / 127
+        ({"bits": 4, "block": 48}, True),
+        ({"bits": 4, "block": 49}, False),  # 49 / 7^2
+        ({"bits": 2, "block": 8, "scale": "max"}, True),
+        ({"bits": 2, "block": 9, "scale": "max"}, False),  # sqrt(1 + 8) is 3
+        ({"bits": 4, "block": 392, "scale": "max"}, True),
+        ({"bits": 4, "block": 393, "scale": "max"}, False),
+        ({"bits": 8, "block": 65535, "scale": "max"}, True),
+        ({"bits": 2, "shrink": True}, True),
+    ],
+)
+def test_contractive_says_whether_the_error_may_be_kept(arguments, expected):
+    assert Qsgd(**arguments).contractive is SparseQsgd(**arguments).contractive is expected
+
+
+def residual_after(codec: Qsgd, steps: int = 60) -> float:
+    """The residual's norm, in units of a gradient's, when the error is fed back."""
+    residual = torch.zeros(1024)
+    for step in range(steps):
+        accumulated = residual + noise(1024, seed=step)
+        residual = accumulated - codec.seeded(0, step).encode(accumulated).decoded
+    return float(residual.norm() / 1024**0.5)
+
+
+def test_the_residual_of_unbiased_qsgd_explodes_and_that_of_shrunk_qsgd_does_not():
+    """DESIGN: "2 bits: 10^6 x in 60 steps"; the bound of a contraction is a few omega."""
+    assert residual_after(Qsgd(2)) > 1e6
+    shrunk = Qsgd(2, shrink=True)
+    assert residual_after(shrunk) < 2 * shrunk.quantiser.omega(1024)
+    assert residual_after(Qsgd(4, block=256, scale="max")) < 1
+
+
+# ---- the edges of the floats ----------------------------------------------------------------------
+
+
+@every_setting
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shrink", [False, True])
+def test_what_is_not_finite_arrives_so_and_spoils_nothing(bits, scale, dtype, shrink):
+    most = torch.finfo(dtype).max
+    values = torch.tensor([1.0, NAN, INF, -INF, most, -most, 0.0], dtype=dtype)
+    alone = values.clone()
+    alone[1:4] = 0
+    for block in (3, 7, 1024):
+        codec = Qsgd(bits, block=block, scale=scale, shrink=shrink)
+        decoded = codec.encode(values).decoded
+        assert decoded.isfinite().tolist() == values.isfinite().tolist()
+        assert bool(decoded[1:4].isnan().all())
+        raw = codec.encode(values).payload, codec.encode(alone).payload
+        scales = slice(16, 16 + 4 * -(-7 // block))
+        assert torch.equal(raw[0][scales], raw[1][scales])
+
+
+@every_setting
+def test_zeros_stay_zeros(bits, scale):
+    codec = Qsgd(bits, block=4, scale=scale)
+    assert not bool(codec.encode(torch.zeros(9)).decoded.any())
+    mixed = torch.tensor([0.0, -0.0, 5.0, 0.0, 0.0, -0.0, 0.0])
+    assert codec.encode(mixed).decoded[[0, 1, 3, 4, 5, 6]].count_nonzero() == 0
+    assert bool(codec.encode(torch.tensor([NAN, INF, 0.0])).decoded[:2].isnan().all())
+
+
+@every_setting
+def test_the_largest_entry_of_a_block_alone_is_exact(bits, scale):
+    values = torch.tensor([3.3, 0.0, 0.0, -1e-38, 0.0, 0.0, 1e38])
+    same = Qsgd(bits, block=3, scale=scale).encode(values).decoded
+    assert torch.equal(same, values)
+
+
+@every_setting
+def test_denormals_are_rounded_to_denormals(bits, scale):
+    tiny = smallest(torch.float32)
+    values = torch.arange(-20, 20) * tiny
+    decoded = Qsgd(bits, scale=scale).encode(values).decoded
+    largest = float(values.double().norm()) if scale == "l2" else 20 * tiny
+    step = largest / Quantiser(bits).levels
+    assert float((decoded - values).abs().max()) <= step + tiny
+    assert decoded[0] < 0 or scale == "l2"
+
+
+def test_float64_is_first_rounded_to_float32():
+    values = torch.tensor([1e300, -1e-300, 2.0**-149], dtype=torch.float64)
+    decoded = Qsgd(8, block=1, scale="max").encode(values).decoded
+    assert decoded.dtype == torch.float64
+    assert decoded.tolist() == [torch.finfo(torch.float32).max, 0.0, 2.0**-149]

@@ -15,7 +15,7 @@ from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError, DeadlineError
 from sparsync.launchers import connect_mpi
 from sparsync.operations import SUM, Reduction, reduction
-from sparsync.presets import Algorithm, resolve
+from sparsync.presets import PRESETS, Algorithm, options_of, resolve
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.base import Communicator, Operation, run
 from sparsync.transports.engine import Engine
@@ -230,9 +230,8 @@ def _prepare(
             f"k goes with sums, not with '{operation.name}': the largest entries of a vector say "
             "nothing about it; leave k away"
         )
-    if operation is not SUM:
-        options = {**options, "op": operation}
-    chosen = resolve(algorithm or ("sparcml-auto" if k is None else "budgeted"), **options)
+    wanted = algorithm or ("sparcml-auto" if k is None else "budgeted")
+    chosen = resolve(wanted, **_filled_in(wanted, k, operation, options))
     most = given.size if k is None else k
     facts = {
         "size": given.size,
@@ -243,6 +242,25 @@ def _prepare(
         "options": sorted(options.items(), key=lambda item: item[0]),
     }
     return _Call(_select(given, chosen, k, operation), chosen, most, facts)
+
+
+def _filled_in(
+    algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Add what the call says to a preset's options: the operation, and that nothing is cut off."""
+    known = options_of(algorithm) if isinstance(algorithm, str) else set()
+    filled = dict(options)
+    if k is None and "cap" in known:
+        filled.setdefault("cap", None)
+    if operation is not SUM:
+        if "op" not in known:
+            name = algorithm if isinstance(algorithm, str) else algorithm.name
+            general = ", ".join(name for name in sorted(PRESETS) if "op" in options_of(name))
+            raise ConfigurationError(
+                f"{name} sums, and knows no '{operation.name}'; choose one of {general}"
+            )
+        filled["op"] = operation
+    return filled
 
 
 def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:

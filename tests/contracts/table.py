@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from sparsync import testing
 from sparsync.averaging import AllreduceAverage, LocalSgd
 from sparsync.collectives import (
     Allgather,
@@ -36,6 +37,7 @@ from sparsync.presets import (
     topkdsa,
 )
 from sparsync.selection import Blockwise, Everything, Exact, GaussianK, Reused
+from sparsync.transports.base import Communicator
 from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
 SELECTORS = {
@@ -154,3 +156,33 @@ ROUNDING_COLLECTIVES = {
 
 # Dense takes dense vectors, and its sums are trees of the circulant graph, not left folds
 DENSE_COLLECTIVES = {"dense": Dense, "ring-dense": partial(Ring, cap=None, dense=True)}
+
+ROWS = {
+    **{name: (make, {}) for name, make in COLLECTIVES.items()},
+    **{name: (make, {"rank_ordered": False}) for name, make in TREE_COLLECTIVES.items()},
+    **{name: (make, {"rounding": True}) for name, make in ROUNDING_COLLECTIVES.items()},
+    **{
+        name: (make, {"dense": True, "rank_ordered": False})
+        for name, make in DENSE_COLLECTIVES.items()
+    },
+}
+
+# what runs on real ranks as well: one row per way to communicate
+ON_REAL_RANKS = [
+    "allgather",
+    "oktopk",
+    "split-allgather",
+    "topkdsa",
+    "recursive-doubling",
+    "ring",
+    "ring-dense",
+    "gtopk",
+    "sparcml-auto, no cap",
+    "sparcml, local",
+]
+
+
+async def exercise(comm: Communicator, name: str) -> list[str]:
+    """Run one row's contract on this rank; return its digests."""
+    make, options = ROWS[name]
+    return await testing.exercise_collective(comm, make, **options)

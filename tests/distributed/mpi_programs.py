@@ -15,7 +15,9 @@ from sparsync.transports.connect import connect_group
 from sparsync.transports.engine import Engine
 from sparsync.transports.framing import Raw
 from sparsync.transports.mpi import MpiCommunicator
-from tests.contracts.table import ALGORITHMS, COLLECTIVES, DENSE_COLLECTIVES
+from tests.contracts.table import ALGORITHMS, exercise
+
+from .call_programs import calls
 
 RAW = Raw("value")
 FIRST_POINT_TO_POINT = 32  # channels below have native collectives
@@ -26,24 +28,24 @@ def everything(names: list[str], algorithms: list[str]) -> dict:
     with MpiCommunicator(timeout=60) as comm:
         for channel in (0, 5, FIRST_POINT_TO_POINT):
             run(testing.exercise_communicator(comm.channel(channel)))
-        dense = DENSE_COLLECTIVES["dense"]
-        run(testing.exercise_collective(comm, dense, dense=True, rank_ordered=False))
+        run(exercise(comm, "dense"))
         digests = {n: run(testing.exercise_algorithm(comm, ALGORITHMS[n])) for n in algorithms}
         result = {"in flight": many_in_flight(comm), "numbers": numbers(comm), "booked": {}}
     for name in names:
-        digests[name], result["booked"][name] = digests_and_books(COLLECTIVES[name])
+        digests[name], result["booked"][name] = digests_and_books(name)
     result["digests"] = digests
+    result["calls"] = calls("mpi")
     result["part"] = everywhere(part_of_the_ranks())
     result["errors"] = errors()
     dist.barrier()
     return result
 
 
-def digests_and_books(make) -> tuple[list[str], list[int]]:
+def digests_and_books(name) -> tuple[list[str], list[int]]:
     """Run a collective's cases on a communicator of its own; return what its ledger holds, too."""
     with sparsync.connect(transport="mpi", timeout=60) as comm:
         assert type(comm) is MpiCommunicator
-        digests = run(testing.exercise_collective(comm, make))
+        digests = run(exercise(comm, name))
         total = comm.ledger.total()
     return digests, [total.sent, total.received, total.messages_sent, total.messages_received]
 

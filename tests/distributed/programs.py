@@ -11,7 +11,7 @@ import sparsync
 from sparsync import testing
 from sparsync.transports.base import run
 from sparsync.transports.torch import TorchCommunicator
-from tests.contracts.table import ALGORITHMS, COLLECTIVES, DENSE_COLLECTIVES
+from tests.contracts.table import ALGORITHMS, exercise
 
 from .small_model import model, train
 
@@ -21,13 +21,11 @@ def contracts(names: list[str]) -> dict[str, list[str]]:
     comm = TorchCommunicator(timeout=30)
     run(testing.exercise_communicator(comm))
     run(testing.exercise_communicator(TorchCommunicator(timeout=30, announce_lengths=True)))
-    for name in DENSE_COLLECTIVES:
-        make = DENSE_COLLECTIVES[name]
-        run(testing.exercise_collective(comm, make, dense=True, rank_ordered=False))
-    digests = {n: run(testing.exercise_collective(comm, COLLECTIVES[n])) for n in names}
+    run(exercise(comm, "dense"))
+    digests = {n: run(exercise(comm, n)) for n in names}
     digests["algorithm oktopk"] = run(testing.exercise_algorithm(comm, ALGORITHMS["oktopk"]))
     announced = TorchCommunicator(timeout=30, announce_lengths=True)
-    digests["announced"] = run(testing.exercise_collective(announced, COLLECTIVES["oktopk"]))
+    digests["announced"] = run(exercise(announced, "oktopk"))
     return digests
 
 

@@ -7,13 +7,13 @@ import pytest
 from sparsync import testing
 from sparsync.bench.launch import RankError, launch
 from sparsync.transports.sim import simulate
-from tests.contracts.table import ALGORITHMS, COLLECTIVES
+from tests.contracts.table import ALGORITHMS, ON_REAL_RANKS, exercise
 
-from . import ddp_programs, programs
+from . import call_programs, ddp_programs, programs
 
 pytestmark = pytest.mark.gloo
 
-ROWS = ["allgather", "oktopk", "oktopk, as published", "oktopk, always balanced"]
+ROWS = [*ON_REAL_RANKS, "oktopk, as published", "oktopk, always balanced"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -22,7 +22,7 @@ def test_gloo_equals_the_simulator_bit_for_bit(world_size):
     for name in ROWS:
 
         async def program(comm, name=name):
-            return await testing.exercise_collective(comm, COLLECTIVES[name])
+            return await exercise(comm, name)
 
         assert on_gloo[name] == simulate(program, world_size).results[0], name
 
@@ -31,6 +31,17 @@ def test_gloo_equals_the_simulator_bit_for_bit(world_size):
 
     assert on_gloo["algorithm oktopk"] == simulate(whole_steps, world_size).results[0]
     assert on_gloo["announced"] == on_gloo["oktopk"]
+
+
+def test_calls_without_a_model_overlap_on_gloo_and_zmq():
+    results = launch(call_programs.both, 3, timeout=60.0)
+    assert all(results["torch"].values()), results["torch"]
+    assert all(results["zmq"].values()), results["zmq"]
+
+
+def test_sparcml_trains_layer_by_layer():
+    result = launch(call_programs.sparcml_under_ddp, 2, timeout=60.0)
+    assert all(result.values()), result
 
 
 @pytest.fixture(scope="module")

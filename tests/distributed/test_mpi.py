@@ -14,13 +14,13 @@ from sparsync.bench.launch import RankError, launch
 from sparsync.bench.mpiexec import mpiexec_command
 from sparsync.bench.settings import BenchSettings
 from sparsync.transports.sim import simulate
-from tests.contracts.table import ALGORITHMS, COLLECTIVES
+from tests.contracts.table import ALGORITHMS, ON_REAL_RANKS, exercise
 
 from . import mpi_programs
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
-ROWS = ["allgather", "oktopk"]
+ROWS = ON_REAL_RANKS
 WHOLE = ["budgeted"]
 
 
@@ -51,7 +51,7 @@ def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
     for name in ROWS:
 
         async def program(comm, name=name):
-            digests = await testing.exercise_collective(comm, COLLECTIVES[name])
+            digests = await exercise(comm, name)
             total = comm.ledger.total()
             return digests, [
                 total.sent,
@@ -71,6 +71,10 @@ def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
             return await testing.exercise_algorithm(comm, ALGORITHMS[name])
 
         assert mpi["digests"][name] == simulate(whole, RANKS).results[0], name
+
+
+def test_calls_without_a_model_overlap(mpi):
+    assert all(mpi["calls"].values()), mpi["calls"]
 
 
 def test_channels_in_flight_do_not_wait_for_each_other_in_circles(mpi):

@@ -11,7 +11,7 @@ from sparsync.transports.base import run
 from sparsync.transports.framing import Raw
 from sparsync.transports.torch import TorchCommunicator
 from sparsync.transports.zmq import ZmqCommunicator
-from tests.contracts.table import ALGORITHMS, COLLECTIVES
+from tests.contracts.table import ALGORITHMS, exercise
 
 RAW = Raw("value")
 
@@ -22,15 +22,14 @@ def contracts(names: list[str], curve_keys: str) -> dict[str, list[str]]:
     with ZmqCommunicator.over(gloo, timeout=30) as comm:  # the store's host tells the interface
         assert comm.mesh.endpoints[comm.rank].startswith("tcp://127.0.0.1:")
         run(testing.exercise_communicator(comm))
-        digests = {n: run(testing.exercise_collective(comm, COLLECTIVES[n])) for n in names}
+        digests = {n: run(exercise(comm, n)) for n in names}
         digests["algorithm oktopk"] = run(testing.exercise_algorithm(comm, ALGORITHMS["oktopk"]))
-        digests["gloo"] = run(testing.exercise_collective(gloo, COLLECTIVES[names[0]]))
+        digests["gloo"] = run(exercise(gloo, names[0]))
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with ZmqCommunicator(rank, world_size, store=store, curve_keys=curve_keys, timeout=30) as comm:
         run(testing.exercise_communicator(comm))
-        made = COLLECTIVES[names[0]]
-        digests["encrypted"] = run(testing.exercise_collective(comm.channel(3), made))
+        digests["encrypted"] = run(exercise(comm.channel(3), names[0]))
     return digests
 
 

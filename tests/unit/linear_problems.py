@@ -39,12 +39,12 @@ def shares(data, world_size):
 
 
 def sgd(comm, problem, exchange="split-allgather", lr=0.5, schedule="constant", **options):
-    make = gradient_exchange(exchange)
+    make = gradient_exchange(exchange, problem.dtype)
     return Sgd(comm, problem, make, schedule=Schedule(schedule, lr), **options)
 
 
 def scd(comm, problem, exchange="allgather", **options):
-    return Scd(comm, problem, update_exchange(exchange), **options)
+    return Scd(comm, problem, update_exchange(exchange, problem.dtype), **options)
 
 
 def train(make_solver, parts, epochs=3, **options):

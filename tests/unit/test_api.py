@@ -1,13 +1,29 @@
+from concurrent.futures import Future
+
+import numpy as np
 import pytest
 import torch
+from scipy import sparse
 
-from sparsync import ConfigurationError, DenseVector, PeerError, SparseVector, allreduce, connect
+from sparsync import (
+    ConfigurationError,
+    DeadlineError,
+    DenseVector,
+    Handle,
+    PeerError,
+    SparseVector,
+    allreduce,
+    connect,
+    iallreduce,
+)
 from sparsync import simulate as simulate_ranks
-from sparsync.api import _allreduce
+from sparsync.api import _prepare
 from sparsync.collectives.agreement import agree
 from sparsync.integrations import base
+from sparsync.operations import reduction
 from sparsync.presets import PRESETS, resolve
 from sparsync.reducer import Reducer
+from sparsync.streams import densify
 from sparsync.transports.solo import SoloCommunicator
 from sparsync.units import plan_units
 from sparsync.wire import Coo
@@ -23,7 +39,7 @@ def test_without_a_process_group_the_world_is_one_rank():
 def test_a_world_of_one_selects_and_sends_nothing(name):
     comm, vector = connect(), torch.tensor([1.0, -5.0, 0.0, 2.0])
     reduced = allreduce(vector, comm, name, k=2)
-    expected = [1.0, -5.0, 0.0, 2.0] if name == "dense" else [0.0, -5.0, 0.0, 2.0]
+    expected = [1.0, -5.0, 0.0, 2.0] if "dense" in name else [0.0, -5.0, 0.0, 2.0]
     assert reduced.total.to_dense().tolist() == expected
     assert reduced.delivered.to_dense().tolist() == expected
     assert comm.ledger.total().messages_sent == 0
@@ -43,6 +59,93 @@ def test_every_form_of_a_vector_is_taken(vector):
     assert allreduce(vector, connect()).total.to_dense().tolist() == [0.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    "vector",
+    [
+        np.array([0.0, 3.0], dtype=np.float32),
+        sparse.csr_matrix([[0.0, 3.0]], dtype=np.float32),
+        sparse.csc_matrix([[0.0], [3.0]], dtype=np.float32),
+        sparse.coo_matrix(([1.0, 2.0], ([0, 0], [1, 1])), shape=(1, 2), dtype=np.float32),
+        sparse.coo_array(([3.0], [[1]]), shape=(2,), dtype=np.float32),
+    ],
+    ids=["numpy", "row", "column", "duplicates", "one dimension"],
+)
+def test_arrays_and_scipy_s_sparse_vectors_are_taken(vector):
+    total = allreduce(vector, connect()).total
+    assert total.to_dense().tolist() == [0.0, 3.0]
+    assert total.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "values", "expected"),
+    [
+        ("max", torch.float32, [[1.0, -2.0, 0.0], [3.0, -5.0, -1.0]], [3.0, -2.0, 0.0]),
+        ("min", torch.int32, [[1, -2, 0], [3, -5, -1]], [1, -5, -1]),
+        ("prod", torch.int64, [[1, -2, 0], [3, 1, 7]], [3, -2, 0]),
+        ("and", torch.int64, [[6, -1, 0], [3, 5, -1]], [2, 5, 0]),
+        ("sum", torch.bfloat16, [[1.0, -2.0, 0.0], [3.0, 2.0, 0.5]], [4.0, 0.0, 0.5]),
+    ],
+)
+def test_any_operation_and_dtype_without_k(op, dtype, values, expected):
+    async def program(comm):
+        mine = torch.tensor(values[comm.rank], dtype=dtype)
+        return (await _prepare(mine, None, None, op, {}).reduce(comm)).total
+
+    operation = reduction(op)
+    for total in simulate_ranks(program, 2).results:
+        assert densify(total, operation).values.tolist() == expected
+        assert total.values.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("fact", "arguments"),
+    [
+        ("size", lambda rank: (torch.ones(2 + rank), None, "sum")),
+        (
+            "dtype",
+            lambda rank: (torch.ones(2, dtype=[torch.int32, torch.int64][rank]), None, "sum"),
+        ),
+        ("operation", lambda rank: (torch.ones(2), None, ["max", "min"][rank])),
+        ("algorithm", lambda rank: (torch.ones(2), ["ring", "dense"][rank], "sum")),
+    ],
+)
+def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
+    async def program(comm):
+        vector, algorithm, op = arguments(comm.rank)
+        with pytest.raises(PeerError, match=f"disagree on {fact}: rank {comm.rank} has"):
+            await _prepare(vector, algorithm, None, op, {}).reduce(comm)
+        return sorted(comm.ledger.by_phase())
+
+    assert simulate_ranks(program, 2).results == [["agreement"]] * 2
+
+
+# ---- non-blocking --------------------------------------------------------------------------------
+
+
+def test_several_calls_are_under_way_at_once_and_end_in_any_order():
+    comm = connect()
+    handles = [iallreduce(torch.full((4,), float(i)), comm) for i in range(20)]
+    for i in reversed(range(20)):
+        assert handles[i].wait(timeout=10).total.to_dense().tolist() == [float(i)] * 4
+        assert handles[i].done()
+    blocking = allreduce(torch.ones(2), comm)  # goes through the same thread
+    assert blocking.total.to_dense().tolist() == [1.0, 1.0]
+    comm.close()
+    comm.close()
+    assert allreduce(torch.ones(2), comm).total.to_dense().tolist() == [1.0, 1.0]
+
+
+def test_a_handle_raises_what_went_wrong_and_what_takes_too_long():
+    waiting, broken = Future(), Future()
+    assert not Handle(waiting).done()
+    with pytest.raises(DeadlineError, match=r"not done within 0\.01 s; wait again"):
+        Handle(waiting).wait(timeout=0.01)
+    broken.set_exception(PeerError("rank 1 is gone"))
+    assert Handle(broken).done()
+    with pytest.raises(PeerError, match="rank 1 is gone"):
+        Handle(broken).wait()
+
+
 @pytest.mark.parametrize("size", [0, 3])
 def test_k_may_be_zero_and_more_than_there_is(size):
     for k in (0, 100):
@@ -52,6 +155,17 @@ def test_k_may_be_zero_and_more_than_there_is(size):
 @pytest.mark.parametrize(
     ("vector", "arguments", "says"),
     [
+        (torch.ones(2), {"k": 1, "op": "max"}, "k goes with sums, not with 'max'"),
+        (torch.ones(2), {"op": "mean"}, "unknown operation 'mean'"),
+        (torch.ones(2), {"op": "and"}, r"'and' is not defined on torch\.float32"),
+        (
+            torch.ones(2),
+            {"op": "max", "algorithm": "budgeted"},
+            "budgeted sums, and knows no 'max'",
+        ),
+        ("text", {}, "got str; give a 1-D tensor"),
+        (np.array(["a"]), {}, "convert it to a numeric dtype"),
+        (sparse.csr_matrix((2, 2)), {}, r"shape \(2, 2\); give one row"),
         (torch.ones(2), {"k": -1}, "k is -1; give the number of entries to take"),
         (torch.ones(2, 2), {}, r"shape \(2, 2\); flatten it first"),
         (torch.ones(2), {"algorithm": "nothing"}, "choose one of allgather, budgeted, dense"),
@@ -88,7 +202,7 @@ def test_ranks_that_give_equal_codecs_agree():
     async def program(comm):
         vector = torch.eye(3)[comm.rank]
         options = {"codec": Coo()}  # an object of its own on each rank
-        reduced = await _allreduce(vector, comm, resolve("oktopk", **options), 3, 3, options)
+        reduced = await _prepare(vector, "oktopk", 3, "sum", options).reduce(comm)
         return reduced.total.to_dense().tolist()
 
     assert simulate_ranks(program, 3).results == [[1.0, 1.0, 1.0]] * 3

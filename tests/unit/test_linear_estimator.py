@@ -11,7 +11,9 @@ from sparsync import ConfigurationError
 from sparsync.linear import SparseLinearClassifier
 
 
-@pytest.mark.parametrize("options", [{}, {"model": "svm"}, {"solver": "scd", "epochs": 30}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"model": "svm"}, {"solver": "scd", "epochs": 30}], ids=str
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_scikit_learns_checks(options):
     check_estimator(SparseLinearClassifier(**options), on_skip=None)

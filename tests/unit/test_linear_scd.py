@@ -4,10 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import minimize
 
 from sparsync import simulate
 from sparsync.linear.exchanges import EXCHANGES
+from sparsync.wire.packed import Packed
 from tests.unit.linear_problems import make_data, make_problem, scd, shares, train
 
 DATA = make_data()
@@ -68,6 +70,9 @@ def test_scd_sends_what_it_changes():
 
     parts = shares(DATA, 2)
     sent = simulate(program, 2).results
-    # rank 1 owns the intercept, too; 8 bytes of header
-    assert [s["allgather"] for s in sent] == [8 + 4 * 8, 8 + 5 * 8]
+    message = Packed("fp32").nbytes
+    dimensions = DATA[0].shape[1] + 1
+    # rank 1 owns the intercept, too
+    expected = [message(entries, dimensions, torch.float32) for entries in (4, 5)]
+    assert [s["allgather"] for s in sent] == expected
     assert all(s["derivatives"] == 2 * 8 * 5 for s in sent)

@@ -162,7 +162,7 @@ def _solver(
         return Scd(
             comm,
             problem,
-            update_exchange(name),
+            update_exchange(name, problem.dtype),
             products=products,
             coordinates=settings.coordinates,
             seed=settings.seed,
@@ -172,7 +172,7 @@ def _solver(
     return Sgd(
         comm,
         problem,
-        gradient_exchange(name),
+        gradient_exchange(name, problem.dtype),
         products=products,
         batch_size=settings.batch_size,
         schedule=Schedule(settings.schedule, settings.lr or 1.0),

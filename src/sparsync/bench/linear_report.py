@@ -118,7 +118,7 @@ def tables(results: Sequence[LinearResult]) -> Group:
     table.add_column("exchange", no_wrap=True, vertical="bottom")
     updates = results[0].solver == "scd"
     ratios = ["ratio\ncomm.", *(["ratio\nupd."] if updates else []), "ratio\ntime", "ratio\nbytes"]
-    rest = ("s per\nepoch", "comm.\ns", "sent per\nepoch", "loss", "accu-\nracy %")
+    rest = ("s per\nepoch", "comm.\ns", "sent/\nepoch", "loss", "acc.\n%")
     for heading in (*(ratios if compared else []), *rest):
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for result in results:

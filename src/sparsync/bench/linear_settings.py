@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from sparsync.bench.connection import TRANSPORTS, Connection
 from sparsync.bench.shaped import check_rate
 from sparsync.errors import ConfigurationError
@@ -113,7 +115,7 @@ class LinearSettings:
         from sparsync.linear.schedules import Schedule
 
         for name in self.exchanges:
-            gradient_exchange(name)
+            gradient_exchange(name, np.dtype(np.float32))
         loss_named(self.model), Penalty(self.l1, self.l2), Schedule(self.schedule)
         if self.solver not in ("sgd", "scd"):
             raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")

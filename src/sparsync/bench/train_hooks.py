@@ -52,12 +52,14 @@ class Exchange(ABC):
         transport: what carries the gradients.
         counted: "ledger", or "formula" where what is sent is not counted but worked out.
         sparse: entries are selected: density means something.
+        sums: gradients are summed over ranks, not averaged.
     """
 
     ddp: DistributedDataParallel
     transport: str = "torch"
     counted: str = "formula"
     sparse: bool = False
+    sums: bool = False
 
     @abstractmethod
     def bytes_sent(self) -> int:
@@ -163,6 +165,7 @@ class _Attached(Exchange):
         self.ddp = DistributedDataParallel(model)
         self.sync = attach(self.ddp, name, **options)
         self.transport = transport_of(self.sync.reducer.comm)
+        self.sums = not self.sync.reducer.algorithm.average
 
     def bytes_sent(self) -> int:
         return self.sync.reducer.comm.ledger.last_step.sent

@@ -114,6 +114,8 @@ def _train(
         curve_keys=settings.curve_keys,
     )
     optimizer = settings.make_optimizer(model)
+    # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
+    divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse)
     dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
     losses: list[float] = []  # over all ranks; only followed where there is a goal
@@ -122,7 +124,7 @@ def _train(
             before_step(rank, step)
         link, started = _link_sent(settings), time.perf_counter()
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange.ddp, optimizer, text, step)
+            loss = _step(settings, exchange.ddp, optimizer, text, step, divisor)
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent(settings) - link)
         mine.loss.append(loss)
@@ -174,10 +176,11 @@ def _step(
     optimizer: torch.optim.Optimizer,
     text: ByteText,
     step: int,
+    divisor: int = 1,
 ) -> float:
-    """Do one step; return this rank's loss before it."""
+    """Do one step, at the learning rate over ``divisor``; return this rank's loss before it."""
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate_at(step)
+        group["lr"] = settings.learning_rate_at(step) / divisor
     tokens, targets = text.batch(
         seed=settings.seed, step=step, rank=dist.get_rank(), batch_size=settings.batch_size
     )

@@ -60,8 +60,9 @@ def attach(
             ``Algorithm``.
         density: fraction k / n of every unit that is exchanged, in (0, 1].
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
-            the whole model (None: the papers' semantics).  Several units are exchanged while the
-            backward pass goes on, each with its share of the global k.
+            the whole model (None: as the algorithm's paper has it: the whole; "sparcml": single
+            parameters).  Several units are exchanged while the backward pass goes on, each with its
+            share of the global k.
         compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely;
             others are exchanged whole.  Equal on all ranks.  None: all are.
         warmup_steps: the first steps run dense.
@@ -108,6 +109,7 @@ def attach(
             "(a hook cannot be removed from DDP)"
         )
     wires = Wires(transport, timeout, curve_keys)
+    unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
     return DdpSync(model, chosen, density, unit_bytes, compress, warmup_steps, nonfinite, wires)
 
 

@@ -87,10 +87,12 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         super().__init__([p for _, p in named], {"lr": lr})
         self._parameters = dict(named)
+        chosen = resolve(algorithm, **options)
+        unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
         self.reducer = Reducer(
             comm or connect(),
             plan_units(named, unit_bytes, compress),
-            resolve(algorithm, **options),
+            chosen,
             check_density(density),
         )
         agree_on_reducer(self.reducer, unit_bytes=unit_bytes)

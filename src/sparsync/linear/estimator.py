@@ -165,7 +165,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
             return Scd(
                 comm,
                 problem,
-                update_exchange(self.exchange),
+                update_exchange(self.exchange, problem.dtype),
                 products=products,
                 coordinates=self.coordinates,
                 seed=seed,
@@ -175,7 +175,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return Sgd(
             comm,
             problem,
-            gradient_exchange(self.exchange),
+            gradient_exchange(self.exchange, problem.dtype),
             products=products,
             batch_size=self.batch_size,
             schedule=Schedule(self.schedule, 1.0 if self.lr is None else self.lr),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 
 from sparsync.collectives import (
@@ -24,48 +25,65 @@ from sparsync.errors import ConfigurationError
 from sparsync.linear.products import even_cuts
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.base import Communicator
+from sparsync.wire.base import Codec
+from sparsync.wire.coo import Coo
+from sparsync.wire.packed import Packed
+from sparsync.wire.streams import StreamCodec
 
 __all__ = ["EXCHANGES", "DenseSlices", "gradient_exchange", "update_exchange"]
 
-_Maker = Callable[[float | None], Collective]
+_Maker = Callable[[Codec, float | None], Collective]
 
 # of at most cap * k entries; none of them rounds
 _SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
     {
-        "allgather": lambda cap: Allgather(cap=cap),
-        "dynamic": lambda cap: Dynamic(cap=cap),
-        "recursive-doubling": lambda cap: RecursiveDoubling(cap=cap),
-        "ring": lambda cap: Ring(cap=cap),
-        "sparcml-auto": lambda cap: SparcmlAuto(cap=cap),
-        "split-allgather": lambda cap: SplitAllgather(cap=cap),
+        "allgather": lambda codec, cap: Allgather(codec, cap),
+        "dynamic": lambda codec, cap: Dynamic(StreamCodec(codec), cap=cap),
+        "recursive-doubling": lambda codec, cap: RecursiveDoubling(StreamCodec(codec), cap=cap),
+        "ring": lambda codec, cap: Ring(StreamCodec(codec), cap=cap),
+        "sparcml-auto": lambda codec, cap: SparcmlAuto(StreamCodec(codec), cap=cap),
+        "split-allgather": lambda codec, cap: SplitAllgather(StreamCodec(codec), cap=cap),
     }
 )
 
 EXCHANGES = ("dense", *_SPARSE)
 
 
-def gradient_exchange(name: str) -> Callable[[], Collective]:
+def gradient_exchange(name: str, dtype: np.dtype[Any]) -> Callable[[], Collective]:
     """Return what makes the collective of that name for gradients, whose entries nobody bounds.
+
+    Args:
+        name: one of ``EXCHANGES``.
+        dtype: of the values.
 
     Raises:
         ConfigurationError: unknown name (lists the known ones).
 
     Example:
-        >>> type(gradient_exchange("ring")()).__name__
+        >>> type(gradient_exchange("ring", np.dtype(np.float32))()).__name__
         'Ring'
     """
     _check(name)
-    return Dense if name == "dense" else lambda: _SPARSE[name](None)
+    return Dense if name == "dense" else lambda: _SPARSE[name](_codec(dtype), None)
 
 
-def update_exchange(name: str) -> Callable[[], Collective]:
+def update_exchange(name: str, dtype: np.dtype[Any]) -> Callable[[], Collective]:
     """Return what makes the collective for updates: at most k entries per rank, in its own slice.
+
+    Args:
+        name: one of ``EXCHANGES``.
+        dtype: of the values.
 
     Raises:
         ConfigurationError: unknown name (lists the known ones).
     """
     _check(name)
-    return DenseSlices if name == "dense" else lambda: _SPARSE[name](1.0)
+    return DenseSlices if name == "dense" else lambda: _SPARSE[name](_codec(dtype), 1.0)
+
+
+def _codec(dtype: np.dtype[Any]) -> Codec:
+    """Return the shortest format that rounds nothing: packed indices, where it has the values' width."""
+    return Packed("fp32") if dtype == np.float32 else Coo()
 
 
 def _check(name: str) -> None:

@@ -61,8 +61,8 @@ class Scd(Solver):
         steps: most steps of an epoch; None: until every coordinate had its turn.
         meter: measures.
 
-    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: 8 bytes per
-    coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy
+    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8
+    per coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy
     of the features by columns.
 
     Differs from the paper: it does not say how a rank knows the derivative at rows that others have

@@ -93,7 +93,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
             f"unknown algorithm {algorithm!r}; choose one of {', '.join(sorted(PRESETS))}"
         )
     preset = PRESETS[algorithm]
-    known = options_of(preset)
+    known = options_of(algorithm)
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigurationError(
@@ -110,9 +110,16 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
     return replace(made, options=tuple(sorted(options.items())))
 
 
-def options_of(preset: Callable[..., Algorithm]) -> set[str]:
-    """Return the names of a preset's options, those of OkTopk where it passes them on."""
-    names = inspect.signature(preset).parameters
+def options_of(name: str) -> set[str]:
+    """Return the names of a preset's options; none of an unknown preset.
+
+    Example:
+        >>> sorted(options_of("budgeted")), options_of("nothing")
+        (['budget', 'codec'], set())
+    """
+    if name not in PRESETS:
+        return set()
+    names = inspect.signature(PRESETS[name]).parameters
     known = {n for n, p in names.items() if p.kind is p.KEYWORD_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in names.values()):
         known |= set(inspect.signature(OkTopk).parameters)

@@ -23,6 +23,7 @@ class Algorithm:
         options: what a preset was told, for ranks to compare.
         average: divide the total by world_size; SparCML applies the sum.
         shared: several units divide the global k by where its entries lie; else each has its own.
+        unit_bytes: what is selected together where the user does not say: see ``plan_units``.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Algorithm:
     options: tuple[tuple[str, object], ...] = ()
     average: bool = True
     shared: bool = True
+    unit_bytes: int | None = None
 
 
 def check_density(density: float) -> float:

@@ -132,10 +132,11 @@ def sparcml(
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
-    """SparCML's quantised top-k SGD (Algorithm 1): sums, not means; use it layer by layer.
+    """SparCML's quantised top-k SGD (Algorithm 1): layer by layer, and sums, not means.
 
-    ``attach(model, "sparcml", density=16 / 512, unit_bytes=1)``: every parameter is a unit, exchanged
-    as soon as its gradient is there.  ``SPARCML_SETTINGS`` has what the paper used.
+    ``attach(model, "sparcml", density=16 / 512)``: every parameter is a unit, exchanged as soon as its
+    gradient is there; a learning rate that was tuned for means is to be divided by world_size.
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` is what the paper used.
 
     Args:
         bits: of a quantised value; None: no quantisation (ATIS, Hansards).
@@ -178,7 +179,14 @@ def sparcml(
             )
         return Dynamic(StreamCodec(dense=rounding), cap=None)
 
-    return Algorithm("sparcml", lambda: Blockwise(block=block), make, average=False, shared=False)
+    return Algorithm(
+        "sparcml",
+        lambda: Blockwise(block=block),
+        make,
+        average=False,
+        shared=False,
+        unit_bytes=1,  # a unit is closed by its first parameter: layer-wise
+    )
 
 
 def _attention(name: str, parameter: Tensor) -> bool:
@@ -188,7 +196,7 @@ def _attention(name: str, parameter: Tensor) -> bool:
 
 def _setting(entries: int, bits: int | None, **more: Any) -> Mapping[str, Any]:
     return MappingProxyType(
-        {"algorithm": "sparcml", "density": entries / _BLOCK, "unit_bytes": 1, "bits": bits, **more}
+        {"algorithm": "sparcml", "density": entries / _BLOCK, "bits": bits, **more}
     )
 
 

@@ -12,7 +12,7 @@ from sparsync.bench.collectives import BenchSettings, bench
 from sparsync.bench.inputs import INPUTS
 from sparsync.bench.measure import Case, Measured, Outcome, SimulatedRanks
 from sparsync.bench.rows import Row
-from sparsync.bench.verify import Evidence, Verdict, Verification, digest
+from sparsync.bench.verify import VECTORS, Evidence, Verdict, Verification, digest
 from sparsync.presets import PRESETS, oktopk
 
 # ---- verification ---------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def judge(*ranks, k=2):
     for accumulated, residual, delivered, total in ranks:
         given = torch.tensor(accumulated), torch.tensor(residual)
         selected = SparseVector.from_dense(given[0])
-        check.add(Evidence(*given, selected, delivered, total))
+        check.add(Evidence(*given, selected, delivered, total, sparse(0.0, 0.0, 0.0)))
     return check.verdict()
 
 
@@ -90,13 +90,13 @@ def test_missing_entries_are_counted():
 
 def test_evidence_survives_packing():
     total = sparse(1.0, 0.0, 2.0)
-    evidence = Evidence(torch.ones(3), torch.zeros(3), total, total, total)
-    packed = torch.full((5, 3), float("nan"))
+    evidence = Evidence(torch.ones(3), torch.zeros(3), total, total, total, total)
+    packed = torch.full((VECTORS, 3), float("nan"))
     evidence.write_(packed)
     back = Evidence.unpack(packed)
     assert torch.equal(back.accumulated, torch.ones(3))
     assert torch.equal(back.residual, torch.zeros(3))
-    for vector in (back.selected, back.delivered, back.total):
+    for vector in (back.selected, back.delivered, back.total, back.lost):
         assert vector.to_dense().tolist() == [1.0, 0.0, 2.0]
 
 
@@ -193,7 +193,9 @@ def test_one_rank_sends_nothing_and_is_correct():
 @pytest.mark.parametrize("kind", INPUTS)
 def test_every_preset_is_correct_on_every_input(kind):
     for row in bench(BenchSettings(tuple(PRESETS), 5, (2000,), (0.02,), 3, 0, kind)):
-        assert row.correct and row.entries_min >= 1, row
+        assert row.correct, row
+        # where quantisation makes a value zero, or two values cancel, an entry is missing
+        assert row.entries_min >= (0.5 if row.collective == "sparcml" else 1), row
 
 
 def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):

@@ -80,6 +80,7 @@ def test_an_unknown_command_is_one_line(command):
 
 def test_only_the_first_rank_of_a_launcher_complains(command, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert command("train", "--steps", "0") == (2, "", "")
 
 

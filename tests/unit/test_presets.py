@@ -55,7 +55,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     ("name", "options", "says"),
     [
         ("dense", {"cap": 1.0}, "dense has no option cap; it has none"),
-        ("allgather", {"window": 1}, "allgather has no option window; it has codec"),
+        ("allgather", {"window": 1}, "allgather has no option window; it has cap, codec"),
         ("oktopk", {"treshold_period": 9}, "no option treshold_period; it has .*threshold_period"),
         ("oktopk", {"window": 0}, "window is 0; give at least 1"),
         ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),

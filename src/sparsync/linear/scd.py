@@ -61,9 +61,9 @@ class Scd(Solver):
         steps: most steps of an epoch; None: until every coordinate had its turn.
         meter: measures.
 
-    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8
-    per coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy
-    of the features by columns.
+    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8 bytes per
+    coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
+    the features by columns.
 
     Differs from the paper: it does not say how a rank knows the derivative at rows that others have
     (message 1 here), nor the step size; coordinates are drawn without putting back; only those that

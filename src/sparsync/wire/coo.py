@@ -47,7 +47,7 @@ class Coo(Codec):
         header = pack_header(Header(self.format, vector.values.dtype, vector.nnz))
         start = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         indices = _to_unsigned(vector.indices).view(torch.uint8)
-        values = vector.values.contiguous().view(torch.uint8)
+        values = vector.values.contiguous().view(-1, 1).view(torch.uint8).flatten()
         payload = torch.cat([start.to(values.device), indices, values])
         return Encoded(payload, vector)
 

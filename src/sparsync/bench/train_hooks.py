@@ -15,6 +15,7 @@ from sparsync.bench.connection import transport_of
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.ddp import attach
 from sparsync.presets import PRESETS, resolve
+from sparsync.workloads.byte_transformer import ByteTransformer
 
 __all__ = ["HOOKS", "Exchange", "check_algorithm", "dense_bytes_per_step", "make_exchange"]
 
@@ -163,6 +164,8 @@ class _Attached(Exchange):
 
     def __init__(self, model: nn.Module, name: str, **options: Any) -> None:
         self.ddp = DistributedDataParallel(model)
+        if name == "sparcml":  # the paper compresses some layers, too (section 8.4)
+            options["compress"] = ByteTransformer.is_hidden_matrix
         self.sync = attach(self.ddp, name, **options)
         self.transport = transport_of(self.sync.reducer.comm)
         self.sums = not self.sync.reducer.algorithm.average

@@ -209,7 +209,7 @@ async def split_and_fold(
 ) -> Vector:
     """Return the left fold, in rank order, of this rank's region; sparse.
 
-    Messages go from point to point: a native call would pad each of them to the longest possible.
+    Where a native call would pad each message to the longest possible, they go from point to point.
 
     Args:
         call: with a sparse contribution.
@@ -232,9 +232,11 @@ async def split_and_fold(
         payloads.append(encoded.payload)
     width = pieces[comm.rank].size
     most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
-    messages = await primitives.alltoallv(
-        comm, payloads, [most] * comm.world_size, "split", MessageFraming(codec)
-    )
+    capacities, framing = [most] * comm.world_size, MessageFraming(codec)
+    if comm.pads:
+        messages = await primitives.alltoallv(comm, payloads, capacities, "split", framing)
+    else:
+        messages = await comm.alltoallv(payloads, capacities, "split", framing)
     others = (message.numel() for rank, message in enumerate(messages) if rank != comm.rank)
     await comm.work(sum(others))
     return fold(

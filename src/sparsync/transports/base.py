@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Sequence
-from typing import Any, Literal, Protocol, TypeVar, final
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -119,11 +119,14 @@ class Communicator(ABC):
         ledger: what was sent and received.
         tag: the channel of this handle's messages; see ``channel``.
         companions: what others made for this group (a background thread); ``close`` ends them.
+        pads: ``alltoallv`` sends every message at its sender's capacity.
 
     All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
     order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
     in `primitives`.
     """
+
+    pads: ClassVar[bool] = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

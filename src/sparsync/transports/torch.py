@@ -35,6 +35,8 @@ class TorchCommunicator(Communicator):
     CUDA tensors are staged through host memory when the backend is gloo.
     """
 
+    pads = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

@@ -62,6 +62,15 @@ class ByteTransformer(nn.Module):
             self.final_norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, _BYTES, bias=False)
 
+    @staticmethod
+    def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+        """Tell the weights of attention and MLP layers from embeddings, norms and the output layer.
+
+        Their gradients are spread evenly, as a selection of k from every block supposes; those of
+        embeddings and of the output layer lie in the rows of a few bytes.
+        """
+        return name.startswith("blocks.") and parameter.dim() == 2
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)

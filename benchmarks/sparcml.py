@@ -39,11 +39,12 @@ def main() -> None:
     arguments.out.write_text(
         f"""# SparCML: quantised top-k SGD
 
-`python benchmarks/sparcml.py`, torch {torch.__version__}, {platform.machine()}; {dense.parameters:,} parameters of
-the demo's byte transformer, {RANKS} ranks, {arguments.steps} steps, SGD with momentum 0.9, seed {settings.seed}. Preset `sparcml`:
-{ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer, the quantisation error lost (as published), sums
-applied at 1/{RANKS} of the learning rate. Embeddings, norms and the output layer go dense: the
-gradient of a byte's row is large as a whole, and {ENTRIES} of {BLOCK} entries hold a third of its energy.
+`python benchmarks/sparcml.py`, torch {torch.__version__}, {platform.machine()}; {dense.parameters:,}
+parameters of the demo's byte transformer, {RANKS} ranks, {arguments.steps} steps, SGD with momentum 0.9,
+seed {settings.seed}. Preset `sparcml`: {ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer, the
+quantisation error lost (as published), sums applied at 1/{RANKS} of the learning rate. Embeddings,
+norms and the output layer go dense: the gradient of a byte's row is large as a whole, and {ENTRIES} of
+{BLOCK} entries hold a third of its energy.
 
 | | held-out loss over dense's | held-out loss | fewer bytes | replicas equal |
 |---|---|---|---|---|

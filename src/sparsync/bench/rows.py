@@ -13,7 +13,7 @@ import torch
 from sparsync.bench.cases import Case
 from sparsync.bench.inputs import input_named
 from sparsync.bench.measure import Measured
-from sparsync.planning import costs
+from sparsync.planning import costs, sparcml_costs
 
 __all__ = ["Ratios", "Row", "Wire", "bound_words_per_k", "entry", "ratios", "summarize"]
 
@@ -211,10 +211,23 @@ def _oktopk(case: Case) -> float:
     return costs.oktopk_bound_words(case.k, case.ranks, exchangeable=exchangeable)
 
 
+def _doubling(case: Case) -> costs.Cost:
+    """Bound SparCML's SSAR_Recursive_double by disjoint supports."""
+    return sparcml_costs.recursive_doubling(case.k, case.size, case.ranks, "none")
+
+
+def _ring_dense(case: Case) -> costs.Cost:
+    return sparcml_costs.ring(case.k, case.size, case.ranks, dense=True)
+
+
 _BOUNDS: MappingProxyType[str, Callable[[Case], float]] = MappingProxyType(
     {
         "dense": lambda case: costs.dense(case.size, case.ranks).words,
         "allgather": lambda case: costs.allgather(case.k, case.ranks).words,
+        # of what a rank sends or receives, half of what passes through the root
+        "gtopk": lambda case: sparcml_costs.gtopk(case.k, case.ranks).words / 2,
+        "ring-dense": lambda case: _ring_dense(case).words,
+        "recursive-doubling": lambda case: _doubling(case).words,
         "oktopk": _oktopk,
         "oktopk-paper": lambda case: costs.equation_3(case.k, case.ranks).words,
         # below the lower bound that holds for entries of two words: indices and values are packed

@@ -14,6 +14,8 @@ value.  Every message of entries has a header of 8 bytes, which the papers leave
     halving     about 1.6 k (P - 1) / P        2 log2 P             ``halving`` (ours)
     =========== ============================== ==================== =================================
 
+Those of SparCML, the rings and gTop-k: ``sparcml_costs``.
+
 References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
 """
 

@@ -1,6 +1,6 @@
 """Linear models on trigrams: sparse exchanges beside dense ones, and scikit-learn beside ours.
 
-    python benchmarks/linear.py     (about 15 minutes; Linux; writes benchmarks/linear.md)
+    python benchmarks/linear.py     (4 minutes; Linux; writes benchmarks/linear.md)
 
 Runs, one after the other, what these commands run, and shows the ratios first:
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "linear.md")
     parser.add_argument("--lab", default="1gbit", help="empty: simulated")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100, help="most steps of an epoch")
     parser.add_argument("--dimensions", type=int, default=3_231_961)
     parser.add_argument("--rows", type=int, help="default: all")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["entries_per_rank", "expected_union", "most_in_union"]
+__all__ = ["expected_union", "most_in_union"]
 
 
 def expected_union(k: float, size: int, ranks: int) -> float:
@@ -36,17 +36,3 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 def most_in_union(k: int, size: int, ranks: int) -> int:
     """Return the most entries that a sum can have: ``min(N, P k)`` (disjoint supports)."""
     return min(size, ranks * k)
-
-
-def entries_per_rank(union: float, size: int, ranks: int) -> float:
-    """Undo ``expected_union``: the k whose sum has ``union`` entries.
-
-    Example:
-        >>> round(entries_per_rank(expected_union(10, 512, 8), 512, 8), 6)
-        10.0
-    """
-    if size == 0 or union <= 0:
-        return 0.0
-    if union >= size:
-        return float(size)
-    return -size * math.expm1(math.log1p(-union / size) / ranks)

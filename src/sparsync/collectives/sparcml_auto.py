@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from sparsync.collectives.base import Collective, Reduced, check_cap
-from sparsync.collectives.density import entries_per_rank, expected_union
+from sparsync.collectives.density import expected_union
 from sparsync.collectives.dynamic import Dynamic
 from sparsync.collectives.recursive_doubling import RecursiveDoubling
 from sparsync.collectives.split_allgather import SplitAllgather
@@ -28,9 +27,11 @@ class SparcmlAutoState:
 
     Attributes:
         entries: of the last total; None before the first call.
+        most: entries of any rank in the first call; None before it.
     """
 
     entries: int | None = None
+    most: float | None = None
 
 
 @final
@@ -50,7 +51,7 @@ class SparcmlAuto(Collective):
         beta: seconds per byte (1 Gbit/s: 8 ns).
 
     Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has an
-    allreduce of one integer more.   State: entries of the last total.
+    allreduce of one integer more.   State: entries of the last total, and the most of a rank.
     Differs from the paper: there the user chooses.
 
     Example:
@@ -91,44 +92,55 @@ class SparcmlAuto(Collective):
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose, then do it."""
         size, dtype = selected.size, selected.values.dtype
-        name = self.choose(await self._entries(comm, selected, k), size, dtype, comm.world_size)
+        most = await self._most(comm, selected, k)
+        entries = self.state.entries
+        result = expected_union(most, size, comm.world_size) if entries is None else entries
+        name = self.choose(most, result, size, dtype, comm.world_size)
         reduced = await self.candidates[name].reduce(comm, selected, k, step)
-        self.state = SparcmlAutoState(entries=reduced.total.nnz)
+        self.state = SparcmlAutoState(reduced.total.nnz, most)
         return reduced
 
-    def choose(self, k: float, size: int, dtype: torch.dtype, world_size: int) -> str:
+    def choose(
+        self, k: float, result: float, size: int, dtype: torch.dtype, world_size: int
+    ) -> str:
         """Return the name of the one that is expected to be fastest.
+
+        The sum of j vectors is taken to have ``k j^a`` entries, with the a that leads from k to the
+        result: 0 where supports are equal, 1 where they are disjoint.
 
         Args:
             k: entries of a rank.
+            result: entries of the sum.
             size: number of elements N.
             dtype: of the values.
             world_size: number of ranks P.
 
         Example:
-            >>> auto = SparcmlAuto()
-            >>> [auto.choose(k, 10**6, torch.float32, 8) for k in (50, 20_000, 200_000)]
-            ['recursive-doubling', 'split-allgather', 'dynamic']
+            >>> auto, n = SparcmlAuto(), 10**6
+            >>> [auto.choose(k, K, n, torch.float32, 8) for k, K in ((50, 60), (20_000, 30_000))]
+            ['recursive-doubling', 'split-allgather']
+            >>> auto.choose(100_000, 600_000, n, torch.float32, 8)
+            'dynamic'
         """
-        result = expected_union(k, size, world_size)
         limit = self.codec.limit(size, dtype)
         if limit is not None and result > limit:
             return "dynamic"
-        doublings, others = math.ceil(math.log2(world_size)), world_size - 1
-        grown = sum(expected_union(k, size, 2**i) for i in range(doublings))
+        doublings, others = (world_size - 1).bit_length(), world_size - 1
+        growth = max(result, k, 1) / max(k, 1)
+        grown = sum(k * growth ** (i / doublings) for i in range(doublings))
         split = (k + result) * others / world_size
         doubling_seconds = doublings * self.alpha + self._seconds(grown, size, dtype)
         split_seconds = (others + doublings) * self.alpha + self._seconds(split, size, dtype)
         return "recursive-doubling" if doubling_seconds <= split_seconds else "split-allgather"
 
-    async def _entries(self, comm: Communicator, selected: Vector, k: int) -> float:
-        """Estimate the entries of a rank; the same on all ranks."""
-        if self.state.entries is not None:
-            return entries_per_rank(self.state.entries, selected.size, comm.world_size)
+    async def _most(self, comm: Communicator, selected: Vector, k: int) -> float:
+        """Return the most entries of a rank; the same on all ranks."""
         if self.cap is not None:
             return min(self.cap * k, selected.size)
-        most = await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max")
-        return int(most)
+        if self.state.most is not None:
+            return float(self.state.most)
+        everyone = await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max")
+        return float(everyone)
 
     def _seconds(self, entries: float, size: int, dtype: torch.dtype) -> float:
         return self.beta * self.codec.sparse.nbytes(min(round(entries), size), size, dtype)

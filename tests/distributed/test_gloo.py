@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gloo
 ROWS = [*ON_REAL_RANKS, "oktopk, as published", "oktopk, always balanced"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gloo_equals_the_simulator_bit_for_bit(world_size):
     on_gloo = launch(programs.contracts, world_size, ROWS, timeout=60.0)
     for name in ROWS:

@@ -1,6 +1,6 @@
 """How dense a sum of sparse gradients is, over the number of ranks (SparCML, Figure 1).
 
-    python benchmarks/fill_in.py        (a minute; writes benchmarks/fill_in.md and fill_in.png)
+    python benchmarks/fill_in.py        (half a minute; writes benchmarks/fill_in.md and fill_in.png)
 
 Real gradients of the demo's byte transformer, one batch per virtual rank, each rank's k largest
 entries; beside them uniformly random supports (appendix B), which fill in most.

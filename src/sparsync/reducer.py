@@ -160,6 +160,7 @@ class Reducer:
         """Refuse the open step and go on to the next."""
         self.refuse()
         self.skipped += 1
+        self.lost = []  # nothing was applied
         self._close_step()
 
     async def reduce(self, gradients: Sequence[Tensor]) -> list[Vector]:

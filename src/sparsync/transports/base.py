@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Sequence
+from types import TracebackType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -149,6 +151,17 @@ class Communicator(ABC):
         """End the companions; release sockets, if the transport has its own.  Twice is legal."""
         while self.companions:
             self.companions.popitem()[1].close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     # ---- what a transport provides -------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -287,14 +286,3 @@ class MpiCommunicator(Communicator):
         """Free the MPI communicators that were duplicated, of all channels.  MPI itself goes on."""
         super().close()
         self._session.close()
-
-    def __enter__(self) -> MpiCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

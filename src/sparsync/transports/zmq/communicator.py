@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 import torch
@@ -271,14 +270,3 @@ class ZmqCommunicator(Communicator):
         """Deliver the last messages (see ``linger``), then close all sockets, of all channels."""
         super().close()
         self.mesh.close()
-
-    def __enter__(self) -> ZmqCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -42,7 +42,7 @@ class StreamCodec:
             message is no longer than the sparse one (coo: ``N i / (c + i)``).  Below 1 in practice,
             for sparse sums take longer (``benchmarks/streams.md`` measures it); None: always sparse.
 
-    State: none.
+    State: the limits that were asked for.
 
     Example:
         >>> codec = StreamCodec()
@@ -65,6 +65,7 @@ class StreamCodec:
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
+        self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:
         return f"StreamCodec({self.sparse!r}, {self.dense!r}, factor={self.factor})"
@@ -72,16 +73,20 @@ class StreamCodec:
     def seeded(self, rank: int, step: int) -> StreamCodec:
         """Return the codec for one message source and step."""
         sparse, dense = self.sparse.seeded(rank, step), self.dense.seeded(rank, step)
+        if sparse is self.sparse and dense is self.dense:
+            return self
         return StreamCodec(sparse, dense, factor=self.factor)
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
         """Return the most entries with which a vector of ``size`` elements stays sparse; None: all."""
         if self.factor is None:
             return None
-        dense = self.dense.nbytes(size, dtype)
-        if dense < self.sparse.nbytes(0, size, dtype):
-            return 0
-        return int(self.factor * self.sparse.entries_within(dense, size, dtype))
+        if (size, dtype) not in self._limits:  # a bisection, asked for by every region of every step
+            dense, limit = self.dense.nbytes(size, dtype), 0
+            if dense >= self.sparse.nbytes(0, size, dtype):
+                limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))
+            self._limits[size, dtype] = limit
+        return self._limits[size, dtype]
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Tell whether values of ``dtype`` arrive as they are in both forms."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsync.collectives.base import Collective, Reduced
+from sparsync.correction import Clipper, Correction, Velocity
 from sparsync.errors import NonFiniteGradientError
 from sparsync.kernels import Found
 from sparsync.presets import Algorithm, dense
@@ -30,6 +31,7 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.transports.flight import together
 from sparsync.units import Unit
+from sparsync.warmup import Warmup
 
 __all__ = ["Reducer"]
 
@@ -43,7 +45,8 @@ class Reducer:
         units: what is selected and exchanged together; equal on all ranks.
         algorithm: which selector and which collective.
         density: k / n of every unit, in (0, 1].
-        warmup_steps: the first steps run dense; default none.
+        warmup: the first steps, in which more is exchanged; default none.
+        correction: momentum, decay and clipping, done before gradients are accumulated.
 
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     """
@@ -54,63 +57,76 @@ class Reducer:
         units: Sequence[Unit],
         algorithm: Algorithm,
         density: float,
-        warmup_steps: int = 0,
+        warmup: Warmup | None = None,
+        correction: Correction | None = None,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
-        self.density, self.warmup_steps = density, warmup_steps
+        self.density, self.warmup = density, warmup or Warmup()
+        self.correction = correction or Correction()
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
+        self.velocities = [
+            Velocity(self.correction, u.size, r.accumulated.dtype, u.device)
+            for u, r in zip(units, self.residuals, strict=True)
+        ]
+        self.clipper = Clipper(self.correction, comm.world_size)
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
         self.shares = shares.SharesState(tuple(u.entries(density) for u in units))
-        self.selectors = [algorithm.make_selector() for _ in units]
-        self.collectives = [algorithm.make_collective() for _ in units]
-        self._warmup = dense()
+        parts = [algorithm.for_unit(unit) for unit in units]
+        self.selectors = [selector for selector, _ in parts]
+        self.collectives = [collective for _, collective in parts]
+        self._dense = dense()
         self._reduced: dict[int, Reduced] = {}
         self._histograms: dict[int, Tensor] = {}
         self.settle()
 
-    def accumulate(self, unit: int, start: int, gradient: Tensor) -> None:
-        """``accumulated = residual + gradient``, for one run of elements.
+    def accumulate(
+        self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """``accumulated = residual + gradient``, for one run of elements, corrected if asked for.
 
         The gradient's memory (1-D, contiguous) is borrowed until the step ends: what undoes the step
-        lies there.
+        lies there.  With ``clipper.waits``, ``clipper.measure`` all gradients before.
         """
-        self.residuals[unit].accumulate(start, gradient, self._watch(unit))
+        with self.comm.stage("mask"):
+            residual = self.residuals[unit]
+            gradient = gradient.to(residual.accumulated.dtype)
+            self.clipper.clip_(gradient)
+            self.velocities[unit].correct_(start, gradient, weights)
+            residual.accumulate(start, gradient, self._watch(unit))
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
         residual, k = self.residuals[unit], self.quotas[unit]
         selector, collective = self._parts(unit)
-        candidates = residual.found(self._watch(unit))
-        dtype = residual.accumulated.dtype
-        found = within(candidates, selector.watch(k, self.step, dtype))
-        selected = selector.select(residual.accumulated, k, self.step, found)
-        self._count(unit, candidates, selected)
+        with self.comm.stage("select"):
+            candidates = residual.found(self._watch(unit))
+            dtype = residual.accumulated.dtype
+            found = within(candidates, selector.watch(k, self.step, dtype))
+            selected = selector.select(residual.accumulated, k, self.step, found)
+            self._count(unit, candidates, selected)
         channel = self.comm.channel(unit)
-        self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
+        with self.comm.stage("communicate"):
+            self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
 
     async def share(self) -> None:
         """Agree on the next step's shares of the global k: once all units were selected from."""
-        sparse = self._sharing
-        if not sparse or len(self._histograms) < len(sparse):
+        sharing = self._sharing
+        if not sharing or len(self._histograms) < len(sharing):
             return
-        counts = torch.stack([self._histograms[unit] for unit in sparse])
+        counts = torch.stack([self._histograms[unit] for unit in sharing])
         channel = self.comm.channel(len(self.units))
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
-        summed = torch.stack(everyone).sum(0)
-        now = shares.SharesState(tuple(self.quotas[unit] for unit in sparse), self.shares.key)
-        then = shares.next_shares(
-            now,
-            shares.edges(now.key, self.residuals[sparse[0]].accumulated.dtype),
-            summed.tolist(),
-            sum(self.units[unit].entries(self.density) for unit in sparse),
-            [self.units[unit].size for unit in sparse],
+        self._next_shares = shares.next_shares_of(
+            self.shares,
+            sharing,
+            torch.stack(everyone).sum(0).tolist(),
+            [unit.entries(self.density) for unit in self.units],
+            [unit.size for unit in self.units],
             self.comm.world_size,
+            self.residuals[sharing[0]].accumulated.dtype,
         )
-        quotas = dict(zip(sparse, then.quotas, strict=True))
-        every = tuple(quotas.get(unit, k) for unit, k in enumerate(self.quotas))
-        self._next_shares = shares.SharesState(every, then.key)
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step: write every residual, return every unit's average.
@@ -135,8 +151,10 @@ class Reducer:
             self.skip()
             return [DenseVector(values) for values in wanted]
         averages = [self._average_(result.total) for result in reduced]
-        for residual, result in zip(self.residuals, reduced, strict=True):
-            residual.retain(result.delivered)  # residual = accumulated - delivered
+        for unit, result in enumerate(reduced):
+            self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
+            self.velocities[unit].retain(result.delivered)
+        self.clipper.commit()
         self.lost = [result.lost for result in reduced if result.lost is not None]
         self.shares = self._next_shares
         self.settle()
@@ -150,6 +168,7 @@ class Reducer:
         """
         for residual in self.residuals:
             residual.restore()
+        self.clipper.restore()
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
         self._reduced.clear()
@@ -163,13 +182,18 @@ class Reducer:
         self.lost = []  # nothing was applied
         self._close_step()
 
-    async def reduce(self, gradients: Sequence[Tensor]) -> list[Vector]:
+    async def reduce(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor] = ()
+    ) -> list[Vector]:
         """Do a whole step: one flat gradient per unit, overwritten by its average.
 
-        Units are in flight together.  Returns the averages, sparse where their totals are.
+        Units are in flight together.  Weight decay needs the flat weights of every unit.
+        Returns the averages, sparse where their totals are.
         """
+        if self.clipper.waits:
+            self.clipper.measure(gradients)
         for unit, gradient in enumerate(gradients):
-            self.accumulate(unit, 0, gradient)
+            self.accumulate(unit, 0, gradient, weights[unit] if weights else None)
         exchanges = [self.exchange(unit) for unit in range(len(self.units))]
         await together([*exchanges, self.share()])
         averages = self.commit()
@@ -179,8 +203,8 @@ class Reducer:
 
     def _parts(self, unit: int) -> tuple[Selector, Collective]:
         """Return the selector and the collective of the open step."""
-        if self.step < self.warmup_steps or self.units[unit].dense:
-            return self._warmup.make_selector(), self._warmup.make_collective()
+        if self.units[unit].dense or self.warmup.density(self.step, self.density) is None:
+            return self._dense.make_selector(), self._dense.make_collective()
         return self.selectors[unit], self.collectives[unit]
 
     def _watch(self, unit: int) -> Watch | None:
@@ -224,10 +248,19 @@ class Reducer:
     @property
     def quotas(self) -> tuple[int, ...]:
         """K of every unit in the open step."""
-        return self.shares.quotas
+        density = self.warmup.density(self.step, self.density)
+        if density in (None, self.density):
+            return self.shares.quotas
+        return tuple(unit.entries(density) for unit in self.units)
+
+    @property
+    def _sharing(self) -> Sequence[int]:
+        """The units that divide the open step's global k; none while the warm-up has its own k."""
+        density = self.warmup.density(self.step, self.density)
+        return self._equals if density in (None, self.density) else []
 
     @functools.cached_property
-    def _sharing(self) -> Sequence[int]:
+    def _equals(self) -> Sequence[int]:
         """The units that divide the global k: several, of one dtype; a single one has all of it."""
         sparse = [i for i, unit in enumerate(self.units) if not unit.dense]
         dtypes = {self.residuals[i].accumulated.dtype for i in sparse}

@@ -7,7 +7,7 @@ them.  One unit = the whole model is the papers' semantics.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +36,19 @@ class Unit:
         dtype: of the gradients.
         device: of the gradients.
         dense: exchanged whole, whatever the algorithm.
+        output: the model's output layer, which some algorithms treat apart.
     """
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
     device: torch.device
     dense: bool = False
+    output: bool = False
+
+    @property
+    def layers(self) -> list[int]:
+        """Number of elements of every parameter."""
+        return [slot.size for slot in self.slots]
 
     @property
     def size(self) -> int:
@@ -68,6 +75,7 @@ def plan_units(
     parameters: Iterable[tuple[str, Tensor]],
     unit_bytes: int | None = None,
     compress: Callable[[str, Tensor], bool] | None = None,
+    output: Collection[str] = (),
 ) -> list[Unit]:
     """Group named parameters into units, in the order given.
 
@@ -77,6 +85,7 @@ def plan_units(
             device.  A parameter is never divided.
         compress: tells of a name and a parameter whether it is exchanged sparsely; others are
             exchanged whole, in units of their own.  None: all are.
+        output: names of the parameters of the output layer, if that is to have units of its own.
 
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
@@ -88,10 +97,10 @@ def plan_units(
             f"unit_bytes is {unit_bytes!r}; give a whole number of at least 1, or None"
         )
     units: list[Unit] = []
-    open_runs: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = {}
+    open_runs: dict[tuple[torch.dtype, torch.device, bool, bool], list[Slot]] = {}
     for name, tensor in parameters:
         dense = compress is not None and not compress(name, tensor)
-        kind = (tensor.dtype, tensor.device, dense)
+        kind = (tensor.dtype, tensor.device, dense, name in output and not dense)
         run = open_runs.setdefault(kind, [])
         start = run[-1].start + run[-1].size if run else 0
         run.append(Slot(name, start, tensor.numel()))

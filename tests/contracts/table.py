@@ -29,6 +29,8 @@ from sparsync.presets import (
     oktopk,
     oktopk_paper,
     recursive_doubling,
+    redsync,
+    redsync_quantized,
     ring,
     ring_dense,
     sparcml,
@@ -36,9 +38,22 @@ from sparsync.presets import (
     split_allgather,
     topkdsa,
 )
-from sparsync.selection import Blockwise, Everything, Exact, GaussianK, Reused
+from sparsync.selection import (
+    BinarySearch,
+    Bins,
+    Blockwise,
+    BySize,
+    Everything,
+    Exact,
+    GaussianK,
+    Layered,
+    OneSigned,
+    Reused,
+    Sampled,
+    Trimmed,
+)
 from sparsync.transports.base import Communicator
-from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
+from sparsync.wire import Coo, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
 
 SELECTORS = {
     "everything": Everything,
@@ -46,6 +61,9 @@ SELECTORS = {
     "reused": Reused,
     "reused, no cap": partial(Reused, cap=None),
     "blockwise": Blockwise,
+    "trimmed": Trimmed,
+    "by size, trimmed": partial(BySize, 0),
+    "layered": partial(Layered, Exact),
 }
 
 # these do not promise exactly min(k, nnz) entries
@@ -53,6 +71,15 @@ INEXACT_SELECTORS = {
     "blockwise, blocks of 7": partial(Blockwise, block=7),
     "blockwise, 2 of 16": partial(Blockwise, 2, 16),
     "gaussian": GaussianK,
+    "binary search": BinarySearch,
+    "binary search, reused": partial(BinarySearch, reuse_period=5),
+    "by size, searched": partial(BySize, 0, 0, 0),
+    "sampled": Sampled,
+    "sampled, a tenth": partial(Sampled, 0.1, least=1),
+    "bins": Bins,
+    "bins of 7": partial(Bins, 7, 1.2),
+    "one-signed": lambda: OneSigned(Exact()),
+    "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
 CODECS = {
@@ -69,6 +96,9 @@ CODECS = {
 
 # unbiased, but their error may exceed the vector: nobody may keep it
 EXPANSIVE_CODECS = {"qsgd, 2 bits": SparseQsgd(2), "qsgd, 4 bits": SparseQsgd(4)}
+
+# NaN and Inf spread over their layer
+SPREADING_CODECS = {"sign-mean": SignMean(), "sign-mean, packed": SignMean("packed")}
 
 PUBLISHED = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
 COLLECTIVES = {
@@ -124,6 +154,12 @@ ALGORITHMS = {
     "sparcml, error kept": sparcml(keep_error=True),
     "sparcml, reduced": sparcml(quantize="reduced"),
     "sparcml, not quantised": sparcml(bits=None),
+    "redsync": redsync(),
+    "redsync, search": redsync(thsd2=0),
+    "redsync, as published": redsync(thsd2=0, cap=None),
+    "redsync-quantized": redsync_quantized(),
+    "redsync-quantized, as published": redsync_quantized(cap=None, keep_error=False),
+    "redsync-quantized, packed": redsync_quantized(codec=SignMean("packed"), thsd2=0),
     "oktopk": oktopk(),
     "oktopk, period 2": oktopk(threshold_period=2, repartition_period=2),
     "oktopk-paper": oktopk_paper(),
@@ -144,6 +180,9 @@ ROUNDING_COLLECTIVES = {
     "halving": Halving,
     "halving, coo": partial(Halving, Coo()),
     "halving, int8": partial(Halving, Packed("int8")),
+    "allgather, sign-mean": partial(Allgather, SignMean()),
+    "allgather, sign-mean, error lost": partial(Allgather, SignMean("packed"), keep_error=False),
+    "allgather, qsgd": partial(Allgather, SparseQsgd(4, shrink=True)),
     "gtopk": GTopk,
     "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
     "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),

@@ -12,6 +12,7 @@ from .table import (
     INEXACT_SELECTORS,
     ROUNDING_COLLECTIVES,
     SELECTORS,
+    SPREADING_CODECS,
     TREE_COLLECTIVES,
 )
 
@@ -29,6 +30,11 @@ def test_inexact_selector(name):
 @pytest.mark.parametrize("name", EXPANSIVE_CODECS)
 def test_expansive_codec(name):
     testing.check_codec(EXPANSIVE_CODECS[name], contractive=False)
+
+
+@pytest.mark.parametrize("name", SPREADING_CODECS)
+def test_spreading_codec(name):
+    testing.check_codec(SPREADING_CODECS[name], spreading=True)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -68,6 +68,7 @@ def test_two_algorithms_are_compared(tmp_path):
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
     for result in (dense, sparse):
         assert result["replicas_equal"] is True
+        assert (result["workload"], result["accuracy"]) == ("bytes", None)
         assert (result["ranks"], result["steps"], len(result["loss"])) == (2, 3, 3)
         assert result["eval_loss"] < result["loss"][0]
         assert result["seconds_total"] >= result["seconds_per_step_median"] > 0
@@ -79,11 +80,13 @@ def test_two_algorithms_are_compared(tmp_path):
 def test_the_same_command_under_a_launcher(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--algorithm", "oktopk", "--steps", "2", "--json", f"{tmp_path}/t.json"]
+    options += ["--workload", "digits"]
     code, out, err = run(*launcher, "sparsync", "train", *options)
     assert code == 0, err
     assert out.count("bit-identical") == 1  # only rank 0 prints
     result = json.loads((tmp_path / "t.json").read_text())
     assert (result["ranks"], result["algorithm"]) == (2, "oktopk")
+    assert result["workload"] == "digits" and 0 <= result["accuracy"] <= 1
 
 
 def test_pytorchs_hooks_are_compared_with_their_bytes():
@@ -115,6 +118,26 @@ def test_a_run_ends_when_it_has_reached_the_target():
     assert dense.algorithm == "dense" and dense.steps == dense.steps_to_target == 5
     assert half.steps == half.steps_to_target < 30
     assert half.speedup_to_target == pytest.approx(sum(dense.seconds) / sum(half.seconds))
+
+
+def test_the_other_workloads_and_their_options():
+    options = {"ranks": 2, "steps": 3, "lr_warmup_steps": 0}
+    settings = TrainSettings(workload="digits", nesterov=True, weight_decay=1e-4, **options)
+    dense, sparse = train(settings, ["dense", "allgather"])
+    for result in (dense, sparse):
+        assert result.workload == "digits" and result.replicas_equal
+        assert (result.context, result.layers, result.width) == (None, None, None)
+        assert 0 <= result.accuracy <= 1 and result.eval_loss < 3
+        assert (result.parameters, result.batch_size, result.clip) == (724_938, 32, None)
+    assert dense.loss[0] == sparse.loss[0] and dense.loss[2] != sparse.loss[2]
+
+    settings = TrainSettings(workload="lstm", clip=1e-9, **options)
+    dense, half = train(settings, ["dense", "fp16"])
+    for result in (dense, half):  # steps of length 1e-9: other batches, the same model
+        assert (result.clip, result.accuracy, result.replicas_equal) == (1e-9, None, True)
+        assert result.eval_loss == pytest.approx(dense.loss[0], abs=0.05)
+    # clipped after the average: hooks and dense differ by a rounding of the direction alone
+    assert half.loss == pytest.approx(dense.loss, rel=1e-6)
 
 
 def test_a_training_in_the_lab(tmp_path):

@@ -23,7 +23,17 @@ LAYERS = (
     ("selection", "wire"),
     ("collectives",),
     ("planning",),
-    ("api", "launchers", "presets", "reducer", "residual", "units", "vectors"),
+    (
+        "api",
+        "correction",
+        "launchers",
+        "presets",
+        "reducer",
+        "residual",
+        "units",
+        "vectors",
+        "warmup",
+    ),
     ("averaging", "linear"),
     ("integrations",),
     ("__init__", "__main__", "bench", "cli", "lab", "testing", "workloads"),
@@ -31,7 +41,16 @@ LAYERS = (
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 
 # what knows no network: it sees the seam of the transports, and no adapter
-ALGORITHMS = ("selection", "wire", "collectives", "planning", "averaging", "reducer", "residual")
+ALGORITHMS = (
+    "selection",
+    "wire",
+    "collectives",
+    "planning",
+    "averaging",
+    "correction",
+    "reducer",
+    "residual",
+)
 SEAM = {"base", "flight", "framing", "ledger", "primitives"}
 
 # the only imports that are not done at run time (for annotations; they would close a circle)

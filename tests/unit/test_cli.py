@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from sparsync import cli
 from sparsync.bench import train
@@ -48,7 +49,13 @@ def test_alone_it_prints_help(command):
         (["--steps", "many"], "--steps"),
         (["--batch-size", "0"], "batch_size is 0"),
         (["--seed", "-1"], "seed is -1"),
-        (["--optimizer", "lion"], "optimizer is lion; give sgd or adam"),
+        (["--optimizer", "lion"], "optimizer is lion; give sgd, adam or adamw"),
+        (["--optimizer", "adamw", "--nesterov"], "--nesterov is for sgd with momentum, not adamw"),
+        (["--nesterov", "--momentum", "0"], "choose --optimizer sgd --momentum 0.9"),
+        (["--weight-decay", "-1"], "weight_decay is -1.0; give a number >= 0"),
+        (["--clip", "nan"], "clip is nan; give a number >= 0"),
+        (["--workload", "mnist"], "unknown workload 'mnist'; choose one of bytes, digits, lstm"),
+        (["--workload", "digits", "--width", "64"], "width is 64, but digits has no width"),
         (["--lr", "nan"], "lr is nan"),
         (["--momentum", "1"], "momentum is 1.0"),
         (["--warmup-steps", "-1"], "warmup_steps is -1"),
@@ -105,7 +112,7 @@ def test_dense_ends_at_the_target():
 
 
 def test_a_model_of_more_than_8_million_parameters_has_a_name():
-    model = TrainSettings(width=416).make_model()
+    model = TrainSettings(width=416).make_workload().make_model(seed=0)
     assert sum(p.numel() for p in model.parameters()) > 8_000_000
 
 
@@ -113,6 +120,31 @@ def test_the_learning_rate_warms_up():
     settings = TrainSettings(lr_warmup_steps=4)
     assert [settings.learning_rate_at(step) for step in (0, 1, 3, 50)] == [0.025, 0.05, 0.1, 0.1]
     assert TrainSettings(optimizer="adam", lr_warmup_steps=0).learning_rate_at(0) == 1e-3
+
+
+def test_defaults_are_the_workloads():
+    bytes_, lstm = TrainSettings(), TrainSettings(workload="lstm")
+    assert (bytes_.learning_rate, bytes_.samples, bytes_.largest_norm) == (0.1, 8, None)
+    assert lstm.largest_norm == 0.25
+    assert TrainSettings(workload="lstm", clip=0.0).largest_norm is None
+    assert TrainSettings(workload="digits").samples == 32
+    assert TrainSettings(workload="digits", batch_size=5, lr=2.0).learning_rate == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "expected"),
+    [
+        ({"nesterov": True}, torch.optim.SGD, {"nesterov": True, "momentum": 0.9}),
+        ({"weight_decay": 0.1}, torch.optim.SGD, {"weight_decay": 0.1}),
+        ({"optimizer": "adam"}, torch.optim.Adam, {"weight_decay": 0.0, "lr": 1e-3}),
+        ({"optimizer": "adamw"}, torch.optim.AdamW, {"weight_decay": 0.01, "lr": 1e-3}),
+        ({"optimizer": "adamw", "weight_decay": 0.0}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ],
+)
+def test_the_optimizer_is_torchs_with_these_settings(options, kind, expected):
+    optimizer = TrainSettings(**options).make_optimizer(torch.nn.Linear(2, 2))
+    assert type(optimizer) is kind
+    assert {key: optimizer.defaults[key] for key in expected} == expected
 
 
 def test_importing_the_library_is_light():

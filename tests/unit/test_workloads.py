@@ -1,11 +1,19 @@
-"""Text and model: a function of their arguments, of nothing else."""
+"""Data and models: functions of their arguments, of nothing else."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sparsync.errors import ConfigurationError
+from sparsync.workloads import (
+    WORKLOADS,
+    Evaluation,
+    is_hidden_matrix,
+    make_workload,
+    workload_class,
+)
 from sparsync.workloads.byte_transformer import ByteTransformer
 from sparsync.workloads.text import ByteText, standard_library_files
 
@@ -115,3 +123,102 @@ def test_the_model_does_not_see_the_future():
 def test_heads_must_divide_the_width():
     with pytest.raises(ConfigurationError, match="heads"):
         ByteTransformer(width=10, heads=3)
+
+
+# ---- the seam ----------------------------------------------------------------------------------------
+
+every_workload = pytest.mark.parametrize(
+    "workload", [make_workload(name) for name in WORKLOADS], ids=WORKLOADS
+)
+PLACE = {"seed": 0, "step": 0, "rank": 0, "world_size": 4, "batch_size": 3}
+
+
+@pytest.fixture(autouse=True)
+def little_text(text, monkeypatch):
+    """Reading the library takes a second; none of these tests needs it."""
+    for kind in ("bytes", "lstm"):
+        monkeypatch.setattr(workload_class(kind), "text", replace(text, context=8))
+
+
+@every_workload
+def test_models_are_functions_of_the_seed_and_of_the_size_that_is_needed(workload):
+    def flat(seed):
+        parameters = workload.make_model(seed).parameters()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    first = flat(3)
+    before = torch.random.get_rng_state()
+    assert torch.equal(flat(3), first) and not torch.equal(flat(4), first)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert 600_000 < first.numel() < 1_400_000
+
+
+@every_workload
+def test_redsync_has_layers_to_compress(workload):
+    """Its policy leaves layers below 128 KB dense (Alg. 4)."""
+    large = [p for p in workload.make_model(0).parameters() if p.numel() * 4 > 128 * 1024]
+    assert len(large) >= 3
+
+
+@every_workload
+def test_batches_are_functions_of_seed_step_and_rank(workload):
+    inputs, targets = workload.batch(**PLACE)
+    again = workload.batch(**PLACE)
+    assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
+    for changed in ({"seed": 1}, {"step": 1}, {"rank": 1}):
+        assert not torch.equal(inputs, workload.batch(**{**PLACE, **changed})[0]), changed
+    logits = workload.make_model(0)(inputs)
+    assert logits.shape[:-1] == targets.shape and len(targets) == 3
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    assert torch.equal(workload.loss(logits, targets), loss)
+
+
+@every_workload
+def test_the_ranks_shares_of_the_evaluation_make_the_whole(workload):
+    model = workload.make_model(0)
+    whole = workload.evaluate(model)
+    shares = [workload.evaluate(model, rank=rank, world_size=3) for rank in range(3)]
+    total = Evaluation.total(shares)
+    assert (total.hits, total.count) == (whole.hits, whole.count)
+    assert total.loss == pytest.approx(whole.loss, rel=1e-5)
+    inputs, targets = workload.held_out()
+    with torch.no_grad():
+        logits = model(inputs)
+    assert whole.loss == pytest.approx(workload.loss(logits, targets).item(), rel=1e-5)
+    assert whole.accuracy == pytest.approx((logits.argmax(-1) == targets).double().mean().item())
+
+
+@every_workload
+def test_hidden_matrices_are_neither_ends_nor_vectors(workload):
+    model = workload.make_model(0)
+    hidden = {name for name, p in model.named_parameters() if is_hidden_matrix(name, p)}
+    shapes = {name: p.dim() for name, p in model.named_parameters()}
+    left = {name for name, dim in shapes.items() if dim >= 2} - hidden
+    assert left <= {"byte_embedding.weight", "position_embedding.weight", "head.weight"}
+    assert "head.weight" in left and len(hidden) >= 4
+
+
+def test_an_unknown_workload_or_option_is_refused():
+    with pytest.raises(ConfigurationError, match="unknown workload 'mnist'"):
+        make_workload("mnist")
+    with pytest.raises(ConfigurationError, match="context is 8, but digits has no context"):
+        make_workload("digits", context=8)
+    assert make_workload("lstm", width=32, layers=None).width == 32
+
+
+# ---- lstm --------------------------------------------------------------------------------------------
+
+
+def test_the_lstm_does_not_see_the_future_and_remembers_the_past():
+    model = make_workload("lstm", width=16).make_model(seed=0)
+    tokens = torch.arange(8)[None]
+    changed = tokens.clone()
+    changed[0, 2] = 200
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[:2], after[:2])
+    assert not torch.equal(before[7], after[7])
+
+
+def test_the_lstms_ends_are_not_tied():
+    names = dict(make_workload("lstm", width=16).make_model(seed=0).named_parameters())
+    assert {"byte_embedding.weight", "head.weight"} <= set(names)

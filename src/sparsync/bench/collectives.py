@@ -1,4 +1,4 @@
-"""The command ``sparsync bench``: time, volume and correctness of collectives, side by side."""
+"""The command ``sparsync bench``: collectives, kernels or selectors, side by side."""
 
 from __future__ import annotations
 
@@ -19,12 +19,22 @@ from sparsync.bench.kernels import table as kernel_table
 from sparsync.bench.launch import launch, launched, launched_ranks, leads
 from sparsync.bench.measure import Measured, measure_simulated
 from sparsync.bench.network import parse_network
+from sparsync.bench.picture import check_plot_path
 from sparsync.bench.plan import check_verify
 from sparsync.bench.processes import Team
 from sparsync.bench.progress import progress
 from sparsync.bench.report import check_writable
 from sparsync.bench.rows import Row, Wire, entry, summarize
 from sparsync.bench.rows_table import tables
+from sparsync.bench.selectors import bench_selectors
+from sparsync.bench.selectors_report import tables as selector_tables
+from sparsync.bench.selectors_report import write_plot
+from sparsync.bench.selectors_settings import (
+    DEFAULT_SIZES,
+    SELECTOR_INPUTS,
+    SelectorSettings,
+    parse_sizes,
+)
 from sparsync.bench.settings import BenchSettings
 from sparsync.bench.shaped import privileged, shaped
 from sparsync.errors import ConfigurationError
@@ -38,7 +48,13 @@ T = TypeVar("T")
 _Collectives = Annotated[str, typer.Option(help=f"With commas: {', '.join(sorted(PRESETS))}.")]
 _Ranks = Annotated[int | None, typer.Option(help="World size. [default: 8, or the launcher's]")]
 _Size = Annotated[str, typer.Option(help="Elements of the vector; several, with commas.")]
-_Density = Annotated[str, typer.Option(help="k / n in (0, 1]; several, with commas.")]
+_Density = Annotated[
+    str | None,
+    typer.Option(
+        help="k / n in (0, 1]; several, with commas (one of --selectors).",
+        show_default="0.01; --selectors: 0.001",
+    ),
+]
 _Steps = Annotated[
     int | None,
     typer.Option(help="Steps that are timed.", show_default="20; real ranks: 3 to 20, by speed"),
@@ -50,7 +66,12 @@ _Warmup = Annotated[
         show_default="5; real ranks: 1 to 5, by speed",
     ),
 ]
-_Input = Annotated[str, typer.Option(help=f"Kind of gradient: {', '.join(INPUTS)}.")]
+_Input = Annotated[
+    str,
+    typer.Option(
+        help=f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
+    ),
+]
 _Seed = Annotated[int, typer.Option(help="Of the gradients.")]
 _Transport = Annotated[
     str | None,
@@ -81,15 +102,21 @@ _Timeout = Annotated[float, typer.Option(help="Seconds that a rank waits for ano
 _Kernels = Annotated[
     bool, typer.Option("--kernels", help="Measure the local kernels instead, one by one.")
 ]
-_Device = Annotated[str, typer.Option(help="Of --kernels: cpu or cuda.")]
+_Selectors = Annotated[
+    bool,
+    typer.Option("--selectors", help="Measure the selectors instead, over sizes of residuals."),
+]
+_Sizes = Annotated[str, typer.Option(help="Of --selectors: bytes of the residual, with commas.")]
+_Device = Annotated[str, typer.Option(help="Of --kernels and --selectors: cpu or cuda.")]
 _Json = Annotated[Path | None, typer.Option(help="Write the rows here.")]
+_Plot = Annotated[Path | None, typer.Option(help="Of --selectors: draw time over size (.png).")]
 
 
 def command(
     collectives: _Collectives = "dense,allgather,oktopk,budgeted,halving",
     ranks: _Ranks = None,
     size: _Size = "1000000",
-    density: _Density = "0.01",
+    density: _Density = None,
     steps: _Steps = None,
     warmup: _Warmup = None,
     input: _Input = "uniform",
@@ -101,21 +128,28 @@ def command(
     verify: _Verify = "auto",
     timeout: _Timeout = 300.0,
     kernels: _Kernels = False,
+    selectors: _Selectors = False,
+    sizes: _Sizes = DEFAULT_SIZES,
     device: _Device = "cpu",
     json: _Json = None,
+    plot: _Plot = None,
 ) -> None:
     """Measure collectives: time, volume against its bound, and correctness, on every step.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
     commit.  "sim" charges communication alone.  Ends with 1 if a result is wrong.
     """
-    if ranks is None:
-        ranks = launched_ranks(BenchSettings.ranks)
+    if selectors:
+        given = SelectorSettings(parse_sizes(sizes), _one_density(density), input, device, seed)
+        _end(_show_selectors(given, json, plot))
+        return
+    if plot is not None:
+        raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
     settings = BenchSettings(
         collectives=tuple(name.strip() for name in collectives.split(",")),
-        ranks=ranks,
+        ranks=launched_ranks(BenchSettings.ranks) if ranks is None else ranks,
         sizes=tuple(int(n) for n in _numbers("size", size, int)),
-        densities=tuple(_numbers("density", density, float)),
+        densities=tuple(_numbers("density", density or "0.01", float)),
         steps=steps,
         warmup=warmup,
         input=input,
@@ -129,7 +163,12 @@ def command(
     )
     if json is not None and leads():
         check_writable(json)
-    if not (_show_kernels(settings, device, json) if kernels else _show_rows(settings, json)):
+    _end(_show_kernels(settings, device, json) if kernels else _show_rows(settings, json))
+
+
+def _end(right: bool) -> None:
+    """End with 1 if a result is wrong."""
+    if not right:
         raise typer.Exit(1)
 
 
@@ -154,6 +193,28 @@ def _show_kernels(settings: BenchSettings, device: str, json: Path | None) -> bo
             rows += group
     _write(json, [asdict(row) for row in rows])
     return all(row.equal for row in rows)
+
+
+def _show_selectors(settings: SelectorSettings, json: Path | None, plot: Path | None) -> bool:
+    """Measure and report the selectors; tell whether the exact ones selected the k largest."""
+    if json is not None:
+        check_writable(json)
+    if plot is not None:
+        check_plot_path(plot)
+    rows = bench_selectors(settings)
+    Console().print(selector_tables(rows))
+    if plot is not None:
+        write_plot(rows, plot)
+    _write(json, [asdict(row) for row in rows])
+    return all(row.correct for row in rows)
+
+
+def _one_density(text: str | None) -> float:
+    """Return the density of --selectors."""
+    density, *more = _numbers("density", text or str(SelectorSettings.density), float)
+    if more:
+        raise ConfigurationError(f"density is {text!r}; --selectors takes one, as 0.001")
+    return density
 
 
 def _write(path: Path | None, entries: list[dict[str, Any]]) -> None:

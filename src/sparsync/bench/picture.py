@@ -10,6 +10,7 @@ from pathlib import Path
 from sparsync.bench.report import TrainResult, check_writable
 from sparsync.bench.target import smoothed
 from sparsync.errors import ConfigurationError
+from sparsync.workloads import workload_class
 
 __all__ = ["check_plot_path", "write_plot"]
 
@@ -64,7 +65,8 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     first = results[0]
     axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
     axes["seconds"].set_xlabel(_clock(first))
-    axes["seconds"].set_ylabel("training loss (nats per byte)")
+    target = workload_class(first.workload).target
+    axes["seconds"].set_ylabel(f"training loss (nats per {target})")
     axes["seconds"].legend(frameon=False)
     axes["steps"].set_xlabel("step")
     if sent_anything:

@@ -1,4 +1,4 @@
-"""Progress of a bench: a bar per row on standard error, where that is a terminal."""
+"""Progress of a bench or a training: bars on standard error, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-__all__ = ["RowBar", "progress"]
+__all__ = ["RowBar", "loss_progress", "progress"]
 
 
 @contextmanager
@@ -42,3 +49,17 @@ class RowBar:
     def __call__(self, total: int | None) -> None:
         """Count a step."""
         self.bar.update(self.task, advance=1, total=total)
+
+
+def loss_progress(*, shown: bool) -> Progress:
+    """Make the bars of trainings, which show the loss, on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not shown or not console.is_terminal,
+    )

@@ -30,17 +30,17 @@ class TrainResult:
         steps: optimizer steps.
         density: k / n asked for; 1 where everything is exchanged.
         parameters: number of trained elements n.
-        optimizer: "sgd" or "adam".
+        optimizer: "sgd", "adam" or "adamw".
         lr: learning rate after its warm-up.
-        loss: training loss in nats per byte, mean over ranks, per step.
-        eval_loss: nats per byte on held-out text after the last step.
+        loss: training loss in nats per byte (of "digits": per image), mean over ranks, per step.
+        eval_loss: likewise, on what is held out, after the last step.
         seconds_total: all steps of the slowest rank, evaluation apart.
         seconds_per_step_median: median over steps of the slowest rank's step.
         bytes_sent_per_step_max: the most that any rank sent in any step, headers included.
         replicas_equal: whether all ranks ended with bit-identical parameters.
         bytes_sent: the most that any rank sent, per step.
         seed: of the initial weights and of the data.
-        batch_size: windows per rank and step.
+        batch_size: windows or images per rank and step.
         context: bytes per window.
         warmup_steps: first steps that ran dense.
         seconds: of the slowest rank, per step.
@@ -53,8 +53,13 @@ class TrainResult:
             most that any rank sent, per step.
         transport: what carried the gradients: "torch" (gloo) or "zmq".
         lab: bits per second of the shaped links.
-        layers: blocks of the transformer.
-        width: of its residual stream.
+        layers: blocks of the transformer, or layers of the LSTM.
+        width: of its residual stream, or hidden units.
+        workload: "bytes", "digits" or "lstm".
+        accuracy: on held-out images after the last step, in [0, 1].
+        nesterov: of sgd.
+        weight_decay: of the optimizer.
+        clip: largest 2-norm of the averaged gradient.
         target_step: whose loss, in the run of "dense", is the target.
         target_loss: averaged over the last ``target_window`` steps.
         target_window: see there.
@@ -79,7 +84,7 @@ class TrainResult:
     bytes_sent: list[int]
     seed: int
     batch_size: int
-    context: int
+    context: int | None
     warmup_steps: int
     seconds: list[float]
     seconds_computation_median: float
@@ -88,8 +93,13 @@ class TrainResult:
     bytes_kernel: list[int] | None
     transport: str
     lab: float | None
-    layers: int
-    width: int
+    layers: int | None
+    width: int | None
+    workload: str = "bytes"
+    accuracy: float | None = None
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: float | None = None
     target_step: int | None = None
     target_loss: float | None = None
     target_window: int | None = None

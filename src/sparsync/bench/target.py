@@ -44,7 +44,7 @@ class Goal:
     """The loss that "dense" has at a step, averaged.
 
     Attributes:
-        loss: nats per byte.
+        loss: nats per byte or image.
         window: number of last steps that are averaged.
     """
 

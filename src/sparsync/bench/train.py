@@ -1,9 +1,10 @@
-"""The command ``sparsync train``: train a byte-level transformer data-parallel, once per algorithm."""
+"""The command ``sparsync train``: train a small model data-parallel, once per algorithm."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from sparsync.bench.train_settings import TrainSettings
 from sparsync.bench.train_table import comparison
 from sparsync.integrations.ddp import attach
 from sparsync.presets import PRESETS
+from sparsync.workloads import WORKLOADS
 
 __all__ = ["command", "train"]
 
@@ -38,23 +40,61 @@ _Ranks = Annotated[
 _Steps = Annotated[int, typer.Option(help="Optimizer steps.")]
 _Density = Annotated[float, typer.Option(help="Fraction of the gradient to exchange, in (0, 1].")]
 _Seed = Annotated[int, typer.Option(help="Of the initial weights and of the data.")]
-_Optimizer = Annotated[str, typer.Option(help="sgd or adam.")]
+_Workload = Annotated[
+    str,
+    typer.Option(
+        help=f"One of {', '.join(WORKLOADS)}: a transformer or an LSTM on Python's own source text, "
+        "or a CNN on scikit-learn's digits."
+    ),
+]
+_Optimizer = Annotated[str, typer.Option(help="sgd, adam or adamw.")]
 _Lr = Annotated[
-    float | None,
-    typer.Option(help="Learning rate.", show_default="0.1 for sgd, 0.001 for adam"),
+    float | None, typer.Option(help="Learning rate.", show_default="by workload and optimizer")
 ]
 _Momentum = Annotated[float, typer.Option(help="Of sgd.")]
+_Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd.")]
+_MomentumCorrection = Annotated[
+    bool | None,
+    typer.Option(
+        help="Of sgd: momentum and decay before the exchange, not after.",
+        show_default="as the algorithm is published",
+    ),
+]
+_WeightDecay = Annotated[
+    float | None,
+    typer.Option(
+        help="Of the optimizer; adamw's is decoupled.", show_default="0.01 for adamw, else 0"
+    ),
+]
+_Clip = Annotated[
+    float | None,
+    typer.Option(
+        help="Largest norm of the averaged gradient, of dense and PyTorch's hooks; 0: any.",
+        show_default="0.25 for lstm, else 0",
+    ),
+]
 _LrWarmupSteps = Annotated[
     int, typer.Option(help="First steps, over which the learning rate grows.")
 ]
 _WarmupSteps = Annotated[int, typer.Option(help="First steps, which are exchanged dense.")]
-_BatchSize = Annotated[int, typer.Option(help="Windows per rank and step.")]
-_Context = Annotated[int, typer.Option(help="Bytes per window.")]
+_BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Windows or images per rank and step.", show_default="32 for digits, else 8"),
+]
+_Context = Annotated[int | None, typer.Option(help="Bytes per window.", show_default="64; lstm 32")]
 _Layers = Annotated[
-    int, typer.Option(help="Blocks of the transformer: 12 width^2 parameters each.")
+    int | None,
+    typer.Option(
+        help="Blocks of the transformer: 12 width^2 parameters each; or layers of the LSTM.",
+        show_default="4; lstm 2",
+    ),
 ]
 _Width = Annotated[
-    int, typer.Option(help="Of the transformer, a multiple of 32; 416 gives 8.6 M parameters.")
+    int | None,
+    typer.Option(
+        help="Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; or of the LSTM.",
+        show_default="160; lstm 224",
+    ),
 ]
 _TargetStep = Annotated[
     int | None,
@@ -125,15 +165,20 @@ def command(
     steps: _Steps = 300,
     density: _Density = 0.01,
     seed: _Seed = 0,
+    workload: _Workload = "bytes",
     optimizer: _Optimizer = "sgd",
     lr: _Lr = None,
     momentum: _Momentum = 0.9,
+    nesterov: _Nesterov = False,
+    momentum_correction: _MomentumCorrection = None,
+    weight_decay: _WeightDecay = None,
+    clip: _Clip = None,
     lr_warmup_steps: _LrWarmupSteps = 20,
     warmup_steps: _WarmupSteps = 0,
-    batch_size: _BatchSize = 8,
-    context: _Context = 64,
-    layers: _Layers = 4,
-    width: _Width = 160,
+    batch_size: _BatchSize = None,
+    context: _Context = None,
+    layers: _Layers = None,
+    width: _Width = None,
     target_step: _TargetStep = None,
     transport: _Transport = "auto",
     lab: _Lab = None,
@@ -142,33 +187,15 @@ def command(
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Train a byte-level transformer on Python's own source text, data-parallel.
+    """Train a small model on text or images that every machine has, data-parallel.
 
     Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
     plain DDP.
     """
     if ranks is None:
         ranks = launched_ranks(4)
-    settings = TrainSettings(
-        ranks=ranks,
-        steps=steps,
-        density=density,
-        seed=seed,
-        optimizer=optimizer,
-        lr=lr,
-        momentum=momentum,
-        lr_warmup_steps=lr_warmup_steps,
-        warmup_steps=warmup_steps,
-        batch_size=batch_size,
-        context=context,
-        layers=layers,
-        width=width,
-        target_step=target_step,
-        transport=transport,
-        lab=lab,
-        curve_keys=curve_keys,
-        timeout=timeout,
-    )
+    given = locals()  # every field of the settings is an option of the same name
+    settings = TrainSettings(**{field.name: given[field.name] for field in fields(TrainSettings)})
     _show(settings, [name.strip() for name in algorithm.split(",")], json, plot)
 
 

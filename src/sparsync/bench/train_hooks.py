@@ -12,12 +12,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.bench.connection import transport_of
+from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.ddp import attach
 from sparsync.presets import PRESETS, resolve
-from sparsync.workloads.byte_transformer import ByteTransformer
+from sparsync.workloads import is_hidden_matrix
 
-__all__ = ["HOOKS", "Exchange", "check_algorithm", "dense_bytes_per_step", "make_exchange"]
+__all__ = [
+    "HOOKS",
+    "Exchange",
+    "check_algorithm",
+    "corrects",
+    "dense_bytes_per_step",
+    "make_exchange",
+]
 
 HOOKS = ("fp16", "powersgd")
 _HALF_BYTES = 2
@@ -43,6 +51,11 @@ def check_algorithm(name: str) -> None:
     except ConfigurationError:
         known = ", ".join([*sorted(PRESETS), *HOOKS])
         raise ConfigurationError(f"unknown algorithm {name!r}; choose one of {known}") from None
+
+
+def corrects(name: str) -> bool:
+    """Tell whether an algorithm is published with momentum correction."""
+    return name not in HOOKS and resolve(name).corrects
 
 
 class Exchange(ABC):
@@ -76,6 +89,7 @@ def make_exchange(
     *,
     density: float,
     warmup_steps: int,
+    correction: Correction,
     timeout: float,
     transport: str,
     curve_keys: Path | None,
@@ -87,6 +101,7 @@ def make_exchange(
         model: of this rank.
         density: for presets, as the others; see ``sparsync.attach``.
         warmup_steps: first steps that presets exchange dense.
+        correction: what presets do to local gradients.
         timeout: seconds that a rank waits for another.
         transport: of presets; DDP and its hooks use gloo.
         curve_keys: folder of keys, for zmq.
@@ -100,6 +115,7 @@ def make_exchange(
         name,
         density=density,
         warmup_steps=warmup_steps,
+        correction=correction,
         timeout=timeout,
         transport=transport,
         curve_keys=curve_keys,
@@ -165,7 +181,7 @@ class _Attached(Exchange):
     def __init__(self, model: nn.Module, name: str, **options: Any) -> None:
         self.ddp = DistributedDataParallel(model)
         if name == "sparcml":  # the paper compresses some layers, too (section 8.4)
-            options["compress"] = ByteTransformer.is_hidden_matrix
+            options["compress"] = is_hidden_matrix
         self.sync = attach(self.ddp, name, **options)
         self.transport = transport_of(self.sync.reducer.comm)
         self.sums = not self.sync.reducer.algorithm.average

@@ -12,25 +12,17 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from torch import nn
 
+from sparsync.bench.progress import loss_progress
 from sparsync.bench.report import TrainResult
 from sparsync.bench.shaped import check_rate, link_bytes
 from sparsync.bench.target import Goal
-from sparsync.bench.train_hooks import dense_bytes_per_step, make_exchange
+from sparsync.bench.train_hooks import corrects, dense_bytes_per_step, make_exchange
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import PeerError, SparsyncError
-from sparsync.workloads.text import ByteText
+from sparsync.workloads import Evaluation, Workload
 
 __all__ = ["BeforeStep", "dense_bytes_per_step", "train_rank"]
 
@@ -55,19 +47,19 @@ def train_rank(
     Raises:
         PeerError: another rank is gone; names this rank and the step.
     """
-    text = ByteText.of_standard_library(context=settings.context)
-    computation = _computation_seconds(settings, text)
+    workload = settings.make_workload()
+    computation = _computation_seconds(settings, workload)
     results: list[TrainResult] = []
     goal: Goal | None = None
-    with _progress() as progress:
+    with loss_progress(shown=dist.get_rank() == 0) as progress:
         for name in _in_order(settings, algorithms):
             task = progress.add_task(name, total=settings.steps_of(name), loss=math.nan)
 
             def after_step(loss: float, task: TaskID = task) -> None:
                 progress.update(task, advance=1, loss=loss)
 
-            mine = _train(settings, name, text, goal, before_step, after_step)
-            results.append(_result(settings, name, computation, mine.gather()))
+            mine = _train(settings, name, workload, goal, before_step, after_step)
+            results.append(_result(settings, name, workload, computation, mine.gather()))
             if name == "dense" and settings.target_step is not None:
                 goal = Goal.of(results[-1].loss, settings.target_step)
     return results
@@ -80,40 +72,29 @@ def _in_order(settings: TrainSettings, algorithms: Sequence[str]) -> list[str]:
     return sorted(algorithms, key=lambda name: name != "dense")
 
 
-def _progress() -> Progress:
-    """Make the progress bar: on rank 0's standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=dist.get_rank() != 0 or not console.is_terminal,
-    )
-
-
 def _train(
     settings: TrainSettings,
     name: str,
-    text: ByteText,
+    workload: Workload,
     goal: Goal | None,
     before_step: BeforeStep | None,
     after_step: Callable[[float], None],
 ) -> _RankReport:
     """Train to the last step, or to the goal."""
-    rank, model = dist.get_rank(), settings.make_model()
+    rank, model = dist.get_rank(), workload.make_model(settings.seed)
+    correction = settings.correction(corrects(name))
     exchange = make_exchange(
         name,
         model,
         density=settings.density,
         warmup_steps=settings.warmup_steps,
+        correction=correction,
         timeout=settings.timeout,
         transport=settings.transport,
         curve_keys=settings.curve_keys,
     )
-    optimizer = settings.make_optimizer(model)
+    optimizer = settings.make_optimizer(model, correction if exchange.sparse else None)
+    clip = None if exchange.sparse else settings.largest_norm
     # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse)
@@ -124,7 +105,7 @@ def _train(
             before_step(rank, step)
         link, started = _link_sent(settings), time.perf_counter()
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange.ddp, optimizer, text, step, divisor)
+            loss = _step(settings, exchange.ddp, optimizer, workload, step, divisor, clip)
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent(settings) - link)
         mine.loss.append(loss)
@@ -136,7 +117,7 @@ def _train(
                 break
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
-        mine.evaluate_(model, text)
+        mine.evaluate_(model, workload)
     return mine
 
 
@@ -153,17 +134,17 @@ def _link_sent(settings: TrainSettings) -> int:
     return 0 if counted is None else counted[0]
 
 
-def _computation_seconds(settings: TrainSettings, text: ByteText, *, steps: int = 5) -> float:
+def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
     """Return the seconds of a step without its exchange, on all ranks at once: the slowest's median.
 
     One step more, before them, warms up caches and allocators.
     """
-    model = settings.make_model()
+    model = workload.make_model(settings.seed)
     optimizer, seconds = settings.make_optimizer(model), []
     dist.barrier()
     for step in range(steps + 1):
         started = time.perf_counter()
-        _step(settings, model, optimizer, text, step)
+        _step(settings, model, optimizer, workload, step)
         seconds.append(time.perf_counter() - started)
     slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -174,19 +155,26 @@ def _step(
     settings: TrainSettings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    text: ByteText,
+    workload: Workload,
     step: int,
     divisor: int = 1,
+    clip: float | None = None,
 ) -> float:
     """Do one step, at the learning rate over ``divisor``; return this rank's loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate_at(step) / divisor
-    tokens, targets = text.batch(
-        seed=settings.seed, step=step, rank=dist.get_rank(), batch_size=settings.batch_size
+    inputs, targets = workload.batch(
+        seed=settings.seed,
+        step=step,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        batch_size=settings.samples,
     )
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss = workload.loss(model(inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss.item()
 
@@ -219,8 +207,7 @@ class _RankReport:
         seconds: per step.
         sent: bytes, per step.
         kernel: bytes that the kernel counted on this rank's link, sent, per step.
-        eval_loss_sum: summed over the bytes that this rank evaluated.
-        eval_bytes: how many these are.
+        evaluation: of this rank's share of what is held out.
         digest: of the parameters after the last step.
     """
 
@@ -232,23 +219,13 @@ class _RankReport:
     seconds: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     kernel: list[int] = field(default_factory=list)
-    eval_loss_sum: float = 0.0
-    eval_bytes: int = 0
+    evaluation: Evaluation = field(default_factory=Evaluation)
     digest: str = ""
 
-    @torch.no_grad()
-    def evaluate_(
-        self, model: nn.Module, text: ByteText, *, windows: int = 1024, batch_size: int = 32
-    ) -> None:
-        """Evaluate this rank's share of the held-out windows; fingerprint the parameters."""
+    def evaluate_(self, model: nn.Module, workload: Workload) -> None:
+        """Evaluate this rank's share of what is held out; fingerprint the parameters."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        tokens, targets = (part[rank::world_size] for part in text.evaluation(windows))
-        for start in range(0, len(tokens), batch_size):
-            part = slice(start, start + batch_size)
-            logits = model(tokens[part]).flatten(0, 1)
-            loss = F.cross_entropy(logits, targets[part].flatten(), reduction="sum")
-            self.eval_loss_sum += loss.item()
-        self.eval_bytes = targets.numel()
+        self.evaluation = workload.evaluate(model, rank=rank, world_size=world_size)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         digest = hashlib.sha256()
         for parameter in model.parameters():
@@ -263,9 +240,14 @@ class _RankReport:
 
 
 def _result(
-    settings: TrainSettings, name: str, computation: float, everyone: Sequence[_RankReport]
+    settings: TrainSettings,
+    name: str,
+    workload: Workload,
+    computation: float,
+    everyone: Sequence[_RankReport],
 ) -> TrainResult:
     first = everyone[0]
+    evaluation = Evaluation.total(r.evaluation for r in everyone)
     seconds = [max(times) for times in zip(*(r.seconds for r in everyone), strict=True)]
     sent = [max(nbytes) for nbytes in zip(*(r.sent for r in everyone), strict=True)]
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
@@ -278,15 +260,15 @@ def _result(
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
-        eval_loss=sum(r.eval_loss_sum for r in everyone) / sum(r.eval_bytes for r in everyone),
+        eval_loss=evaluation.loss,
         seconds_total=max(sum(r.seconds) for r in everyone),
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(sent),
         replicas_equal=len({r.digest for r in everyone}) == 1,
         bytes_sent=sent,
         seed=settings.seed,
-        batch_size=settings.batch_size,
-        context=settings.context,
+        batch_size=settings.samples,
+        context=getattr(workload, "context", None),
         warmup_steps=settings.warmup_steps if first.sparse else 0,
         seconds=seconds,
         seconds_computation_median=computation,
@@ -295,6 +277,11 @@ def _result(
         bytes_kernel=None if settings.lab is None else kernel,
         transport=first.transport,
         lab=None if settings.lab is None else check_rate(settings.lab),
-        layers=settings.layers,
-        width=settings.width,
+        layers=getattr(workload, "layers", None),
+        width=getattr(workload, "width", None),
+        workload=workload.name,
+        accuracy=evaluation.accuracy if workload.classifies else None,
+        nesterov=settings.nesterov,
+        weight_decay=settings.decay,
+        clip=settings.largest_norm,
     )

@@ -11,12 +11,15 @@ from torch import nn
 
 from sparsync.bench.connection import Connection
 from sparsync.bench.shaped import check_rate
+from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
 from sparsync.transports.base import check_timeout
-from sparsync.workloads.byte_transformer import HEAD_WIDTH, ByteTransformer
+from sparsync.workloads import Workload, make_workload, workload_class
 
 __all__ = ["TrainSettings"]
+
+_OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,24 @@ class TrainSettings:
         steps: optimizer steps.
         density: k / n to exchange, in (0, 1].
         seed: of the initial weights and of the data.
-        optimizer: "sgd" or "adam".
-        lr: learning rate; default 0.1 for sgd, 1e-3 for adam (ours).
+        workload: "bytes", "digits" or "lstm": see ``sparsync.workloads``.
+        optimizer: "sgd", "adam" or "adamw".
+        lr: learning rate; default: the workload's.
         momentum: of sgd.
+        nesterov: sgd looks ahead by its momentum.
+        momentum_correction: sgd's momentum and decay are done to local gradients, before the exchange
+            of presets.  Default: as the algorithm is published ("redsync").
+        weight_decay: as torch's optimizers have it: adamw's is decoupled.  Default 0.01 for adamw
+            (torch's), 0 for the others.
+        clip: largest 2-norm of the averaged gradient; 0: any.  Presets clip local gradients to
+            sqrt(P) times it.  Default: the workload's.
         lr_warmup_steps: the learning rate grows linearly over so many first steps.
         warmup_steps: so many first steps are exchanged dense.
-        batch_size: windows per rank and step.
+        batch_size: windows or images per rank and step; default: the workload's.
         timeout: seconds that any rank waits for another.
-        layers: blocks of the transformer.
-        width: of its residual stream; a multiple of 32, the width of a head.
-        context: bytes per window.
+        layers: of the transformer or LSTM; default: the workload's.
+        width: of its residual stream (a multiple of 32), or hidden units; default: the workload's.
+        context: bytes per window; default: the workload's.
         target_step: whose loss of "dense" is the target: "dense" ends there, every other run when it
             has reached it.  None: the last step of "dense", and all runs have equal steps.
         transport: of the sparse exchange: "torch" (gloo), "zmq", "mpi", or "auto", the library's
@@ -50,16 +61,21 @@ class TrainSettings:
     steps: int = 300
     density: float = 0.01
     seed: int = 0
+    workload: str = "bytes"
     optimizer: str = "sgd"
     lr: float | None = None
     momentum: float = 0.9
+    nesterov: bool = False
+    momentum_correction: bool | None = None
+    weight_decay: float | None = None
+    clip: float | None = None
     lr_warmup_steps: int = 20
     warmup_steps: int = 0
-    batch_size: int = 8
+    batch_size: int | None = None
     timeout: float = 300.0
-    layers: int = 4
-    width: int = 160
-    context: int = 64
+    layers: int | None = None
+    width: int | None = None
+    context: int | None = None
     target_step: int | None = None
     transport: str = "auto"
     curve_keys: Path | None = None
@@ -67,14 +83,26 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "batch_size", "layers", "width", "context"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            value = getattr(self, name)
+            _check(name, value, value is None or value >= 1, "at least 1")
         for name in ("seed", "lr_warmup_steps", "warmup_steps"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
-        _check("optimizer", self.optimizer, self.optimizer in ("sgd", "adam"), "sgd or adam")
+        self.make_workload()  # refuses what it does not know
+        _check("optimizer", self.optimizer, self.optimizer in _OPTIMIZERS, "sgd, adam or adamw")
         _check("lr", self.lr, 0 < self.learning_rate < math.inf, "a number > 0")
         _check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
-        good = self.width % HEAD_WIDTH == 0
-        _check("width", self.width, good, f"a multiple of {HEAD_WIDTH}, the width of a head")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            _check(name, value, value is None or 0 <= value < math.inf, "a number >= 0")
+        if self.momentum_correction and self.optimizer != "sgd":
+            raise ConfigurationError(
+                f"--momentum-correction is for sgd, not {self.optimizer}; leave it out"
+            )
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ConfigurationError(
+                f"--nesterov is for sgd with momentum, not {self.optimizer} with momentum "
+                f"{self.momentum:g}; leave it out, or choose --optimizer sgd --momentum 0.9"
+            )
         check_timeout(self.timeout)
         check_density(self.density)
         if self.lab is not None:
@@ -91,7 +119,25 @@ class TrainSettings:
         """The learning rate after its warm-up."""
         if self.lr is not None:
             return self.lr
-        return 0.1 if self.optimizer == "sgd" else 1e-3
+        return workload_class(self.workload).defaults.lr(self.optimizer)
+
+    @property
+    def samples(self) -> int:
+        """Windows or images per rank and step."""
+        return self.batch_size or workload_class(self.workload).defaults.batch_size
+
+    @property
+    def largest_norm(self) -> float | None:
+        """The 2-norm that the averaged gradient is clipped to; None: it is not."""
+        clip = workload_class(self.workload).defaults.clip if self.clip is None else self.clip
+        return clip or None
+
+    @property
+    def decay(self) -> float:
+        """The optimizer's weight decay."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.01 if self.optimizer == "adamw" else 0.0
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a 0-based step."""
@@ -103,17 +149,41 @@ class TrainSettings:
             return self.target_step
         return self.steps
 
-    def make_model(self) -> ByteTransformer:
-        """Build the model; the same weights on every rank."""
-        return ByteTransformer(
-            context=self.context, width=self.width, layers=self.layers, seed=self.seed
+    def make_workload(self) -> Workload:
+        """Make the workload; its data is loaded when it is first asked for."""
+        return make_workload(
+            self.workload, context=self.context, layers=self.layers, width=self.width
         )
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of a model's parameters."""
+    def correction(self, corrects: bool) -> Correction:
+        """Return what is done to local gradients, for a preset that is published with it or not."""
+        wanted = corrects if self.momentum_correction is None else self.momentum_correction
+        if self.optimizer != "sgd" or not wanted:
+            return Correction(clip=self.largest_norm)
+        return Correction(
+            self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.decay,
+            clip=self.largest_norm,
+        )
+
+    def make_optimizer(
+        self, model: nn.Module, correction: Correction | None = None
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer of a model's parameters, without what the correction does."""
+        parameters, lr, decay = model.parameters(), self.learning_rate, self.decay
+        if correction is not None and correction.momentum:
+            return torch.optim.SGD(parameters, lr)
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), self.learning_rate, momentum=self.momentum)
-        return torch.optim.Adam(model.parameters(), self.learning_rate)
+            return torch.optim.SGD(
+                parameters,
+                lr,
+                momentum=self.momentum,
+                weight_decay=decay,
+                nesterov=self.nesterov,
+            )
+        kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, lr, weight_decay=decay)
 
 
 def _check(name: str, value: object, good: bool, expected: str) -> None:

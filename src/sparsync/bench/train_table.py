@@ -10,6 +10,7 @@ from rich.table import Table
 
 from sparsync.bench.report import TrainResult, format_bytes, format_ratio
 from sparsync.bench.target import smoothed
+from sparsync.workloads import workload_class
 
 __all__ = ["comparison"]
 
@@ -37,8 +38,9 @@ def comparison(
     table.add_column("algorithm", no_wrap=True)
     ratios = ["\nto loss", "\nbytes", "s to\nloss"] if baseline else []
     losses = [f"loss\n@ {step}" for step in shown]
-    rest = ("eval\nloss", "sent per\nstep", "ms per\nstep", "rest\nms")
-    for heading in (*ratios, *losses, *rest):
+    accuracies = ["right\n%"] if any(r.accuracy is not None for r in results) else []
+    rest = ("sent per\nstep", "ms per\nstep", "rest\nms")
+    for heading in (*ratios, *losses, "eval\nloss", *accuracies, *rest):
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for result in results:
         table.add_row(
@@ -46,6 +48,7 @@ def comparison(
             *_ratio_cells(result, baseline),
             *_loss_cells(result, shown, radius),
             f"{result.eval_loss:.3f}",
+            *([] if result.accuracy is None else [f"{100 * result.accuracy:.1f}"]),
             format_bytes(_bytes_per_step(result)),
             f"{1e3 * result.seconds_per_step_median:.0f}",
             f"{1e3 * result.seconds_rest_median:.0f}",
@@ -91,13 +94,17 @@ def _caption(results: Sequence[TrainResult], link: float) -> str:
     first = results[0]
     densities = sorted({result.density for result in results if result.density < 1})
     parts = [
-        f"{first.parameters:,} parameters",
+        f"{first.workload}: {first.parameters:,} parameters",
         f"{first.ranks} ranks",
         f"{first.optimizer} lr {first.lr:g}",
+        *([] if first.clip is None else [f"clip {first.clip:g}"]),
         *(f"density {density:g}" for density in densities),
     ]
     lines = [", ".join(parts), *_target_lines(results)]
-    lines.append("loss in nats per byte; sent: by the rank that sends most, in the median step")
+    target = workload_class(first.workload).target
+    lines.append(
+        f"loss in nats per {target}; sent: by the rank that sends most, in the median step"
+    )
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
         lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")
     computation = 1e3 * first.seconds_computation_median

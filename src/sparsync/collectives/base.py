@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsync.errors import ConfigurationError
@@ -38,6 +39,10 @@ class Collective(Stateful):
 
     One instance serves one unit: ``size`` is the same on every call.
     """
+
+    def for_layers(self, sizes: Sequence[int]) -> Collective:
+        """Return the collective for a unit of layers of these sizes: itself, unless layers matter."""
+        return self
 
     @abstractmethod
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:

@@ -146,8 +146,9 @@ class Exchange:
         """
         source = self.comm.rank if source is None else source
         codec = codec or self.codec
-        seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
-        encoded = seeded.encode(vector)
+        with self.comm.stage("pack"):
+            seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
+            encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
             error = _difference(encoded.decoded, vector).embed(start, self.size)
             (self._lost if lose else self._rounded).append(error)
@@ -155,14 +156,18 @@ class Exchange:
 
     def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
         """Decode a whole message, to where this rank's values are."""
-        vector, device = (codec or self.codec).decode(message, size), self.mine.values.device
+        with self.comm.stage("unpack"):
+            vector = (codec or self.codec).decode(message, size)
+        device = self.mine.values.device
         if isinstance(vector, DenseVector):
             return DenseVector(vector.values.to(device))
         return vector.to(device)
 
     def combine(self, lower: Vector, higher: Vector) -> Vector:
         """Return ``lower operation higher``, dense from where the codec says so."""
-        return combine(lower, higher, self.operation, self.codec.limit(lower.size, self.dtype))
+        with self.comm.stage("unpack"):
+            limit = self.codec.limit(lower.size, self.dtype)
+            return combine(lower, higher, self.operation, limit)
 
     def settle(self, vector: Vector) -> Vector:
         """Return a vector in the form in which the codec's limit wants it."""
@@ -239,13 +244,12 @@ async def split_and_fold(
         messages = await comm.alltoallv(payloads, capacities, "split", framing)
     others = (message.numel() for rank, message in enumerate(messages) if rank != comm.rank)
     await comm.work(sum(others))
-    return fold(
-        (
-            pieces[rank] if rank == comm.rank else call.decode(message, width, codec)
-            for rank, message in enumerate(messages)
-        ),
-        call.operation,
-    )
+    shares = [
+        pieces[rank] if rank == comm.rank else call.decode(message, width, codec)
+        for rank, message in enumerate(messages)
+    ]
+    with comm.stage("unpack"):
+        return fold(shares, call.operation)
 
 
 async def allgather_regions(

@@ -22,6 +22,8 @@ class Round:
     def __init__(self, units: int) -> None:
         self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in range(units)]
+        self.accumulated = [0] * units  # parameters of each
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients, for the norm of all of them
         self.jobs: list[Future[None]] = []
         self.failed = False
         self.finished: Future[None] | None = None
@@ -29,6 +31,7 @@ class Round:
     def release(self) -> None:
         """Let go of the buckets."""
         self.buckets.clear()
+        self.waiting.clear()
         for gradients in self.gradients:
             gradients.clear()
 

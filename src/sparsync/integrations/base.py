@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsync.collectives.agreement import agree
+from sparsync.correction import Velocity
 from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
 from sparsync.residual import Residual
@@ -36,11 +37,13 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
                 "the algorithm": reducer.algorithm.name,
                 "its options": reducer.algorithm.options,
                 "density": reducer.density,
-                "warmup_steps": reducer.warmup_steps,
+                "the warm-up": reducer.warmup,
+                "the correction": reducer.correction,
                 "other settings": sorted(settings.items()),
                 "the parameters (names and sizes)": parameters,
-                "the units (parameters of each, dtypes, dense or not)": [
-                    (len(unit.slots), str(unit.dtype), unit.dense) for unit in reducer.units
+                "the units (parameters of each, dtypes, dense or not, output or not)": [
+                    (len(unit.slots), str(unit.dtype), unit.dense, unit.output)
+                    for unit in reducer.units
                 ],
             },
         )
@@ -64,6 +67,11 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "bytes_sent_per_step_max": ledger.sent_max,
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
+        "stages": {
+            stage: ledger.stages.get(stage, 0.0)
+            for stage in ("mask", "select", "pack", "communicate", "unpack")
+        },
+        "layers": [layer for unit in range(len(reducer.units)) for layer in _layers(reducer, unit)],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value))
@@ -72,27 +80,48 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
     }
 
 
+def _layers(reducer: Reducer, unit: int) -> list[dict[str, Any]]:
+    """Return every parameter of a unit, with the method that selects from it."""
+    planned, selector = reducer.units[unit], reducer.selectors[unit]
+    methods = selector.methods(planned.layers)
+    return [
+        {
+            "name": slot.name,
+            "size": slot.size,
+            "unit": unit,
+            "method": "dense" if planned.dense else method,
+        }
+        for slot, method in zip(planned.slots, methods, strict=True)
+    ]
+
+
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
     """Return everything that the next step depends on: plain tensors and numbers, one per rank.
 
     Residuals are keyed by parameter name.  Loadable with ``torch.load(..., weights_only=True)``.
     """
-    residual = {}
-    for unit, kept in zip(reducer.units, reducer.residuals, strict=True):
+    residual, velocity = {}, {}
+    for unit, kept, moving in _pairs(reducer):
         for slot in unit.slots:
+            here = slice(slot.start, slot.start + slot.size)
             if kept.value is not None:
-                residual[slot.name] = kept.value[slot.start : slot.start + slot.size].clone()
+                residual[slot.name] = kept.value[here].clone()
+            if moving.value.numel():
+                velocity[slot.name] = moving.value[here].clone()
     return {
         "version": _VERSION,
         "algorithm": reducer.algorithm.name,
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
+        "momentum": reducer.correction.momentum,
         "step": reducer.step,
         "skipped": reducer.skipped,
         "quotas": list(reducer.quotas),
         "quota_key": reducer.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "residual": residual,
+        "velocity": velocity,
+        "previous_norm": reducer.clipper.previous,
         "selectors": [selector.state_dict() for selector in reducer.selectors],
         "collectives": [collective.state_dict() for collective in reducer.collectives],
     }
@@ -114,6 +143,7 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "algorithm": reducer.algorithm.name,
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
+        "momentum": reducer.correction.momentum,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
     }
     for name, value in expected.items():
@@ -122,7 +152,11 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
                 f"the saved state has {name} {_brief(state.get(name))}, this run has "
                 f"{_brief(value)}; load each rank's own state into the same set-up"
             )
-    residuals = [_saved_residual(state, unit, kept) for unit, kept in _pairs(reducer)]
+    pieces = [
+        (_saved(state, "residual", unit, kept), _saved(state, "velocity", unit, kept))
+        for unit, kept, _ in _pairs(reducer)
+    ]
+    previous = _saved_norm(state)
     step, skipped = (_saved_count(state, name) for name in ("step", "skipped"))
     parts = [*reducer.selectors, *reducer.collectives]
     saved_parts = [*state.get("selectors", ()), *state.get("collectives", ())]
@@ -135,28 +169,31 @@ def load_reducer_state(reducer: Reducer, state: Mapping[str, Any]) -> None:
     shares = _saved_shares(state, reducer)
     shared = [step, shares, *states[len(reducer.selectors) :]]
     run(agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared}))
-    for (_, kept), residual in zip(_pairs(reducer), residuals, strict=True):
+    for (_, kept, moving), (residual, velocity) in zip(_pairs(reducer), pieces, strict=True):
         kept.load(residual)
+        if moving.value.numel():
+            moving.load(velocity)
+    reducer.clipper.previous = previous
     for part, parsed in zip(parts, states, strict=True):
         part.state = parsed
     reducer.step, reducer.skipped, reducer.shares = step, skipped, shares
     reducer.settle()
 
 
-def _pairs(reducer: Reducer) -> list[tuple[Unit, Residual]]:
-    return list(zip(reducer.units, reducer.residuals, strict=True))
+def _pairs(reducer: Reducer) -> list[tuple[Unit, Residual, Velocity]]:
+    return list(zip(reducer.units, reducer.residuals, reducer.velocities, strict=True))
 
 
-def _saved_residual(state: Mapping[str, Any], unit: Unit, kept: Residual) -> Tensor | None:
-    """Put a unit's residual together from the parameters' pieces; None if nothing was kept."""
-    saved = state.get("residual", {})
+def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> Tensor | None:
+    """Put a unit's residual or velocity together from the parameters' pieces; None if all are zero."""
+    saved = state.get(what, {})
     pieces = [saved.get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in pieces):
         return None
     for slot, piece in zip(unit.slots, pieces, strict=True):
         if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
             raise ConfigurationError(
-                f"the saved residual of '{slot.name}' is "
+                f"the saved {what} of '{slot.name}' is "
                 f"{tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)}, expected a "
                 f"tensor of {slot.size} elements; was it saved from this model?"
             )
@@ -183,6 +220,15 @@ def _saved_shares(state: Mapping[str, Any], reducer: Reducer) -> SharesState:
             "load it with the density that it was saved with"
         )
     return SharesState(tuple(value), key)
+
+
+def _saved_norm(state: Mapping[str, Any]) -> float | None:
+    value = state.get("previous_norm")
+    if value is not None and not (isinstance(value, float) and value >= 0):
+        raise ConfigurationError(
+            f"the saved state has previous_norm {_brief(value)}, expected a norm or None"
+        )
+    return value
 
 
 def _saved_count(state: Mapping[str, Any], name: str) -> int:

@@ -7,7 +7,7 @@ all residuals are written together, after every total of the step is known to be
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.integrations.backward import Round, call_after_backward, deliver_to_unused_, write_
 from sparsync.integrations.base import (
@@ -24,6 +25,7 @@ from sparsync.integrations.base import (
     reducer_state,
     reducer_stats,
 )
+from sparsync.integrations.checks import check_model, check_optimizer, output_parameters
 from sparsync.integrations.wires import Wires, own_group
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
@@ -31,6 +33,7 @@ from sparsync.transports.base import Communicator, check_timeout
 from sparsync.transports.connect import check_transport
 from sparsync.transports.engine import Engine
 from sparsync.units import Slot, plan_units
+from sparsync.warmup import Warmup
 
 __all__ = ["DdpSync", "attach"]
 
@@ -46,6 +49,10 @@ def attach(
     unit_bytes: int | None = None,
     compress: Compress | None = None,
     warmup_steps: int = 0,
+    warmup_densities: Sequence[float] = (),
+    correction: Correction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    output_layer: Collection[str] | None = None,
     nonfinite: Nonfinite = "raise",
     timeout: float = 300.0,
     transport: str = "auto",
@@ -56,16 +63,22 @@ def attach(
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook.
-        algorithm: "budgeted", "halving", "oktopk", "oktopk-paper", "allgather", "dense", or an
-            ``Algorithm``.
+        algorithm: a preset's name ("budgeted", "oktopk", "redsync", ...), or an ``Algorithm``.
         density: fraction k / n of every unit that is exchanged, in (0, 1].
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
             the whole model (None: as the algorithm's paper has it: the whole; "sparcml": single
             parameters).  Several units are exchanged while the backward pass goes on, each with its
             share of the global k.
         compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely;
-            others are exchanged whole.  Equal on all ranks.  None: all are.
-        warmup_steps: the first steps run dense.
+            others are exchanged whole.  Equal on all ranks.  None: as the algorithm has it: all;
+            "redsync": what is worth it.
+        warmup_steps: the first steps run dense, or
+        warmup_densities: at these densities, each for an equal part of them (``DGC_RAMP``).
+        correction: momentum, decay and clipping, done to local gradients before they are accumulated.
+        optimizer: the one that will be used, to be checked: it must not do again what the correction
+            does.
+        output_layer: names of its parameters, which some algorithms treat apart (default: those of
+            the module that was registered last).
         nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
             "skip" (gradients become None: the optimizer passes), or "propagate" (every gradient of
             every rank becomes NaN, so that a GradScaler skips on all).  Residuals stay as they were.
@@ -84,33 +97,35 @@ def attach(
     Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
     (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigurationError(
-            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
-            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
-        )
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
-        raise ConfigurationError(
-            "the model has an embedding with sparse=True, whose COO gradients this hook cannot "
-            "take; build it with sparse=False"
-        )
+    check_model(model)
     if nonfinite not in ("raise", "skip", "propagate"):
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
         )
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ConfigurationError(f"warmup_steps is {warmup_steps!r}; give a whole number >= 0")
+    warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
+    check_optimizer(optimizer, correction)
     chosen, density = resolve(algorithm, **options), check_density(density)
     timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
-    if getattr(model, "_comm_hooks", None):
-        raise ConfigurationError(
-            "this model already has a communication hook; attach once, to a freshly wrapped model "
-            "(a hook cannot be removed from DDP)"
-        )
     wires = Wires(transport, timeout, curve_keys)
     unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
-    return DdpSync(model, chosen, density, unit_bytes, compress, warmup_steps, nonfinite, wires)
+    trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+    trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
+    apart = output_parameters(model.module) if output_layer is None else output_layer
+    output = apart if chosen.output else ()
+    units = plan_units(trained, unit_bytes, compress or chosen.compress, output)
+    group = own_group(model, wires.timeout)
+    comm: Communicator | None = None
+    try:
+        comm = wires.connect(group)
+        reducer = Reducer(comm, units, chosen, density, warmup, correction)
+        agree_on_reducer(reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
+    except BaseException:  # a refused attach leaves neither sockets nor a group behind
+        if comm is not None:
+            comm.close()
+        dist.destroy_process_group(group)
+        raise
+    return DdpSync(model, reducer, dict(trained), nonfinite, group)
 
 
 class DdpSync:
@@ -119,38 +134,23 @@ class DdpSync:
     def __init__(
         self,
         model: DistributedDataParallel,
-        algorithm: Algorithm,
-        density: float,
-        unit_bytes: int | None,
-        compress: Compress | None,
-        warmup_steps: int,
+        reducer: Reducer,
+        trained: Mapping[str, Tensor],
         nonfinite: Nonfinite,
-        wires: "Wires",
+        group: dist.ProcessGroup,
     ) -> None:
         self._model = weakref.ref(model)
-        self._nonfinite = nonfinite
-        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-        trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
-        units = plan_units(trained, unit_bytes, compress)
-        parameters = dict(trained)
+        self.reducer, self._nonfinite = reducer, nonfinite
         self._place: dict[Tensor, tuple[int, Slot]] = {
-            parameters[slot.name]: (i, slot) for i, unit in enumerate(units) for slot in unit.slots
+            trained[slot.name]: (i, slot)
+            for i, unit in enumerate(reducer.units)
+            for slot in unit.slots
         }
-        self._group: dist.ProcessGroup | None = own_group(model, wires.timeout)
-        comm: Communicator | None = None
-        try:
-            comm = wires.connect(self._group)
-            self.reducer = Reducer(comm, units, algorithm, density, warmup_steps)
-            agree_on_reducer(self.reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
-        except BaseException:  # a refused attach leaves neither sockets nor a group behind
-            if comm is not None:
-                comm.close()
-            dist.destroy_process_group(self._group)
-            raise
-        self._engine = Engine(algorithm.name)
+        self._group: dist.ProcessGroup | None = group
+        self._engine = Engine(reducer.algorithm.name)
         # a forgotten handle keeps neither its thread nor its sockets
-        weakref.finalize(self, _release, self._engine, comm)
-        self._round = Round(len(units))
+        weakref.finalize(self, _release, self._engine, reducer.comm)
+        self._round = Round(len(reducer.units))
         model.register_comm_hook(self, _hook)
 
     # ---- for the user --------------------------------------------------------------------------
@@ -190,13 +190,17 @@ class DdpSync:
         devices = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         this.buckets.append((future, buffer))
-        complete = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             unit, slot = self._find(parameter)
-            self.reducer.accumulate(unit, slot.start, gradient.detach().reshape(-1))
             this.gradients[unit][slot] = (parameter, gradient)
-            if len(this.gradients[unit]) == len(self.reducer.units[unit].slots):
-                complete.append(unit)
+        pieces = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        clipper = self.reducer.clipper
+        if clipper.waits:  # for the norm of all gradients: nothing overlaps with the backward pass
+            this.waiting += pieces
+            pieces = this.waiting if bucket.is_last() else []
+            if pieces:
+                clipper.measure(gradient for _, gradient in pieces)
+        complete = self._accumulate(this, pieces)
         if buffer.is_cuda:  # the engine's thread has streams of its own
             torch.cuda.current_stream(buffer.device).synchronize()
         for unit in complete:
@@ -207,6 +211,18 @@ class DdpSync:
             call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
         return future
+
+    def _accumulate(self, this: "Round", pieces: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+        """Accumulate gradients; return the units that they complete."""
+        complete = []
+        for parameter, gradient in pieces:
+            unit, slot = self._find(parameter)
+            weights = parameter.detach().reshape(-1)
+            self.reducer.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
+            this.accumulated[unit] += 1
+            if this.accumulated[unit] == len(self.reducer.units[unit].slots):
+                complete.append(unit)
+        return complete
 
     def _find(self, parameter: Tensor) -> tuple[int, Slot]:
         if parameter not in self._place:

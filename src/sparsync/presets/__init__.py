@@ -14,6 +14,7 @@ from sparsync.presets.base import Algorithm, check_density
 from sparsync.presets.baselines import allgather, dense, gaussiank, gtopk, ring_dense, topkdsa
 from sparsync.presets.oktopk import oktopk, oktopk_paper
 from sparsync.presets.ours import budgeted, halving
+from sparsync.presets.redsync import redsync, redsync_quantized
 from sparsync.presets.sparcml import (
     SPARCML_SETTINGS,
     dynamic,
@@ -40,6 +41,8 @@ __all__ = [
     "oktopk_paper",
     "options_of",
     "recursive_doubling",
+    "redsync",
+    "redsync_quantized",
     "resolve",
     "ring",
     "ring_dense",
@@ -61,6 +64,8 @@ PRESETS: MappingProxyType[str, Callable[..., Algorithm]] = MappingProxyType(
         "oktopk": oktopk,
         "oktopk-paper": oktopk_paper,
         "recursive-doubling": recursive_doubling,
+        "redsync": redsync,
+        "redsync-quantized": redsync_quantized,
         "ring": ring,
         "ring-dense": ring_dense,
         "sparcml": sparcml,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from sparsync.collectives import Collective
 from sparsync.errors import ConfigurationError
 from sparsync.selection import Selector
+from sparsync.units import Unit
 
 __all__ = ["Algorithm", "check_density"]
 
@@ -24,6 +27,9 @@ class Algorithm:
         average: divide the total by world_size; SparCML applies the sum.
         shared: several units divide the global k by where its entries lie; else each has its own.
         unit_bytes: what is selected together where the user does not say: see ``plan_units``.
+        compress: which parameters are exchanged sparsely where the user does not say; None: all.
+        corrects: published with momentum correction, in place of the optimizer's momentum.
+        output: what the output layer is exchanged with, where that differs.
     """
 
     name: str
@@ -33,6 +39,15 @@ class Algorithm:
     average: bool = True
     shared: bool = True
     unit_bytes: int | None = None
+    compress: Callable[[str, Tensor], bool] | None = None
+    corrects: bool = False
+    output: Algorithm | None = None
+
+    def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
+        """Build what selects from and sums one unit."""
+        chosen = self.output if unit.output and self.output else self
+        selector, collective = chosen.make_selector(), chosen.make_collective()
+        return selector.for_layers(unit.layers), collective.for_layers(unit.layers)
 
 
 def check_density(density: float) -> float:

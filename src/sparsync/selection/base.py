@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,21 @@ def within(found: Found | None, watch: Watch | None) -> Found | None:
 
 
 class Selector(Stateful):
-    """Chooses entries.  Its memory (thresholds, counters) is ``self.state``."""
+    """Chooses entries.  Its memory (thresholds, counters) is ``self.state``.
+
+    ``reuses`` says that thresholds of one step serve the next: of what was selected by another rule
+    in between they know nothing.
+    """
+
+    reuses: bool = False
+
+    def for_layers(self, sizes: Sequence[int]) -> Selector:
+        """Return the selector for a unit of layers of these sizes: itself, unless layers matter."""
+        return self
+
+    def methods(self, sizes: Sequence[int]) -> list[str]:
+        """Name the method that is used on every layer of a unit, for statistics."""
+        return [type(self).__name__] * len(sizes)
 
     def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
         """Return what ``select`` would like to have collected; None: nothing.

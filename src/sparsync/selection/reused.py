@@ -79,6 +79,7 @@ class Reused(Selector):
                 "raise the cap or lower the floor"
             )
         self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
+        self.reuses = threshold_period > 1
         self.state = ReusedState()
 
     def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:

@@ -18,7 +18,15 @@ from sparsync.kernels import Found
 from sparsync.selection.base import Watch
 from sparsync.sparse import SparseVector
 
-__all__ = ["SharesState", "edges", "first_candidates", "histogram", "next_shares", "watch"]
+__all__ = [
+    "SharesState",
+    "edges",
+    "first_candidates",
+    "histogram",
+    "next_shares",
+    "next_shares_of",
+    "watch",
+]
 
 _BINS = 32  # per unit: 128 bytes
 _GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
@@ -118,6 +126,40 @@ def next_shares(
         saturated = reached >= unit[0] / world_size > 0
         wishes.append(max(reached, 2.0 * quota) if saturated else reached)
     return SharesState(tuple(_apportion(wishes, k, least, sizes)), key)
+
+
+def next_shares_of(
+    state: SharesState,
+    units: Sequence[int],
+    counts: Sequence[Sequence[int]],
+    entries: Sequence[int],
+    sizes: Sequence[int],
+    world_size: int,
+    dtype: torch.dtype,
+) -> SharesState:
+    """Divide among some units what they have together; the quotas of the others stay.
+
+    Args:
+        state: quotas of all units.
+        units: those that divide.
+        counts: their histograms, summed over ranks.
+        entries: of every unit, by its density alone.
+        sizes: of every unit.
+        world_size: P.
+        dtype: of the residuals.
+    """
+    now = SharesState(tuple(state.quotas[unit] for unit in units), state.key)
+    then = next_shares(
+        now,
+        edges(now.key, dtype),
+        counts,
+        sum(entries[unit] for unit in units),
+        [sizes[unit] for unit in units],
+        world_size,
+    )
+    quotas = dict(zip(units, then.quotas, strict=True))
+    every = tuple(quotas.get(unit, k) for unit, k in enumerate(state.quotas))
+    return SharesState(every, then.key)
 
 
 def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:

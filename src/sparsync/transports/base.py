@@ -10,8 +10,10 @@ Algorithms are ``async def`` over these calls and never learn who drives them:
 from __future__ import annotations
 
 import copy
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
 
@@ -173,6 +175,25 @@ class Communicator(ABC):
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Begin to receive at most ``capacity`` bytes."""
 
+    @property
+    def now(self) -> float:
+        """Seconds by this rank's clock: the machine's, or the simulator's."""
+        return time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Book the time that passes under a stage: mask, select, pack, communicate, unpack.
+
+        No moment is booked twice: what is booked meanwhile, by stages inside or by other units in
+        flight, is left out.
+        """
+        start, booked = self.now, self.ledger.booked
+        try:
+            yield
+        finally:
+            elsewhere = self.ledger.booked - booked
+            self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
+
     def work(self, nbytes: int) -> Operation:
         """Account for reducing ``nbytes``: costs virtual time in the simulator, nothing elsewhere."""
         return Finished()
@@ -263,6 +284,11 @@ class Subgroup(Communicator):
         """Receive through the parent."""
         source = self.ranks[source]
         return self.parent.channel(self.tag).start_recv(source, capacity, phase, framing)
+
+    @property
+    def now(self) -> float:
+        """Ask the parent."""
+        return self.parent.now
 
     def work(self, nbytes: int) -> Operation:
         """Account through the parent."""

@@ -77,6 +77,7 @@ class Ledger:
     def __init__(self) -> None:
         self.step = 0
         self.phases: dict[str, Traffic] = {}  # of the current step
+        self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self.last_step = Traffic()
         self.sent_max = 0  # bytes, over finished steps
         self.received_max = 0
@@ -100,6 +101,15 @@ class Ledger:
     def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
         """Record what this rank received."""
         self._of(phase).add(Traffic(received=nbytes, messages_received=messages))
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Record time: of the machine, or virtual in the simulator."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+
+    @property
+    def booked(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.stages.values())
 
     def current_step(self) -> Traffic:
         """Sum the current step over its phases."""

@@ -4,6 +4,7 @@ from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
 from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from sparsync.wire.sign_mean import SignMean
 from sparsync.wire.streams import StreamCodec
 from sparsync.wire.whole import DenseCodec, Whole
 
@@ -14,6 +15,7 @@ __all__ = [
     "Encoded",
     "Packed",
     "Qsgd",
+    "SignMean",
     "SparseQsgd",
     "StreamCodec",
     "Whole",

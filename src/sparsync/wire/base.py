@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Protocol, final
@@ -130,6 +131,10 @@ class Codec(ABC):
 
     def seeded(self, rank: int, step: int) -> Codec:
         """Return the codec for one message source and step: itself, unless it draws random numbers."""
+        return self
+
+    def for_layers(self, sizes: Sequence[int]) -> Codec:
+        """Return the codec for vectors of layers of these sizes: itself, unless layers matter."""
         return self
 
     @abstractmethod

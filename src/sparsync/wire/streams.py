@@ -81,7 +81,10 @@ class StreamCodec:
         """Return the most entries with which a vector of ``size`` elements stays sparse; None: all."""
         if self.factor is None:
             return None
-        if (size, dtype) not in self._limits:  # a bisection, asked for by every region of every step
+        if (
+            size,
+            dtype,
+        ) not in self._limits:  # a bisection, asked for by every region of every step
             dense, limit = self.dense.nbytes(size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))

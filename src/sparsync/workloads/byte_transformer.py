@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
+from sparsync.workloads.base import Defaults
+from sparsync.workloads.text import TextWorkload
 
-__all__ = ["HEAD_WIDTH", "ByteTransformer"]
+__all__ = ["HEAD_WIDTH", "ByteTransformer", "BytesWorkload"]
 
 HEAD_WIDTH = 32  # of an attention head, unless the number of heads is given
 _BYTES = 256  # the vocabulary: every value of a byte
@@ -62,15 +67,6 @@ class ByteTransformer(nn.Module):
             self.final_norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, _BYTES, bias=False)
 
-    @staticmethod
-    def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-        """Tell the weights of attention and MLP layers from embeddings, norms and the output layer.
-
-        Their gradients are spread evenly, as a selection of k from every block supposes; those of
-        embeddings and of the output layer lie in the rows of a few bytes.
-        """
-        return name.startswith("blocks.") and parameter.dim() == 2
-
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -106,3 +102,32 @@ class _Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(x.shape))
         return out
+
+
+@final
+@dataclass(frozen=True)
+class BytesWorkload(TextWorkload):
+    """The transformer on Python's own source text.
+
+    Attributes:
+        width: of the residual stream, a multiple of 32: the width of a head.
+        layers: blocks.
+    """
+
+    width: int = 160
+    layers: int = 4
+
+    name: ClassVar[str] = "bytes"
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=8)
+
+    def __post_init__(self) -> None:
+        if self.width % HEAD_WIDTH:
+            raise ConfigurationError(
+                f"width is {self.width}; give a multiple of {HEAD_WIDTH}, the width of a head"
+            )
+
+    def make_model(self, seed: int) -> ByteTransformer:
+        """See ``Workload``."""
+        return ByteTransformer(
+            context=self.context, width=self.width, layers=self.layers, seed=seed
+        )

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.workloads.base import Workload
 
-__all__ = ["ByteText", "standard_library_files"]
+__all__ = ["ByteText", "TextWorkload", "standard_library_files"]
 
 _SKIPPED_FOLDERS = frozenset(
     # tests and installed packages; encodings are tables of numbers, not text
@@ -111,6 +114,35 @@ class ByteText:
         last = self.held_out.numel() - self.context - 1
         starts = torch.arange(windows) * last // max(windows - 1, 1)
         return _windows(self.held_out, starts, self.context)
+
+
+@dataclass(frozen=True)
+class TextWorkload(Workload):
+    """The text's side of a language model's workload; the model is a subclass's.
+
+    Attributes:
+        context: bytes per window.
+    """
+
+    context: int = 64
+
+    target: ClassVar[str] = "byte"
+    classifies: ClassVar[bool] = False
+
+    @cached_property
+    def text(self) -> ByteText:
+        """The data, read when it is first asked for."""
+        return ByteText.of_standard_library(context=self.context)
+
+    def batch(
+        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Workload``: every rank draws from the whole text, whatever ``world_size``."""
+        return self.text.batch(seed=seed, step=step, rank=rank, batch_size=batch_size)
+
+    def held_out(self, *, windows: int = 1024) -> tuple[Tensor, Tensor]:
+        """See ``Workload``."""
+        return self.text.evaluation(windows)
 
 
 def _tensor(content: bytes) -> Tensor:

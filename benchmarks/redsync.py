@@ -1,0 +1,274 @@
+"""RedSync's convergence at this size: a small VGG on digits, an LSTM on text, both with 4 ranks.
+
+    python benchmarks/redsync.py                        (writes benchmarks/redsync.md, .json)
+    python benchmarks/redsync.py --only lstm --seeds 1  (only what has "lstm" in its name, one seed)
+
+Part "convergence" asks the question of Table 1 and Figure 6: are RedSync and its quantised form as
+good as dense after equal steps?  Part "batches" asks that of Table 2: are they with large batches,
+after equal epochs?  Finished runs stand in the .json and are not made again, so a run can be cut
+short; the table shows what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from sparsync.bench.train import train
+from sparsync.bench.train_settings import TrainSettings
+from sparsync.workloads import WORKLOADS
+from sparsync.workloads.digits import DigitImages
+
+RANKS = 4
+DENSITIES = (0.01, 0.001)
+BATCHES = (128, 256, 512, 1024, 2048)  # images of all ranks together (Table 2)
+BATCH_DENSITY = 0.001
+BATCH_LRS = (0.5, 1, 2)  # times the default; dense's best serves all
+WARMUP = 15  # the learning rate grows over a fifteenth of the steps
+
+
+class Runs:
+    """Finished runs, kept in a file: settings, and what they gave."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.path = args.out.with_suffix(".json")
+        self.done: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
+
+    def find(self, settings: dict) -> dict | None:
+        """Return the run of these settings, or None."""
+        return next((run for run in self.done if run["settings"] == settings), None)
+
+    def make(self, settings: dict) -> None:
+        """Run, unless that is done or not asked for; write a line and both files."""
+        name = " ".join(f"{value}" for value in settings.values())
+        if self.args.only not in name or self.find(settings):
+            return
+        started = time.perf_counter()
+        options = {
+            key: value for key, value in settings.items() if key not in ("part", "algorithm")
+        }
+        options["lr_warmup_steps"] = max(1, settings["steps"] // WARMUP)
+        (result,) = train(TrainSettings(ranks=RANKS, **options), [settings["algorithm"]])
+        run = {
+            "settings": settings,
+            "eval_loss": result.eval_loss if math.isfinite(result.eval_loss) else None,
+            "accuracy": result.accuracy,
+            "parameters": result.parameters,
+            "bytes_sent_per_step_mean": fmean(result.bytes_sent),
+            "replicas_equal": result.replicas_equal,
+            "seconds": time.perf_counter() - started,
+        }
+        self.done.append(run)
+        partial = self.path.with_suffix(".partial")  # whoever is cut short here loses one run only
+        partial.write_text(json.dumps(self.done, indent=1) + "\n")
+        partial.replace(self.path)
+        self.args.out.write_text(report(self))
+        print(f"{name}: eval loss {run['eval_loss']}, {run['seconds']:.0f} s", flush=True)
+
+
+# ---- what is run -----------------------------------------------------------------------------------
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Yield algorithm and density; dense first."""
+    yield "dense", 1.0
+    for name in args.algorithms:
+        yield from ((name, density) for density in DENSITIES)
+
+
+def convergence(
+    args: argparse.Namespace, workload: str, algorithm: str, density: float, seed: int
+) -> dict:
+    """Return the settings of a run of the first part."""
+    return {
+        "part": "convergence",
+        "workload": workload,
+        "algorithm": algorithm,
+        "density": density,
+        "seed": seed,
+        "steps": args.steps,
+        "lr": WORKLOADS[workload].defaults.sgd_lr,
+        "clip": args.clip,
+    }
+
+
+def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> dict:
+    """Return the settings of a run of the second part: as many epochs, whatever the batch."""
+    images = len(DigitImages.load().training[1])
+    return {
+        "part": "batches",
+        "workload": "digits",
+        "algorithm": algorithm,
+        "density": 1.0 if algorithm == "dense" else BATCH_DENSITY,
+        "seed": 0,
+        "steps": max(1, round(args.epochs * images / total)),
+        "lr": lr,
+        "batch_size": total // RANKS,
+    }
+
+
+def best_dense(runs: Runs, total: int) -> dict | None:
+    """Return dense's run at its best learning rate, once all are done."""
+    base = WORKLOADS["digits"].defaults.sgd_lr
+    tried = [runs.find(batch(runs.args, total, "dense", times * base)) for times in BATCH_LRS]
+    if any(run is None for run in tried):
+        return None
+    return min((run for run in tried if run), key=lambda run: run["eval_loss"] or math.inf)
+
+
+def run_all(runs: Runs) -> None:
+    """Make what is not done: all seeds of a row, row after row; then the batch sizes."""
+    args = runs.args
+    for workload in ("digits", "lstm"):
+        for algorithm, density in rows(args):
+            for seed in range(args.seeds):
+                runs.make(convergence(args, workload, algorithm, density, seed))
+    base = WORKLOADS["digits"].defaults.sgd_lr
+    for total in BATCHES:
+        for times in BATCH_LRS:
+            runs.make(batch(args, total, "dense", times * base))
+        best = best_dense(runs, total)
+        for algorithm in args.algorithms if best else ():
+            runs.make(batch(args, total, algorithm, best["settings"]["lr"]))
+
+
+# ---- what is shown ---------------------------------------------------------------------------------
+
+
+def report(runs: Runs) -> str:
+    """Return all tables as Markdown."""
+    command = f"python benchmarks/redsync.py --steps {runs.args.steps} --epochs {runs.args.epochs}"
+    lines = [
+        "# RedSync against dense",
+        "",
+        f"`{command}` on {os.cpu_count()} cores, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, no dense steps first.",
+        *convergence_table(runs, "digits", "accuracy %", lambda run: 100 * run["accuracy"], 1),
+        *convergence_table(runs, "lstm", "perplexity", lambda run: math.exp(run["eval_loss"]), -1),
+        *batch_table(runs),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def convergence_table(
+    runs: Runs, workload: str, heading: str, measure: Callable[[dict], float], sign: int
+) -> list[str]:
+    """Return mean and standard deviation over seeds, and whether they are as good as dense's.
+
+    ``measure`` is better where ``sign`` times it is larger.
+    """
+    defaults = WORKLOADS[workload].defaults
+    clip = f", clip {defaults.clip:g}" if defaults.clip else ""
+    lines = [
+        "",
+        f"## {workload}: {runs.args.steps} steps, lr {defaults.sgd_lr:g}{clip}, batch "
+        f"{defaults.batch_size} per rank",
+        "",
+        "Mean and standard deviation over seeds; *as dense*: not worse by more than one standard "
+        "deviation of dense (how many it is worse).",
+        "",
+        f"| algorithm | density | seeds | held-out loss | as dense | {heading} | as dense "
+        "| bytes sent per step | of dense | replicas equal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    dense: list[dict] = []
+    for algorithm, density in rows(runs.args):
+        specs = [
+            convergence(runs.args, workload, algorithm, density, s) for s in range(runs.args.seeds)
+        ]
+        done = [run for run in map(runs.find, specs) if run]
+        if not done:
+            continue
+        dense = dense or done
+        if any(run["eval_loss"] is None for run in (*done, *dense)):
+            lines.append(f"| {algorithm} | {density:g} | {len(done)} | diverges | | | | | | |")
+            continue
+        cells = []
+        for value, better in ((lambda run: run["eval_loss"], -1), (measure, sign)):
+            ours, theirs = list(map(value, done)), list(map(value, dense))
+            cells += [spread(ours), verdict(ours, theirs, better) if dense is not done else ""]
+        sent, whole = (fmean(r["bytes_sent_per_step_mean"] for r in part) for part in (done, dense))
+        equal = "yes" if all(run["replicas_equal"] for run in done) else "NO"
+        lines.append(
+            f"| {algorithm} | {density:g} | {len(done)} | {' | '.join(cells)} | {sent:,.0f} "
+            f"| {sent / whole:.2%} | {equal} |"
+        )
+    return lines if dense else []
+
+
+def spread(values: list[float]) -> str:
+    """Write mean and standard deviation."""
+    return f"{fmean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def verdict(ours: list[float], dense: list[float], better: int) -> str:
+    """Say whether the mean is worse than dense's by more than dense's standard deviation."""
+    if len(dense) < 2:
+        return ""
+    worse, deviation = better * (fmean(dense) - fmean(ours)), stdev(dense)
+    count = f" ({worse / deviation:+.1f})" if deviation else ""
+    return ("yes" if worse <= deviation else "**no**") + count
+
+
+def batch_table(runs: Runs) -> list[str]:
+    """Return held-out error and loss over batch sizes."""
+    names = ("dense", *runs.args.algorithms)
+    lines = [
+        "",
+        f"## digits: batch sizes, {runs.args.epochs} epochs each, one seed",
+        "",
+        f"Held-out error in % (loss) at density {BATCH_DENSITY:g}; the learning rate is dense's best "
+        f"of {len(BATCH_LRS)}. One of the held-out images is 0.28 %; a batch of 2,048 is more than the "
+        "1,438 training images.",
+        "",
+        f"| total batch | steps | lr | {' | '.join(names)} |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    for total in BATCHES:
+        best = best_dense(runs, total)
+        if best is None:
+            continue
+        lr = best["settings"]["lr"]
+        done = [runs.find(batch(runs.args, total, name, lr)) for name in names]
+        cells = " | ".join(map(error, done))
+        lines.append(f"| {total} | {best['settings']['steps']} | {lr:g} | {cells} |")
+    return lines if any(best_dense(runs, total) for total in BATCHES) else []
+
+
+def error(run: dict | None) -> str:
+    """Write a run's held-out error and loss."""
+    if run is None:
+        return ""
+    loss = "diverges" if run["eval_loss"] is None else f"{run['eval_loss']:.3f}"
+    return f"{100 * (1 - run['accuracy']):.2f} ({loss})"
+
+
+def main() -> None:
+    """Run the grid."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="of the first part")
+    parser.add_argument("--steps", type=int, default=300, help="of the first part")
+    parser.add_argument("--epochs", type=int, default=100, help="of the second part")
+    parser.add_argument(
+        "--only", default="", help='a part of a run\'s name, as "lstm" or "batches"'
+    )
+    parser.add_argument("--algorithms", nargs="+", default=["redsync", "redsync-quantized"])
+    parser.add_argument("--clip", type=float, help="of both workloads; default: each one's own")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    runs = Runs(parser.parse_args())
+    run_all(runs)
+    runs.args.out.write_text(report(runs))
+
+
+if __name__ == "__main__":
+    main()

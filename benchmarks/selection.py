@@ -1,0 +1,69 @@
+"""What selecting 0.1 % of a residual costs, over its size and the selector (RedSync, Figure 3).
+
+    python benchmarks/selection.py        (10 minutes, 3 GB; writes selection.md and selection.png)
+
+Runs what ``sparsync bench --selectors --plot benchmarks/selection.png`` runs, for each input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from sparsync.bench.selectors import bench_selectors
+from sparsync.bench.selectors_report import tables, write_plot
+from sparsync.bench.selectors_settings import (
+    DEFAULT_SIZES,
+    SELECTOR_INPUTS,
+    SelectorSettings,
+    parse_sizes,
+)
+from sparsync.kernels import native
+
+WIDTH = 88  # characters
+
+
+def main() -> None:
+    """Measure, draw the figure's input, then write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES))
+    arguments = parser.parse_args()
+    shown = io.StringIO()
+    for kind in SELECTOR_INPUTS:
+        rows = bench_selectors(SelectorSettings(arguments.sizes, input=kind))
+        assert all(row.correct for row in rows), f"{kind}: not the k largest"
+        Console(file=shown, width=WIDTH).print(tables(rows))
+        if kind == SELECTOR_INPUTS[0]:
+            write_plot(rows, arguments.out.with_suffix(".png"))
+    text = "\n".join(line.rstrip() for line in shown.getvalue().strip().splitlines())
+    arguments.out.write_text(
+        f"""# What selection costs
+
+`python benchmarks/selection.py`, torch {torch.__version__}, {platform.machine()} ({native.chosen()}), one
+thread, its own time: waiting for a core is not counted, but others' use of caches and memory slows the
+rows that read most, so run it on a quiet machine. Sizes are those of RedSync's Figure 3; density 0.1 %.
+"uniform" is the figure's input; "residual" is what 20 rounds of error feedback leave. A small gradient is
+added between two calls. "binary search, 1 of 5" searches on one of 5 calls and reuses that threshold on
+four: the mean of the five. "exact + x.add_, fused" is this project's default: candidates found while
+accumulating, then exact selection among them; its time includes the accumulation, which all others need
+as well (`x.add_(gradient)`). The last row is the floor, one read.
+
+![milliseconds per call over the size of the residual](selection.png)
+
+```
+{text}
+```
+""",
+        encoding="utf-8",
+    )
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What ``attach`` refuses, in one line each: models that it cannot take, momentum applied twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.correction import Correction
+from sparsync.errors import ConfigurationError
+
+__all__ = ["check_model", "check_optimizer", "output_parameters"]
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not DDP, has a hook, or has COO gradients.
+
+    Raises:
+        ConfigurationError: any of it.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
+            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+        )
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        raise ConfigurationError(
+            "the model has an embedding with sparse=True, whose COO gradients this hook cannot "
+            "take; build it with sparse=False"
+        )
+    if getattr(model, "_comm_hooks", None):
+        raise ConfigurationError(
+            "this model already has a communication hook; attach once, to a freshly wrapped model "
+            "(a hook cannot be removed from DDP)"
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, correction: Correction) -> None:
+    """Refuse an optimizer that does again what the correction has done.
+
+    Raises:
+        ConfigurationError: says what to change.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+        >>> check_optimizer(sgd, Correction(momentum=0.9))
+        Traceback (most recent call last):
+        sparsync.errors.ConfigurationError: SGD has momentum 0.9, which ... would be applied twice: ...
+    """
+    if optimizer is None:
+        return
+    name = type(optimizer).__name__
+    adaptive = [key for key in ("betas", "alpha", "rho") if key in optimizer.defaults]
+    if correction.momentum and adaptive:
+        raise ConfigurationError(
+            f"momentum correction goes with SGD, but the optimizer is {name}, which divides by "
+            "moments of its own; leave the correction away, or use sparsync.SparseAdamW"
+        )
+    for group in optimizer.param_groups:
+        for what in ("momentum", "weight_decay"):
+            if getattr(correction, what) and group.get(what):
+                raise ConfigurationError(
+                    f"{name} has {what} {group[what]}, which the correction does before the "
+                    f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
+                    f"build the optimizer with {what}=0"
+                )
+
+
+def output_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of the module that was registered last: the output layer.
+
+    Example:
+        >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        ['2.weight', '2.bias']
+    """
+    names = [name for name, _ in model.named_parameters()]
+    last = names[-1].rpartition(".")[0] if names else ""
+    return [name for name in names if name.rpartition(".")[0] == last]

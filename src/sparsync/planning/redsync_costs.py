@@ -1,0 +1,245 @@
+"""RedSync's cost model: Equations 1 and 2, and the layer sizes from which compression pays.
+
+    ======== ======================================================================================
+    equation seconds for a layer of M bytes
+    ======== ======================================================================================
+    1        ``T_select + lg(p) alpha + (p - 1) M D beta + p gamma_1``, messages of M D bytes
+    2        ``2 lg(p) alpha + 2 (p - 1) / p M beta + (p - 1) / p M gamma_2``
+    ======== ======================================================================================
+
+Differs from the paper: Equation 1 is for the quantised message, an index per entry; the plain one has
+two words.  Equation 2 is appendix B's (section 5.4 prints gamma_2 without M).  gamma_1 is seconds per
+message there; here a message also takes time by its bytes.  For P no power of two lg(p) is rounded up.
+Headers are left out, as in the paper: ``costs.allgatherv(codec.nbytes(k, size), p)`` counts them.
+
+All terms are straight lines in M, so the sizes at which two of them cross are closed forms as well.
+
+References: Fang et al., "RedSync: Reducing Synchronization Traffic for Distributed Deep Learning",
+sections 5.2, 5.4 and appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "PLAIN",
+    "QUANTIZED",
+    "SelectionTimes",
+    "SizeThresholds",
+    "Timing",
+    "equation_1",
+    "equation_2",
+    "size_thresholds",
+]
+
+PLAIN = 2  # words per entry: index and value
+QUANTIZED = 1  # the index; one mean per message
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that grow with a number of bytes.
+
+    Attributes:
+        overhead: seconds, whatever the size.
+        per_byte: seconds per byte.
+
+    Example:
+        >>> (Timing(1.0, 0.5) + Timing(2.0)).seconds(4)
+        5.0
+    """
+
+    overhead: float = 0.0
+    per_byte: float = 0.0
+
+    def __add__(self, other: Timing) -> Timing:
+        return Timing(self.overhead + other.overhead, self.per_byte + other.per_byte)
+
+    def times(self, factor: float) -> Timing:
+        """Return the time of ``factor`` repetitions."""
+        return Timing(factor * self.overhead, factor * self.per_byte)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return ``overhead + per_byte * nbytes``."""
+        return self.overhead + self.per_byte * nbytes
+
+    def beats_from(self, other: Timing) -> float:
+        """Return the size in bytes above which this is faster than ``other`` at every size.
+
+        0: always; infinity: there is none.
+
+        Example:
+            >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
+            2.0
+            >>> Timing(1.0, 2.0).beats_from(Timing(3.0, 1.0))
+            inf
+        """
+        more, less = self.overhead - other.overhead, other.per_byte - self.per_byte
+        if less > 0:
+            return max(0.0, more / less)
+        return 0.0 if less == 0 and more < 0 else math.inf
+
+
+@dataclass(frozen=True)
+class SelectionTimes:
+    """How long selection takes on a layer of float32.
+
+    The defaults are a GPU's, not measured: kernels of 10 microseconds, started from Python, and passes
+    over 550 GB/s of memory (3/4 of a P100's), counted in the algorithms.  On a CPU, this library's
+    exact selection is the fastest of all.  Measure those of the job: `benchmarks/selectors.py`.
+
+    Attributes:
+        exact: top-k by magnitude; as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3).
+        trimmed: Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k.
+        search: Algorithm 3, when it searches: |x|, mean, max, 8 counts, 2 to compact.
+        reuse: Algorithm 3, when it uses the last threshold: |x|, 2 to compact.
+        reuse_period: steps per search (section 5.2.2: 5).
+        found: entries that a search selects, over k: it stops between 1 and 2.
+    """
+
+    exact: Timing = Timing(100e-6, 2 / 3.5e9)
+    trimmed: Timing = Timing(100e-6, 9 / 550e9)
+    search: Timing = Timing(130e-6, 14 / 550e9)
+    reuse: Timing = Timing(30e-6, 4 / 550e9)
+    reuse_period: int = 5
+    found: float = 1.5
+
+    @property
+    def searched(self) -> Timing:
+        """Algorithm 3 on the mean of a period."""
+        return (self.search + self.reuse.times(self.reuse_period - 1)).times(1 / self.reuse_period)
+
+
+class SizeThresholds(NamedTuple):
+    """Bytes of a layer from which a method is used, the arguments of ``BySize``; infinity: never.
+
+    Attributes:
+        exact_from: dense below (``compress_thd`` of Algorithm 4; paper: 128 KB).
+        trimmed_from: exact top-k below (``thsd1`` of Algorithm 5; paper: as ``exact_from``).
+        search_from: binary search with reuse from here on (``thsd2`` of Algorithm 5; paper: 4 MB).
+    """
+
+    exact_from: float
+    trimmed_from: float
+    search_from: float
+
+
+def equation_1(
+    world_size: int,
+    density: float,
+    *,
+    alpha: float,
+    beta: float,
+    select: Timing = Timing(),
+    unpack: Timing = Timing(),
+    words_per_entry: int = QUANTIZED,
+) -> Timing:
+    """Return ``T_sparse`` of a layer by its bytes: select, allgather, add P messages.
+
+    Args:
+        world_size: number of ranks P.
+        density: D, entries of a message over elements of the layer.
+        alpha: seconds per message.
+        beta: seconds per byte.
+        select: ``T_select``, by the bytes of the layer.
+        unpack: ``gamma_1``, by the bytes of one message.
+        words_per_entry: ``QUANTIZED`` as printed, or ``PLAIN``.
+
+    Example:
+        >>> sparse = equation_1(128, 0.001, alpha=0, beta=1)
+        >>> dense = equation_2(128, alpha=0, beta=1)
+        >>> round(sparse.per_byte / dense.per_byte, 3)  # P D / 2: not D
+        0.064
+    """
+    _check(world_size, density)
+    message = words_per_entry * density  # bytes per byte of the layer
+    transfer = Timing(_rounds(world_size) * alpha, (world_size - 1) * message * beta)
+    added = Timing(unpack.overhead, unpack.per_byte * message).times(world_size)
+    return select + transfer + added
+
+
+def equation_2(world_size: int, *, alpha: float, beta: float, gamma: float = 0.0) -> Timing:
+    """Return ``T_dense`` of a layer by its bytes: Rabenseifner's allreduce.
+
+    Args:
+        world_size: number of ranks P.
+        alpha: seconds per message.
+        beta: seconds per byte.
+        gamma: ``gamma_2``, seconds per byte reduced.
+    """
+    _check(world_size, 1.0)
+    share = (world_size - 1) / world_size
+    return Timing(2 * _rounds(world_size) * alpha, share * (2 * beta + gamma))
+
+
+def size_thresholds(
+    world_size: int,
+    density: float,
+    *,
+    alpha: float,
+    beta: float,
+    gamma: float = 0.0,
+    unpack: Timing = Timing(),
+    selection: SelectionTimes = SelectionTimes(),
+    words_per_entry: int = PLAIN,
+) -> SizeThresholds:
+    """Return the size policy for the network at hand: what Algorithms 4 and 5 have as constants.
+
+    A selector is used from where it beats the others, its messages' length included; compression pays
+    from where Equation 1, with that selector, is below Equation 2.  On a slow network search is never
+    used: it sends up to twice as many entries as trimmed top-k (section 5.4).
+
+    Args:
+        world_size: number of ranks P.
+        density: D, k / n.
+        alpha: seconds per message of a layer; 0 where layers are fused and share messages.
+        beta: seconds per byte.
+        gamma: seconds per byte reduced, of dense.
+        unpack: seconds per message of a layer, by its bytes.
+        selection: speeds of the selectors.
+        words_per_entry: ``PLAIN`` or ``QUANTIZED``.
+
+    Example:
+        >>> found = size_thresholds(8, 0.001, alpha=0, beta=1 / 3.5e9)
+        >>> round(found.exact_from / 1024)  # KB; the paper, on this network: 128
+        101
+        >>> size_thresholds(64, 0.05, alpha=1e-6, beta=1e-9)  # P D = 3.2: nothing is saved
+        SizeThresholds(exact_from=inf, trimmed_from=inf, search_from=inf)
+    """
+
+    def sparse(select: Timing, found: float = 1.0) -> Timing:
+        return equation_1(
+            world_size,
+            density * found,
+            alpha=alpha,
+            beta=beta,
+            select=select,
+            unpack=unpack,
+            words_per_entry=words_per_entry,
+        )
+
+    exact, trimmed = sparse(selection.exact), sparse(selection.trimmed)
+    search = sparse(selection.searched, selection.found)
+    from_search = max(search.beats_from(exact), search.beats_from(trimmed))
+    from_trimmed = min(trimmed.beats_from(exact), from_search)
+    dense = equation_2(world_size, alpha=alpha, beta=beta, gamma=gamma)
+    tiers = ((exact, 0.0), (trimmed, from_trimmed), (search, from_search))
+    compress = min(max(method.beats_from(dense), start) for method, start in tiers)
+    return SizeThresholds(compress, max(compress, from_trimmed), max(compress, from_search))
+
+
+def _check(world_size: int, density: float) -> None:
+    if world_size < 1:
+        raise ConfigurationError(f"world_size is {world_size}; give at least 1 rank")
+    if not density > 0:
+        raise ConfigurationError(f"density is {density}; give k / n, above 0")
+
+
+def _rounds(world_size: int) -> int:
+    """Return ``ceil(log2 P)``."""
+    return (world_size - 1).bit_length()

@@ -1,0 +1,55 @@
+"""The first steps, in which more is exchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["DGC_RAMP", "Warmup"]
+
+DGC_RAMP = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """How densely the first steps are exchanged.
+
+    Attributes:
+        steps: how many steps the warm-up takes.
+        densities: of equally long parts of it (DGC: ``DGC_RAMP``, one epoch each); none: all of it is
+            dense, as RedSync has it: at 64 ranks and 1.5625 % an allgather already takes as many
+            bytes as the dense exchange.
+
+    Example:
+        >>> warmup = Warmup(10, DGC_RAMP)
+        >>> [warmup.density(step, final=0.001) for step in (0, 1, 2, 10)]
+        [0.25, 0.25, 0.0625, 0.001]
+        >>> Warmup(10).density(9, final=0.001) is None
+        True
+
+    References: Fang et al., RedSync, section 5.6; Lin et al., Deep Gradient Compression, ICLR 2018.
+    """
+
+    steps: int = 0
+    densities: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
+            raise ConfigurationError(f"warmup_steps is {self.steps!r}; give a whole number >= 0")
+        if not all(0 < density <= 1 for density in self.densities):
+            raise ConfigurationError(
+                f"warmup_densities are {self.densities}; give fractions in (0, 1], as {DGC_RAMP}"
+            )
+        if self.densities and not self.steps:
+            raise ConfigurationError(
+                f"warmup_densities {self.densities} need warmup_steps > 0: how long they take"
+            )
+
+    def density(self, step: int, final: float) -> float | None:
+        """Return the density of a step, at least the final one; None: dense."""
+        if step >= self.steps:
+            return final
+        if not self.densities:
+            return None
+        return max(self.densities[step * len(self.densities) // self.steps], final)

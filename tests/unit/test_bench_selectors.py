@@ -1,0 +1,192 @@
+"""``sparsync bench --selectors``: rows, ratios, tables, picture and the command."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from sparsync import ConfigurationError, cli
+from sparsync.bench import selectors
+from sparsync.bench.selectors_report import tables, write_plot
+from sparsync.bench.selectors_settings import (
+    DEFAULT_SIZES,
+    SELECTOR_INPUTS,
+    SelectorSettings,
+    parse_sizes,
+)
+
+ORDER = [
+    "torch.topk of |x|",
+    "exact, no sort of n",
+    "trimmed",
+    "binary search",
+    "binary search, 1 of 5",
+    "sampled",
+    "exact + x.add_, fused",
+    "x.add_(gradient)",
+    "one read, x.sum()",
+]
+
+
+def measure(sizes=(16 << 10, 4 << 10), **options):
+    return selectors.bench_selectors(SelectorSettings(sizes, 0.01, seconds=0, **options))
+
+
+def shown(rows, width=80):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(tables(rows))
+    return capture.get()
+
+
+@pytest.mark.parametrize("kind", SELECTOR_INPUTS)
+def test_every_selector_is_measured_at_every_size_smallest_first(kind):
+    rows = measure((16 << 10, 4 << 10, 4 << 10), input=kind)
+    assert [row.selector for row in rows] == ORDER * 2
+    assert [row.size for row in rows] == [1024] * len(ORDER) + [4096] * len(ORDER)
+    assert {row.k for row in rows} == {10, 41}
+    assert all(row.correct and row.seconds > 0 and row.samples == 3 for row in rows)
+    for row in rows:
+        if "x." in row.selector and "fused" not in row.selector:
+            assert row.entries_over_k is row.recall is None
+        elif row.selector.startswith("binary search"):
+            assert 1 <= row.entries_over_k <= 2 and row.recall == 1
+        elif row.selector != "sampled":
+            assert row.entries_over_k == row.recall == 1
+
+
+def test_ratios_are_to_the_base_and_to_the_read_of_the_same_run():
+    rows = measure()
+    for group in (rows[: len(ORDER)], rows[len(ORDER) :]):
+        assert group[0].speedup == group[-1].over_read == 1
+        for row in group:
+            assert row.speedup == group[0].seconds / row.seconds
+            assert row.over_read == row.seconds / group[-1].seconds
+
+
+def case(run, **options):
+    return selectors._Case("", lambda: None, run, **options)
+
+
+def test_the_calls_of_a_period_have_a_median_each():
+    measured = selectors._Measured(case(lambda: None, period=2))
+    measured.samples = [[1.0, 10.0], [99.0, 20.0], [3.0, 30.0]]
+    assert measured.seconds == (3.0 + 20.0) / 2
+
+
+def test_preparation_is_not_timed():
+    times = iter([5.0, 6.0, 20.0, 24.0])
+    calls = []
+    recorded = selectors._Case("", lambda: calls.append("p"), lambda: calls.append("r"), period=2)
+    measured = selectors._Measured(recorded)
+    measured.sample(lambda: (calls.append("t"), next(times))[1])
+    assert calls == list("ptrtptrt")
+    assert measured.samples == [[1.0, 4.0]]
+
+
+def test_missing_entries_are_noted():
+    x = torch.tensor([5.0, -4.0, 3.0, 1.0])
+    measured = selectors._Measured(case(lambda: None))
+    measured.judge(x, 2, torch.tensor([5.0, 3.0, 1.0]))
+    assert (measured.entries_over_k, measured.recall) == (1.5, 0.5)
+
+
+def test_the_threads_are_as_before():
+    torch.set_num_threads(2)
+    try:
+        measure((4 << 10,))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_table_has_ratios_first_and_says_what_is_wrong():
+    rows = measure()
+    rows[1] = dataclasses.replace(rows[1], correct=False)
+    text = shown(rows)
+    assert text.index("faster than torch.topk") < text.index("over k") < text.index("ms per call")
+    assert [line.strip().split("  ")[0] for line in text.splitlines() if "WRONG" in line] == [
+        "exact, no sort of n"
+    ]
+
+
+def test_eight_sizes_fit_a_terminal():
+    rows = measure((4 << 10,))
+    eight = [dataclasses.replace(r, nbytes=n) for n in parse_sizes(DEFAULT_SIZES) for r in rows]
+    assert "512 MB" in shown(eight) and "…" not in shown(eight)
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_plot(measure(), tmp_path / "selectors.png")
+    assert (tmp_path / "selectors.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def run(*arguments, measured="--selectors"):
+        monkeypatch.setattr(sys, "argv", ["sparsync", "bench", measured, *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sparsync.bench.collectives.bench_selectors",
+        lambda settings: selectors.bench_selectors(dataclasses.replace(settings, seconds=0)),
+    )
+    path = tmp_path / "new" / "s.json"
+    code, out, err = command("--sizes", "16KB,64KB", "--json", str(path))
+    assert (code, err) == (0, "")
+    rows = json.loads(path.read_text())
+    assert [row["selector"] for row in rows] == ORDER * 2
+    for row in rows:
+        assert list(row) == [field.name for field in dataclasses.fields(selectors.SelectorRow)]
+        assert (row["density"], row["input"], row["device"]) == (0.001, "uniform", "cpu")
+    assert "16 KB" in out and "64 KB" in out and "trimmed" in out
+
+
+def test_a_wrong_selection_ends_with_1(command, monkeypatch):
+    wrong = dataclasses.replace(measure((4 << 10,))[0], correct=False)
+    monkeypatch.setattr("sparsync.bench.collectives.bench_selectors", lambda _: [wrong])
+    code, out, _ = command()
+    assert code == 1 and "WRONG" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, as 64KB,1MB"),
+        (["--sizes", "64KB,,1MB"], "sizes is '64KB,,1MB'"),
+        (["--sizes", "0KB"], "sizes is '0KB'"),
+        (["--input", "dominant"], "unknown input 'dominant'; choose one of uniform, normal"),
+        (["--density", "0.1,0.2"], "density is '0.1,0.2'; --selectors takes one"),
+        (["--density", "2"], "density is 2.0"),
+        (["--device", "tpu"], "--device is 'tpu'; here it can be: cpu"),
+        (["--json", "."], "cannot write to '.'"),
+        (["--plot", "s.txt"], "cannot draw 's.txt'"),
+    ],
+)
+def test_bad_input_is_one_line_and_ends_with_2(command, arguments, said):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_picture_of_anything_else_is_refused(command):
+    code, _, err = command("--plot", "s.png", measured="--kernels")
+    assert code == 2 and "add --selectors" in err
+
+
+def test_settings_refuse_an_unknown_input():
+    with pytest.raises(ConfigurationError, match="unknown input 'odd'"):
+        SelectorSettings((4096,), input="odd")

@@ -1,0 +1,287 @@
+"""Momentum correction, masking, decay, local clipping and warm-up against dense references."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparsync.correction import Clipper, Correction, Velocity
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.integrations.base import load_reducer_state, reducer_state
+from sparsync.integrations.checks import check_optimizer, output_parameters
+from sparsync.presets import Algorithm, allgather, resolve
+from sparsync.reducer import Reducer
+from sparsync.transports.sim import simulate
+from sparsync.units import plan_units
+from sparsync.warmup import DGC_RAMP, Warmup
+
+SIZE, STEPS, RANKS = 60, 50, 4
+CPU = torch.device("cpu")
+
+
+def gradient(rank: int, step: int, weights: torch.Tensor) -> torch.Tensor:
+    """A noisy quadratic's: local, and dependent on the weights."""
+    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(step * 100 + rank))
+    return 0.2 * weights + noise
+
+
+def trained(
+    correction: Correction,
+    density: float = 1.0,
+    algorithm: Algorithm | None = None,
+    ranks: int = RANKS,
+    warmup: Warmup | None = None,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Train by plain SGD on corrected averages; return the weights after every step."""
+
+    async def program(comm):
+        weights = torch.linspace(-1, 1, SIZE)
+        units = plan_units([("a", torch.zeros(20)), ("b", torch.zeros(40))], unit_bytes=80)
+        chosen = algorithm or allgather(cap=None)
+        reducer = Reducer(comm, units, chosen, density, warmup, correction)
+        history = []
+        for step in range(steps):
+            pieces = list(gradient(comm.rank, step, weights).split([20, 40]))
+            await reducer.reduce(pieces, list(weights.split([20, 40])))
+            weights = weights - 0.05 * torch.cat(pieces)
+            history.append(weights.clone())
+        return history
+
+    results = simulate(program, ranks).results
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    return results[0]
+
+
+def reference(**options) -> list[torch.Tensor]:
+    """The same by torch's SGD on the dense average."""
+    weights = torch.nn.Parameter(torch.linspace(-1, 1, SIZE))
+    optimizer = torch.optim.SGD([weights], lr=0.05, **options)
+    history = []
+    for step in range(STEPS):
+        local = [gradient(rank, step, weights.detach()) for rank in range(RANKS)]
+        weights.grad = torch.stack(local).sum(0) / RANKS
+        optimizer.step()
+        history.append(weights.detach().clone())
+    return history
+
+
+def assert_equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=f"step {step}")
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_density_1_without_masking_is_momentum_sgd(nesterov, decay):
+    correction = Correction(0.9, nesterov=nesterov, masking=False, weight_decay=decay)
+    assert_equal(
+        trained(correction), reference(momentum=0.9, nesterov=nesterov, weight_decay=decay)
+    )
+
+
+def test_density_1_with_masking_is_plain_sgd():
+    assert_equal(trained(Correction(0.9)), reference())
+
+
+def test_what_is_exchanged_whole_keeps_its_velocity():
+    dense = trained(Correction(0.9), density=0.1, warmup=Warmup(STEPS))
+    assert_equal(dense, reference(momentum=0.9))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_below_density_1_it_is_algorithm_4(nesterov):
+    """The paper's algorithm written out densely, on one rank."""
+    correction = Correction(0.9, nesterov=nesterov, weight_decay=0.05)
+    mine = trained(correction, density=0.1, ranks=1)
+    weights = torch.linspace(-1, 1, SIZE)
+    velocity, residual = torch.zeros(SIZE), torch.zeros(SIZE)
+    entries = (2, 4)
+    for step in range(STEPS):
+        g = gradient(0, step, weights) + 0.05 * weights
+        if nesterov:
+            velocity = 0.9 * (velocity + g)
+            residual = residual + velocity + g
+        else:
+            velocity = 0.9 * velocity + g
+            residual = residual + velocity
+        mask = torch.ones(SIZE)
+        # two units share the k entries by where the last step's largest lay: take the same counts
+        moved = (mine[step] - (mine[step - 1] if step else torch.linspace(-1, 1, SIZE))) != 0
+        assert int(moved.sum()) == sum(entries)
+        for start, stop in ((0, 20), (20, 60)):
+            k = int(moved[start:stop].sum())
+            mask[start + residual[start:stop].abs().topk(k).indices] = 0
+        weights = weights - 0.05 * residual * (1 - mask)
+        residual, velocity = residual * mask, velocity * mask
+        torch.testing.assert_close(mine[step], weights, rtol=1e-5, atol=1e-5)
+
+
+def test_clipping_equals_torchs_on_one_rank():
+    mine = trained(Correction(clip=2.0), ranks=1)
+    weights = torch.nn.Parameter(torch.linspace(-1, 1, SIZE))
+    for step in range(STEPS):
+        weights.grad = gradient(0, step, weights.detach())
+        norm = torch.nn.utils.clip_grad_norm_([weights], 2.0)
+        assert norm > 2.0, "nothing to clip"
+        with torch.no_grad():
+            weights -= 0.05 * weights.grad
+        torch.testing.assert_close(mine[step], weights.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 64])
+def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
+    """N independent local gradients of which the average has the norm ``clip``: the edge of clipping."""
+    generator = torch.Generator().manual_seed(0)
+    local = torch.randn(ranks, 100_000, generator=generator)
+    clip = float(local.mean(0).norm())
+    scales = [Correction(clip=clip).clip_scale(float(g.norm()), ranks) for g in local]
+    assert all(0.97 < scale <= 1.0 for scale in scales)
+    published = Correction(clip=clip, as_published=True)
+    scales = [published.clip_scale(float(g.norm()), ranks) for g in local]
+    assert all(abs(scale * ranks - 1) < 0.03 for scale in scales)  # P times too short
+    scales = [published.clip_scale(float(g.norm()) / ranks, ranks) for g in local]
+    assert all(0.97 < scale <= 1.0 for scale in scales)  # right for gradients divided by N
+
+
+def test_the_previous_norm_is_this_norm_one_step_later():
+    clipper = Clipper(Correction(clip=1.0, clip_norm="previous"), world_size=1)
+    assert clipper.waits
+    first = [torch.tensor([3.0]), torch.tensor([4.0])]
+    clipper.measure(first)
+    for piece in first:
+        clipper.clip_(piece)
+    assert torch.cat(first).tolist() == pytest.approx([0.6, 0.8])
+    clipper.commit()
+    assert not clipper.waits
+    second = torch.tensor([10.0])
+    clipper.clip_(second)  # by the norm 5 of the step before
+    assert second.tolist() == pytest.approx([2.0])
+    clipper.restore()  # a refused step leaves no trace
+    assert clipper.previous == pytest.approx(5.0)
+
+
+def test_a_refused_step_leaves_velocity_and_norm():
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(SIZE))])
+        correction = Correction(0.9, clip=1.0, clip_norm="previous")
+        reducers = [Reducer(comm, units, allgather(), 0.1, None, correction) for _ in range(2)]
+        for step in range(6):
+            mine = gradient(comm.rank, step, torch.zeros(SIZE))
+            if step == 3:
+                poisoned = mine.clone()
+                poisoned[7] = math.nan if comm.rank == 1 else 0.0
+                with pytest.raises(NonFiniteGradientError):
+                    await reducers[0].reduce([poisoned])
+                reducers[0].refuse()
+            (one,) = await reducers[0].reduce([mine.clone()])
+            (two,) = await reducers[1].reduce([mine.clone()])
+            assert torch.equal(one.to_dense(), two.to_dense()), step
+        assert torch.equal(reducers[0].velocities[0].value, reducers[1].velocities[0].value)
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize("name", ["redsync", "redsync-quantized", "oktopk"])
+def test_saved_velocity_continues_bit_for_bit(name):
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(20)), ("b", torch.zeros(40))], unit_bytes=80)
+        correction = Correction(0.9, nesterov=True, clip=1.0, clip_norm="previous")
+
+        def make():
+            return Reducer(comm, units, resolve(name), 0.1, None, correction)
+
+        straight, resumed = make(), make()
+        for step in range(8):
+            pieces = gradient(comm.rank, step, torch.zeros(SIZE)).split([20, 40])
+            if step == 4:
+                resumed = make()
+                load_reducer_state(resumed, reducer_state(straight))
+            one = await straight.reduce([p.clone() for p in pieces])
+            if step >= 4:
+                two = await resumed.reduce([p.clone() for p in pieces])
+                assert all(
+                    torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(one, two, strict=True)
+                )
+
+    simulate(program, 1)  # loading is collective and blocks: one rank in the simulator
+
+
+def test_a_state_without_momentum_is_refused():
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(SIZE))])
+        state = reducer_state(Reducer(comm, units, allgather(), 0.1))
+        with pytest.raises(ConfigurationError, match=r"momentum 0\.0, this run has 0\.9"):
+            load_reducer_state(Reducer(comm, units, allgather(), 0.1, None, Correction(0.9)), state)
+
+    simulate(program, 1)
+
+
+def test_the_ramp_has_its_densities():
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(2000)), ("b", torch.zeros(2000))], unit_bytes=8000)
+        reducer = Reducer(comm, units, allgather(), 0.001, Warmup(10, DGC_RAMP))
+        counts = []
+        for step in range(12):
+            generator = torch.Generator().manual_seed(step)
+            averages = await reducer.reduce([torch.randn(2000, generator=generator) for _ in units])
+            counts.append(sum(average.nnz for average in averages))
+        return counts
+
+    counts = simulate(program, 1).results[0]
+    assert counts == [1000, 1000, 250, 250, 62, 62, 16, 16, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum is 1.0; give a factor in \[0, 1\)"),
+        ({"nesterov": True}, "nesterov=True needs a momentum > 0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"clip": 0.0}, "clip is 0.0; give a norm > 0"),
+        ({"clip_norm": "next"}, "clip_norm is 'next'"),
+    ],
+)
+def test_bad_corrections_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Correction(**arguments)
+
+
+def test_bad_warmups_are_refused():
+    with pytest.raises(ConfigurationError, match="warmup_steps is -1"):
+        Warmup(-1)
+    with pytest.raises(ConfigurationError, match="fractions in"):
+        Warmup(5, (0.5, 2.0))
+    with pytest.raises(ConfigurationError, match="need warmup_steps > 0"):
+        Warmup(0, (0.5,))
+
+
+def test_decay_without_weights_is_refused():
+    velocity = Velocity(Correction(weight_decay=0.1), 2, torch.float32, CPU)
+    with pytest.raises(ConfigurationError, match="needs the weights"):
+        velocity.correct_(0, torch.ones(2))
+
+
+@pytest.mark.parametrize("what", ["momentum", "weight_decay"])
+def test_what_the_optimizer_would_do_again_is_refused(what):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, **{what: 0.5})
+    check_optimizer(optimizer, Correction())
+    with pytest.raises(ConfigurationError, match=f"build the optimizer with {what}=0"):
+        check_optimizer(optimizer, Correction(**{what: 0.5}))
+
+
+def test_momentum_correction_does_not_go_with_adam():
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    with pytest.raises(ConfigurationError, match="goes with SGD, but the optimizer is AdamW"):
+        check_optimizer(optimizer, Correction(0.9))
+
+
+def test_the_output_layer_is_the_last_one():
+    model = torch.nn.ModuleDict(
+        {"body": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3, bias=False)}
+    )
+    assert output_parameters(model) == ["head.weight"]
+    assert output_parameters(torch.nn.ReLU()) == []

@@ -59,7 +59,8 @@ class Verdict(NamedTuple):
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of what was delivered.
         law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
-            tolerance ``(P + 2) 2^-24 sum (|accumulated| + |lost|)``; above 1 the law is broken.
+            tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``; above 1 the law
+            is broken.
         entries: entries of the total / min(k, entries of the sum of what was selected); 1 if dense.
     """
 
@@ -121,7 +122,7 @@ class Verification:
     def __init__(self, size: int, world_size: int, k: int) -> None:
         self.k, self.unit = k, (world_size + 2) * _ROUNDING
         self.accumulated = torch.zeros(size, dtype=torch.float64)
-        self.magnitude = torch.zeros(size, dtype=torch.float64)  # sum of |accumulated| + |lost|
+        self.magnitude = torch.zeros(size, dtype=torch.float64)
         self.residual = torch.zeros(size, dtype=torch.float64)
         self.delivered = torch.zeros(size, dtype=torch.float64)
         self.selected = torch.zeros(size)
@@ -132,9 +133,11 @@ class Verification:
         """Add the next rank's evidence."""
         lost = evidence.lost.to_dense().double()
         self.accumulated += evidence.accumulated
-        self.magnitude += evidence.accumulated.abs() + lost.abs()
+        delivered = evidence.delivered.to_dense()
+        # a codec may deliver more than an entry has (a mean): roundings are relative to that
+        self.magnitude += evidence.accumulated.abs().maximum(delivered.abs()) + lost.abs()
         self.residual += evidence.residual + lost
-        self.delivered += evidence.delivered.to_dense() - lost
+        self.delivered += delivered - lost
         self.selected += evidence.selected.to_dense()
         if self.total is None:
             self.total = evidence.total

@@ -23,6 +23,7 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 
 from sparsync.api import Handle, allreduce, connect, iallreduce
 from sparsync.collectives.base import Reduced
+from sparsync.correction import Correction
 from sparsync.errors import (
     CommunicationError,
     ConfigurationError,
@@ -33,32 +34,41 @@ from sparsync.errors import (
     SparsyncError,
     WireFormatError,
 )
+from sparsync.integrations.adam import ArrivalAdamW, LocalAdamW
 from sparsync.integrations.ddp import DdpSync, attach
-from sparsync.integrations.optimizer import UpdateSpaceSGD
+from sparsync.integrations.local_updates import LocalUpdates
+from sparsync.integrations.optimizer import UpdateSpaceAdamW, UpdateSpaceSGD
 from sparsync.operations import Reduction
 from sparsync.presets import SPARCML_SETTINGS, Algorithm
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
+from sparsync.warmup import DGC_RAMP
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "DGC_RAMP",
     "SPARCML_SETTINGS",
     "Algorithm",
+    "ArrivalAdamW",
     "CommunicationError",
     "ConfigurationError",
+    "Correction",
     "DdpSync",
     "DeadlineError",
     "DeadlockError",
     "DenseVector",
     "Handle",
     "Links",
+    "LocalAdamW",
+    "LocalUpdates",
     "NonFiniteGradientError",
     "PeerError",
     "Reduced",
     "Reduction",
     "SparseVector",
     "SparsyncError",
+    "UpdateSpaceAdamW",
     "UpdateSpaceSGD",
     "WireFormatError",
     "allreduce",

@@ -9,7 +9,7 @@ from sparsync.bench.launch import RankError, launch
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS, ON_REAL_RANKS, exercise
 
-from . import call_programs, ddp_programs, programs
+from . import call_programs, correction_programs, ddp_programs, programs, update_programs
 
 pytestmark = pytest.mark.gloo
 
@@ -37,6 +37,16 @@ def test_calls_without_a_model_overlap_on_gloo_and_zmq():
     results = launch(call_programs.both, 3, timeout=60.0)
     assert all(results["torch"].values()), results["torch"]
     assert all(results["zmq"].values()), results["zmq"]
+
+
+def test_momentum_correction_under_ddp():
+    result = launch(correction_programs.corrections, 2, timeout=60.0)
+    assert all(result.values()), result
+
+
+def test_updates_of_local_optimizers():
+    result = launch(update_programs.updates, 3, timeout=60.0)
+    assert all(result.values()), result
 
 
 def test_sparcml_trains_layer_by_layer():

@@ -66,6 +66,17 @@ _WeightDecay = Annotated[
         help="Of the optimizer; adamw's is decoupled.", show_default="0.01 for adamw, else 0"
     ),
 ]
+_Space = Annotated[
+    str,
+    typer.Option(
+        help="What presets exchange: gradient, update or local (progress of the ranks' own weights); "
+        "with adam also arrival, frozen, refreshed."
+    ),
+]
+_Period = Annotated[
+    int | None,
+    typer.Option(help="Steps between exchanges of --space local.", show_default="by density"),
+]
 _Clip = Annotated[
     float | None,
     typer.Option(
@@ -173,6 +184,8 @@ def command(
     momentum_correction: _MomentumCorrection = None,
     weight_decay: _WeightDecay = None,
     clip: _Clip = None,
+    space: _Space = "gradient",
+    period: _Period = None,
     lr_warmup_steps: _LrWarmupSteps = 20,
     warmup_steps: _WarmupSteps = 0,
     batch_size: _BatchSize = None,

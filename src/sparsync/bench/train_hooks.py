@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.bench.connection import transport_of
-from sparsync.correction import Correction
+from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import ConfigurationError
+from sparsync.integrations.adam import ArrivalAdamW
 from sparsync.integrations.ddp import attach
 from sparsync.presets import PRESETS, resolve
 from sparsync.workloads import is_hidden_matrix
 
 __all__ = [
     "HOOKS",
+    "Allreduced",
+    "Attached",
     "Exchange",
+    "PowerSgd",
     "check_algorithm",
-    "corrects",
     "dense_bytes_per_step",
-    "make_exchange",
 ]
 
 HOOKS = ("fp16", "powersgd")
@@ -53,23 +55,18 @@ def check_algorithm(name: str) -> None:
         raise ConfigurationError(f"unknown algorithm {name!r}; choose one of {known}") from None
 
 
-def corrects(name: str) -> bool:
-    """Tell whether an algorithm is published with momentum correction."""
-    return name not in HOOKS and resolve(name).corrects
-
-
 class Exchange(ABC):
-    """A model under DDP, and what its exchange sends.
+    """A model, what exchanges its gradients or updates, and what that sends.
 
     Attributes:
-        ddp: the wrapped model.
+        model: what is called and trained: wrapped in DDP, or plain.
         transport: what carries the gradients.
         counted: "ledger", or "formula" where what is sent is not counted but worked out.
         sparse: entries are selected: density means something.
         sums: gradients are summed over ranks, not averaged.
     """
 
-    ddp: DistributedDataParallel
+    model: nn.Module
     transport: str = "torch"
     counted: str = "formula"
     sparse: bool = False
@@ -79,66 +76,38 @@ class Exchange(ABC):
     def bytes_sent(self) -> int:
         """Return what this rank sent in the step that has just ended."""
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+    def make_optimizer(self, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build the optimizer."""
+        return settings.make_optimizer(self.model)
+
+    def after_step(self) -> None:  # noqa: B027 (most do nothing)
+        """Do what comes behind the optimizer's step."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Leave in the model what all ranks share."""
+
+    def close(self) -> None:  # noqa: B027
         """End what runs beside the training."""
 
 
-def make_exchange(
-    name: str,
-    model: nn.Module,
-    *,
-    density: float,
-    warmup_steps: int,
-    correction: Correction,
-    timeout: float,
-    transport: str,
-    curve_keys: Path | None,
-) -> Exchange:
-    """Wrap a model; every rank calls it.
-
-    Args:
-        name: "dense" (plain DDP), "fp16" or "powersgd" (PyTorch's hooks), or a preset.
-        model: of this rank.
-        density: for presets, as the others; see ``sparsync.attach``.
-        warmup_steps: first steps that presets exchange dense.
-        correction: what presets do to local gradients.
-        timeout: seconds that a rank waits for another.
-        transport: of presets; DDP and its hooks use gloo.
-        curve_keys: folder of keys, for zmq.
-    """
-    if name in ("dense", "fp16"):
-        return _Allreduced(model, half=name == "fp16")
-    if name == "powersgd":
-        return _PowerSgd(model)
-    return _Attached(
-        model,
-        name,
-        density=density,
-        warmup_steps=warmup_steps,
-        correction=correction,
-        timeout=timeout,
-        transport=transport,
-        curve_keys=curve_keys,
-    )
-
-
 @final
-class _Allreduced(Exchange):
+class Allreduced(Exchange):
     """Plain DDP; or its ``fp16_compress_hook``: the same allreduce of 16-bit floats."""
 
     def __init__(self, model: nn.Module, *, half: bool) -> None:
-        self.ddp, self.model = DistributedDataParallel(model), model
+        self.model = ddp = DistributedDataParallel(model)
         self.itemsize = _HALF_BYTES if half else 4
         if half:
-            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
     def bytes_sent(self) -> int:
+        """Return what this rank sent in the step that has just ended."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
         return dense_bytes_per_step(elements, dist.get_world_size(), self.itemsize)
 
 
 @final
-class _PowerSgd(Exchange):
+class PowerSgd(Exchange):
     """PyTorch's ``powerSGD_hook``, set up as it is strongest and safe on gloo.
 
     The bytes are the elements that the hook itself says it allreduces.
@@ -155,7 +124,7 @@ class _PowerSgd(Exchange):
 
     def __init__(self, model: nn.Module, *, matrix_rank: int = 4, first_step: int = 2) -> None:
         nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes // _MEBIBYTE + 1)
+        self.model = ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes // _MEBIBYTE + 1)
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self.state = powerSGD_hook.PowerSGDState(
             process_group=None,
@@ -163,31 +132,52 @@ class _PowerSgd(Exchange):
             start_powerSGD_iter=first_step,
         )
         self.before = 0
-        self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
 
     def bytes_sent(self) -> int:
+        """Return what this rank sent in the step that has just ended."""
         so_far = self.state.total_numel_after_compression
         compressed, self.before = so_far - self.before, so_far
         return dense_bytes_per_step(compressed or self.elements, dist.get_world_size())
 
 
 @final
-class _Attached(Exchange):
+class Attached(Exchange):
     """``sparsync.attach``: what the others are compared with."""
 
     counted = "ledger"
     sparse = True
 
-    def __init__(self, model: nn.Module, name: str, **options: Any) -> None:
-        self.ddp = DistributedDataParallel(model)
-        if name == "sparcml":  # the paper compresses some layers, too (section 8.4)
-            options["compress"] = is_hidden_matrix
-        self.sync = attach(self.ddp, name, **options)
+    def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
+        self.model = ddp = DistributedDataParallel(model)
+        self.correction = settings.correction(resolve(name).corrects)
+        # SparCML compresses some layers, too (section 8.4)
+        compress = is_hidden_matrix if name == "sparcml" else None
+        self.sync = attach(
+            ddp,
+            name,
+            density=settings.density,
+            compress=compress,
+            warmup_steps=settings.warmup_steps,
+            correction=self.correction,
+            timeout=settings.timeout,
+            transport=settings.transport,
+            curve_keys=settings.curve_keys,
+        )
         self.transport = transport_of(self.sync.reducer.comm)
         self.sums = not self.sync.reducer.algorithm.average
 
+    def make_optimizer(self, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build the optimizer that goes with it."""
+        if settings.space == "arrival":
+            lr, decay = settings.learning_rate, settings.decay
+            return ArrivalAdamW(self.model.parameters(), lr, weight_decay=decay)
+        return settings.make_optimizer(self.model, self.correction)
+
     def bytes_sent(self) -> int:
+        """Return what this rank sent in the step that has just ended."""
         return self.sync.reducer.comm.ledger.last_step.sent
 
     def close(self) -> None:
+        """End the engine and its connection."""
         self.sync.close()

@@ -19,8 +19,9 @@ from sparsync.bench.progress import loss_progress
 from sparsync.bench.report import TrainResult
 from sparsync.bench.shaped import check_rate, link_bytes
 from sparsync.bench.target import Goal
-from sparsync.bench.train_hooks import corrects, dense_bytes_per_step, make_exchange
+from sparsync.bench.train_hooks import dense_bytes_per_step
 from sparsync.bench.train_settings import TrainSettings
+from sparsync.bench.train_spaces import make_exchange
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.workloads import Evaluation, Workload
 
@@ -82,18 +83,8 @@ def _train(
 ) -> _RankReport:
     """Train to the last step, or to the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
-    correction = settings.correction(corrects(name))
-    exchange = make_exchange(
-        name,
-        model,
-        density=settings.density,
-        warmup_steps=settings.warmup_steps,
-        correction=correction,
-        timeout=settings.timeout,
-        transport=settings.transport,
-        curve_keys=settings.curve_keys,
-    )
-    optimizer = settings.make_optimizer(model, correction if exchange.sparse else None)
+    exchange = make_exchange(settings, name, model)
+    optimizer = exchange.make_optimizer(settings)
     clip = None if exchange.sparse else settings.largest_norm
     # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
@@ -105,7 +96,8 @@ def _train(
             before_step(rank, step)
         link, started = _link_sent(settings), time.perf_counter()
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange.ddp, optimizer, workload, step, divisor, clip)
+            loss = _step(settings, exchange.model, optimizer, workload, step, divisor, clip)
+            exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent(settings) - link)
         mine.loss.append(loss)
@@ -115,6 +107,7 @@ def _train(
             losses.append(_mean_over_ranks(loss))
             if goal.reached_by(losses):
                 break
+    exchange.finish()
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
         mine.evaluate_(model, workload)

@@ -19,6 +19,8 @@ from sparsync.workloads import Workload, make_workload, workload_class
 
 __all__ = ["TrainSettings"]
 
+_SPACES = ("gradient", "update", "local")
+_ADAM_SPACES = (*_SPACES, "arrival", "frozen", "refreshed")
 _OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
@@ -42,8 +44,12 @@ class TrainSettings:
             (torch's), 0 for the others.
         clip: largest 2-norm of the averaged gradient; 0: any.  Presets clip local gradients to
             sqrt(P) times it.  Default: the workload's.
+        space: what presets exchange: "gradient" (``sparsync.attach``), "update", "local"
+            (``LocalUpdates``); with adam also "arrival" (gradients; moments updated where entries
+            arrive), and "frozen" or "refreshed" (updates; second moments shared).
+        period: of "local"; default: what the density allows.
         lr_warmup_steps: the learning rate grows linearly over so many first steps.
-        warmup_steps: so many first steps are exchanged dense.
+        warmup_steps: so many first steps are exchanged dense; "local": with growing periods.
         batch_size: windows or images per rank and step; default: the workload's.
         timeout: seconds that any rank waits for another.
         layers: of the transformer or LSTM; default: the workload's.
@@ -69,6 +75,8 @@ class TrainSettings:
     momentum_correction: bool | None = None
     weight_decay: float | None = None
     clip: float | None = None
+    space: str = "gradient"
+    period: int | None = None
     lr_warmup_steps: int = 20
     warmup_steps: int = 0
     batch_size: int | None = None
@@ -82,7 +90,7 @@ class TrainSettings:
     lab: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "batch_size", "layers", "width", "context"):
+        for name in ("ranks", "steps", "batch_size", "layers", "width", "context", "period"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "at least 1")
         for name in ("seed", "lr_warmup_steps", "warmup_steps"):
@@ -94,6 +102,8 @@ class TrainSettings:
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             _check(name, value, value is None or 0 <= value < math.inf, "a number >= 0")
+        spaces = _SPACES if self.optimizer == "sgd" else _ADAM_SPACES
+        _check("space", self.space, self.space in spaces, f"one of {', '.join(spaces)}")
         if self.momentum_correction and self.optimizer != "sgd":
             raise ConfigurationError(
                 f"--momentum-correction is for sgd, not {self.optimizer}; leave it out"

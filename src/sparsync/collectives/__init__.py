@@ -8,6 +8,7 @@ from sparsync.collectives.dynamic import Dynamic
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk import OkTopk, OkTopkState
+from sparsync.collectives.quantized_allgather import QuantizedAllgather
 from sparsync.collectives.recursive_doubling import RecursiveDoubling
 from sparsync.collectives.ring import Ring
 from sparsync.collectives.sparcml_auto import SparcmlAuto, SparcmlAutoState
@@ -23,6 +24,7 @@ __all__ = [
     "Halving",
     "OkTopk",
     "OkTopkState",
+    "QuantizedAllgather",
     "RecursiveDoubling",
     "Reduced",
     "Ring",

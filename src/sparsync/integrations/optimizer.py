@@ -7,29 +7,26 @@ Algorithm 2): mass that waits in the residual was scaled by the learning rate of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.api import connect
-from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.base import (
-    agree_on_reducer,
-    load_reducer_state,
-    reducer_state,
-    reducer_stats,
-)
-from sparsync.presets import Algorithm, check_density, resolve
-from sparsync.reducer import Reducer
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.adam import check_adam
+from sparsync.integrations.update_space import UpdateSpace
+from sparsync.presets import Algorithm
 from sparsync.transports.base import Communicator, run
-from sparsync.units import plan_units
+from sparsync.warmup import Warmup
 
-__all__ = ["UpdateSpaceSGD"]
+__all__ = ["SecondMoment", "UpdateSpaceAdamW", "UpdateSpaceSGD"]
+
+SecondMoment = Literal["local", "frozen", "refreshed"]
 
 
-class UpdateSpaceSGD(torch.optim.Optimizer):
+@final
+class UpdateSpaceSGD(UpdateSpace):
     """SGD whose updates are exchanged sparsely (Ok-Topk, Algorithm 2).  The model is not wrapped.
 
     ::
@@ -77,83 +74,139 @@ class UpdateSpaceSGD(torch.optim.Optimizer):
         compress: Callable[[str, Tensor], bool] | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ConfigurationError(
-                "UpdateSpaceSGD needs local gradients but the model is wrapped in DDP, which averages "
-                "them; give it the plain module, or use sparsync.attach with any optimizer"
-            )
-        if not lr >= 0:
-            raise ConfigurationError(f"lr is {lr}; give a learning rate >= 0")
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        super().__init__([p for _, p in named], {"lr": lr})
-        self._parameters = dict(named)
-        chosen = resolve(algorithm, **options)
-        unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
-        self.reducer = Reducer(
-            comm or connect(),
-            plan_units(named, unit_bytes, compress),
-            chosen,
-            check_density(density),
+        super().__init__(
+            model,
+            {"lr": lr},
+            algorithm,
+            density=density,
+            comm=comm,
+            unit_bytes=unit_bytes,
+            compress=compress,
+            warmup=Warmup(),
+            **options,
         )
-        agree_on_reducer(self.reducer, unit_bytes=unit_bytes)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters that would come after the units were agreed on."""
-        if hasattr(self, "reducer"):
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        assert parameter.grad is not None
+        torch.mul(parameter.grad.reshape(-1), group["lr"], out=update)
+
+
+@final
+class UpdateSpaceAdamW(UpdateSpace):
+    """AdamW whose updates are exchanged sparsely; moments are local.  The model is not wrapped.
+
+    ::
+
+        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2       local
+        acc = residual + lr m / (sqrt(v) + eps)               with m, v corrected for bias
+        w = (1 - lr weight_decay) w - mean of what is delivered
+
+    Args:
+        model: a plain module, equal on all ranks (not DDP: gradients must be local).
+        lr: learning rate; schedulers may change it between steps.
+        algorithm: a preset's name or an ``Algorithm``.
+        betas: b1 and b2.
+        eps: added to the root.
+        weight_decay: decoupled, applied by all ranks alike.
+        second_moment: "local"; "frozen": averaged over ranks after the warm-up, and kept (1-bit Adam's
+            idea); "refreshed": averaged then and every ``refresh_period`` steps, local in between.
+        refresh_period: steps; an average is a dense allreduce of n elements.
+        warmup_steps: the first steps are exchanged dense.
+        density: as for ``UpdateSpaceSGD``, and so are comm, unit_bytes, compress and options.
+        comm: see there.
+        unit_bytes: see there.
+        compress: see there.
+        options: of the preset.
+
+    Raises:
+        ConfigurationError: bad arguments; "frozen" without a warm-up.
+        NonFiniteGradientError: from ``step``; parameters and residuals are as before, moments are not.
+
+    State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
+    gradients under Adam.  ``LocalUpdates`` is what keeps up with dense training (``benchmarks/adam.md``).
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
+        >>> optimizer = UpdateSpaceAdamW(model, lr=0.5, density=0.5, weight_decay=0.0)
+        >>> model(torch.tensor([[1.0, 4.0]])).sum().backward(); optimizer.step()
+        >>> model.weight.tolist()
+        [[0.5, 1.0]]
+
+    References: Tang et al., 1-bit Adam, ICML 2021.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        algorithm: str | Algorithm = "oktopk",
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        second_moment: SecondMoment = "local",
+        refresh_period: int = 100,
+        warmup_steps: int = 0,
+        density: float = 0.01,
+        comm: Communicator | None = None,
+        unit_bytes: int | None = None,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        if second_moment not in ("local", "frozen", "refreshed"):
             raise ConfigurationError(
-                "UpdateSpaceSGD exchanges the parameters that it was built with; "
-                "build it after the model is complete"
+                f"second_moment is {second_moment!r}; choose local, frozen or refreshed"
             )
-        super().add_param_group(param_group)
+        if second_moment == "frozen" and not warmup_steps:
+            raise ConfigurationError(
+                "a frozen second moment needs warmup_steps > 0, in which it is learned"
+            )
+        if refresh_period < 1:
+            raise ConfigurationError(f"refresh_period is {refresh_period}; give at least 1 step")
+        self.second_moment, self.refresh_period = second_moment, refresh_period
+        super().__init__(
+            model,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            algorithm,
+            density=density,
+            comm=comm,
+            unit_bytes=unit_bytes,
+            compress=compress,
+            warmup=Warmup(warmup_steps),
+            **options,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; blocks until it is there."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
-        updates = []
-        for unit in self.reducer.units:
-            wide = torch.promote_types(unit.dtype, torch.float32)  # as the residual
-            flat = torch.zeros(unit.size, dtype=wide, device=unit.device)
-            for slot in unit.slots:
-                parameter = self._parameters[slot.name]
-                if parameter.grad is not None:
-                    piece = flat[slot.start : slot.start + slot.size]
-                    torch.mul(parameter.grad.reshape(-1), rates[parameter], out=piece)
-            updates.append(flat)
-        try:
-            run(self.reducer.reduce(updates))  # in place
-        except NonFiniteGradientError:
-            self.reducer.skip()
-            raise
-        except BaseException:
-            self.reducer.refuse()
-            raise
-        for unit, flat in zip(self.reducer.units, updates, strict=True):
-            for slot in unit.slots:
-                parameter = self._parameters[slot.name]
-                update = flat[slot.start : slot.start + slot.size]
-                parameter.sub_(update.view(parameter.shape))
+        """Apply one exchanged update; average the second moment when that is due."""
+        loss = super().step(closure)
+        since = self.reducer.step - self.reducer.warmup.steps
+        refreshed = self.second_moment == "refreshed" and since % self.refresh_period == 0
+        if since >= 0 and (refreshed or (self.second_moment == "frozen" and since == 0)):
+            for state in self.state.values():
+                square = state["exp_avg_sq"]
+                flat = run(self.reducer.comm.allreduce(square.reshape(-1), "second moment"))
+                square.copy_(flat.view(square.shape) / self.reducer.comm.world_size)
         return loss
 
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers: steps, bytes per step and phase, residual norms."""
-        return reducer_stats(self.reducer)
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"].lerp_(gradient, 1 - beta1), state["exp_avg_sq"]
+        steps = state["step"]
+        if self.second_moment == "frozen" and self.reducer.step >= self.reducer.warmup.steps:
+            steps = self.reducer.warmup.steps  # of which it is the moment
+        else:
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        rate = group["lr"] / (1 - beta1 ** state["step"])
+        torch.mul((mean / root).reshape(-1), rate, out=update)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and, under "sparsync", this rank's reducer state."""
-        return {**super().state_dict(), "sparsync": reducer_state(self.reducer)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
-        rest = dict(state_dict)
-        if "sparsync" not in rest:
-            raise ConfigurationError(
-                "the saved state has no 'sparsync' part; load what this optimizer's state_dict() "
-                "returned"
-            )
-        load_reducer_state(self.reducer, rest.pop("sparsync"))
-        super().load_state_dict(rest)
+    def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)

@@ -13,7 +13,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.presets.base import Algorithm, check_density
 from sparsync.presets.baselines import allgather, dense, gaussiank, gtopk, ring_dense, topkdsa
 from sparsync.presets.oktopk import oktopk, oktopk_paper
-from sparsync.presets.ours import budgeted, halving
+from sparsync.presets.ours import budgeted, halving, signs
 from sparsync.presets.redsync import redsync, redsync_quantized
 from sparsync.presets.sparcml import (
     SPARCML_SETTINGS,
@@ -46,6 +46,7 @@ __all__ = [
     "resolve",
     "ring",
     "ring_dense",
+    "signs",
     "sparcml",
     "sparcml_auto",
     "split_allgather",
@@ -68,6 +69,7 @@ PRESETS: MappingProxyType[str, Callable[..., Algorithm]] = MappingProxyType(
         "redsync-quantized": redsync_quantized,
         "ring": ring,
         "ring-dense": ring_dense,
+        "signs": signs,
         "sparcml": sparcml,
         "sparcml-auto": sparcml_auto,
         "split-allgather": split_allgather,

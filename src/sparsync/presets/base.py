@@ -29,6 +29,7 @@ class Algorithm:
         unit_bytes: what is selected together where the user does not say: see ``plan_units``.
         compress: which parameters are exchanged sparsely where the user does not say; None: all.
         corrects: published with momentum correction, in place of the optimizer's momentum.
+        bits: of an element, where every element is exchanged; None: entries are, or whole numbers.
         output: what the output layer is exchanged with, where that differs.
     """
 
@@ -41,6 +42,7 @@ class Algorithm:
     unit_bytes: int | None = None
     compress: Callable[[str, Tensor], bool] | None = None
     corrects: bool = False
+    bits: float | None = None
     output: Algorithm | None = None
 
     def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:

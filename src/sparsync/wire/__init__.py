@@ -5,6 +5,7 @@ from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
 from sparsync.wire.qsgd import Qsgd, SparseQsgd
 from sparsync.wire.sign_mean import SignMean
+from sparsync.wire.signs import Signs
 from sparsync.wire.streams import StreamCodec
 from sparsync.wire.whole import DenseCodec, Whole
 
@@ -16,6 +17,7 @@ __all__ = [
     "Packed",
     "Qsgd",
     "SignMean",
+    "Signs",
     "SparseQsgd",
     "StreamCodec",
     "Whole",

@@ -1,0 +1,170 @@
+"""AdamW where gradients are local, or arrive sparsely: two optimizers for any PyTorch loop."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["ArrivalAdamW", "LocalAdamW", "check_adam"]
+
+
+class _AdamW(torch.optim.Optimizer):
+    """Decoupled decay, two moments, and an update that the subclass makes of them."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+    @abstractmethod
+    def _step_(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Update one parameter in place."""
+
+
+@final
+class LocalAdamW(_AdamW):
+    """AdamW on local gradients, whose second moment is that of their average over P ranks.
+
+    ::
+
+        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2         of this rank's gradients
+        v' = m^2 + (v - m^2) / P                                their noise is averaged away
+        w = w - lr (m / (sqrt(v') + eps) + weight_decay w)      with m, v corrected for bias
+
+    A local gradient is noisier than the average: with its own second moment, steps are up to sqrt(P)
+    times shorter than those of dense training at the same learning rate.  P = 1 is torch's AdamW.
+
+    Args:
+        params: parameters, or groups of them.
+        world_size: number of ranks P whose updates are averaged.
+        lr: learning rate.
+        betas: b1 and b2.
+        eps: added to the root.
+        weight_decay: decoupled.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = LocalAdamW([weight], world_size=4, lr=0.5, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([2.0]); optimizer.step(); weight.tolist()
+        [0.5]
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        world_size: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size is {world_size}; give at least 1 rank")
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.world_size = world_size
+
+    def _step_(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        unbiased1, unbiased2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        ranks = self.world_size
+        of_average = square / (unbiased2 * ranks)
+        of_average.addcmul_(mean, mean, value=(1 - 1 / ranks) / unbiased1**2)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        denominator = of_average.sqrt_().add_(group["eps"])
+        parameter.addcdiv_(mean, denominator, value=-group["lr"] / unbiased1)
+
+
+@final
+class ArrivalAdamW(_AdamW):
+    """AdamW that updates moments and weights only where a gradient arrived, i.e. is not zero.
+
+    For the sparse averages of ``sparsync.attach``: an entry that arrives every 100th step is not taken
+    for one that is 100 times smaller.  Every element counts its own arrivals for the bias correction.
+    It is one of the variants of ``benchmarks/adam.md``, and not the best one.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: b1 and b2, per arrival.
+        eps: added to the root.
+        weight_decay: decoupled, of all elements on every step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> optimizer = ArrivalAdamW([weight], lr=0.5, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([2.0, 0.0]); optimizer.step(); weight.detach().round(decimals=4)
+        tensor([0.5000, 1.0000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+    def _step_(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            for name in ("exp_avg", "exp_avg_sq", "arrivals"):
+                state[name] = torch.zeros_like(parameter)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        arrived = gradient != 0
+        beta1, beta2 = group["betas"]
+        g, count = gradient[arrived], state["arrivals"][arrived] + 1
+        mean = state["exp_avg"][arrived] * beta1 + g * (1 - beta1)
+        square = state["exp_avg_sq"][arrived] * beta2 + g * g * (1 - beta2)
+        state["arrivals"][arrived] = count
+        state["exp_avg"][arrived], state["exp_avg_sq"][arrived] = mean, square
+        root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        parameter[arrived] -= group["lr"] * mean / (1 - beta1**count) / root
+
+
+def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuse what Adam cannot work with."""
+    if not lr >= 0:
+        raise ConfigurationError(f"lr is {lr}; give a learning rate >= 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigurationError(f"betas are {betas}; give two factors in [0, 1)")
+    if not eps >= 0 or not weight_decay >= 0:
+        raise ConfigurationError(f"eps is {eps} and weight_decay {weight_decay}; give numbers >= 0")

@@ -12,6 +12,7 @@ from sparsync.collectives import (
     GTopk,
     Halving,
     OkTopk,
+    QuantizedAllgather,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
@@ -33,6 +34,7 @@ from sparsync.presets import (
     redsync_quantized,
     ring,
     ring_dense,
+    signs,
     sparcml,
     sparcml_auto,
     split_allgather,
@@ -53,7 +55,7 @@ from sparsync.selection import (
     Trimmed,
 )
 from sparsync.transports.base import Communicator
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
+from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec
 
 SELECTORS = {
     "everything": Everything,
@@ -120,6 +122,8 @@ COLLECTIVES = {
     "topkdsa": Dynamic,
     "topkdsa, dense from delta / 4": partial(Dynamic, StreamCodec(factor=0.25)),
     "dynamic": partial(Dynamic, always_dense=True),
+    "quantized-allgather": QuantizedAllgather,
+    "quantized-allgather, blocks of 7": partial(QuantizedAllgather, Signs(7)),
 }
 
 # sums of these are trees that P fixes, not left folds
@@ -149,6 +153,7 @@ ALGORITHMS = {
     "ring-dense": ring_dense(),
     "gtopk": gtopk(),
     "gaussiank": gaussiank(),
+    "signs": signs(),
     "sparcml-auto": sparcml_auto(),
     "sparcml": sparcml(),
     "sparcml, error kept": sparcml(keep_error=True),
@@ -210,6 +215,7 @@ ROWS = {
 ON_REAL_RANKS = [
     "allgather",
     "oktopk",
+    "quantized-allgather",
     "split-allgather",
     "topkdsa",
     "recursive-doubling",

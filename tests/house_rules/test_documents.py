@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import sparsync
 from sparsync import SparseVector, cli
 from sparsync.presets import PRESETS
-from sparsync.wire import Coo, SignMean, SparseQsgd
+from sparsync.wire import Coo, SignMean, Signs, SparseQsgd
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -130,8 +130,17 @@ def test_the_wire_format_document_shows_real_bytes():
 
 
 def test_the_wire_format_document_shows_a_sign_mean_message():
-    section = (ROOT / "docs" / "wire-format.md").read_text().split("## sign-mean")[1]
+    section = (
+        (ROOT / "docs" / "wire-format.md").read_text().split("## sign-mean")[1].split("\n## ")[0]
+    )
     shown = "".join(re.findall(r"^((?:[0-9a-f]{2} +)+)", section, flags=re.MULTILINE))
     vector = SparseVector(torch.tensor([1, 7, 10]), torch.tensor([1.0, -3.0, -2.0]), 12)
     codec = SignMean(layers=(5, 0, 7))
     assert bytes.fromhex(shown) == bytes(codec.encode(vector).payload.tolist())
+
+
+def test_the_wire_format_document_shows_a_signs_message():
+    section = (ROOT / "docs" / "wire-format.md").read_text().split("## signs")[1].split("\n## ")[0]
+    shown = "".join(re.findall(r"^((?:[0-9a-f]{2} +)+)", section, flags=re.MULTILINE))
+    values = torch.tensor([1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5])
+    assert bytes.fromhex(shown) == bytes(Signs(6).encode(values).payload.tolist())

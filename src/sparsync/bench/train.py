@@ -87,6 +87,9 @@ _Clip = Annotated[
 _LrWarmupSteps = Annotated[
     int, typer.Option(help="First steps, over which the learning rate grows.")
 ]
+_LrDecay = Annotated[
+    bool, typer.Option("--lr-decay", help="Then it falls linearly, to 0 after the last step.")
+]
 _WarmupSteps = Annotated[int, typer.Option(help="First steps, which are exchanged dense.")]
 _BatchSize = Annotated[
     int | None,
@@ -187,6 +190,7 @@ def command(
     space: _Space = "gradient",
     period: _Period = None,
     lr_warmup_steps: _LrWarmupSteps = 20,
+    lr_decay: _LrDecay = False,
     warmup_steps: _WarmupSteps = 0,
     batch_size: _BatchSize = None,
     context: _Context = None,

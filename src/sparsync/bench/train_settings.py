@@ -49,6 +49,7 @@ class TrainSettings:
             arrive), and "frozen" or "refreshed" (updates; second moments shared).
         period: of "local"; default: what the density allows.
         lr_warmup_steps: the learning rate grows linearly over so many first steps.
+        lr_decay: after that it falls linearly, to 0 behind the last step (Ok-Topk's BERT).
         warmup_steps: so many first steps are exchanged dense; "local": with growing periods.
         batch_size: windows or images per rank and step; default: the workload's.
         timeout: seconds that any rank waits for another.
@@ -78,6 +79,7 @@ class TrainSettings:
     space: str = "gradient"
     period: int | None = None
     lr_warmup_steps: int = 20
+    lr_decay: bool = False
     warmup_steps: int = 0
     batch_size: int | None = None
     timeout: float = 300.0
@@ -151,7 +153,10 @@ class TrainSettings:
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a 0-based step."""
-        return self.learning_rate * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
+        rising = self.learning_rate * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
+        if not self.lr_decay or step < self.lr_warmup_steps:
+            return rising
+        return rising * (self.steps - step) / max(self.steps - self.lr_warmup_steps, 1)
 
     def steps_of(self, algorithm: str) -> int:
         """Return how many steps an algorithm makes: "dense" ends at the target."""

@@ -171,7 +171,7 @@ def _pack(bits: Tensor) -> Tensor:
     padded[: bits.numel()] = bits
     words = padded.view(torch.int64)  # bit i of the byte stands at 8 i: fold pairs, fours, halves
     for shift in (7, 14, 28):
-        words = words | words >> shift
+        words |= words >> shift
     return words.to(torch.uint8)
 
 

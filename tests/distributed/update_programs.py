@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import LocalAdamW, LocalUpdates, UpdateSpaceAdamW
@@ -61,7 +62,11 @@ def _local_updates() -> dict[str, bool]:
         result[f"{algorithm}: shared weights are equal"] = same_everywhere(shared)
         result[f"{algorithm}: own weights are not"] = not same_everywhere(own)
         local.finish()
-        result[f"{algorithm}: equal in the end"] = torch.equal(flat(net), shared)
+        result[f"{algorithm}: equal in the end"] = same_everywhere(flat(net))
+        mean = own.clone()
+        dist.all_reduce(mean)
+        close = torch.allclose(flat(net), mean / dist.get_world_size(), atol=1e-6)
+        result[f"{algorithm}: the end is the mean"] = close and not torch.equal(own, shared)
     return result
 
 

@@ -83,8 +83,9 @@ class Exchange(ABC):
     def after_step(self) -> None:  # noqa: B027 (most do nothing)
         """Do what comes behind the optimizer's step."""
 
-    def finish(self) -> None:  # noqa: B027
-        """Leave in the model what all ranks share."""
+    def finish(self) -> int:
+        """Leave in the model what all ranks share; return the bytes that this rank sent for it."""
+        return 0
 
     def close(self) -> None:  # noqa: B027
         """End what runs beside the training."""

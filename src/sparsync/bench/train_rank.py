@@ -107,7 +107,7 @@ def _train(
             losses.append(_mean_over_ranks(loss))
             if goal.reached_by(losses):
                 break
-    exchange.finish()
+    mine.sent[-1] += exchange.finish()
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
         mine.evaluate_(model, workload)

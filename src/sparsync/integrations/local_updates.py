@@ -150,8 +150,21 @@ class LocalUpdates:
         finally:
             self._write_(own)
 
-    def finish(self) -> None:
-        """Leave the weights that all ranks share in the model: the end of training."""
+    @torch.no_grad()
+    def finish(self, *, flush: bool = True) -> None:
+        """Leave weights that are equal on all ranks in the model: the end of training.
+
+        Args:
+            flush: exchange all that has not been delivered, once, dense; False: it is dropped.
+        """
+        for unit, whole, kept in zip(
+            self.reducer.units, self._shared, self.reducer.residuals, strict=True
+        ):
+            if flush:
+                comm, missing = self.reducer.comm, self._flat(unit).sub_(whole)
+                whole.add_(run(comm.allreduce(missing, "flush")), alpha=1 / comm.world_size)
+            kept.load(None)
+        self.since = 0
         self._write_(self._shared)
 
     def stats(self) -> dict[str, Any]:

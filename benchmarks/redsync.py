@@ -12,19 +12,16 @@ short; the table shows what is there.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
 
-from sparsync.bench.train import train
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.bench.runs import Runs, spread
 from sparsync.workloads import WORKLOADS
 from sparsync.workloads.digits import DigitImages
 
@@ -34,46 +31,6 @@ BATCHES = (128, 256, 512, 1024, 2048)  # images of all ranks together (Table 2)
 BATCH_DENSITY = 0.001
 BATCH_LRS = (0.5, 1, 2)  # times the default; dense's best serves all
 WARMUP = 15  # the learning rate grows over a fifteenth of the steps
-
-
-class Runs:
-    """Finished runs, kept in a file: settings, and what they gave."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.path = args.out.with_suffix(".json")
-        self.done: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
-
-    def find(self, settings: dict) -> dict | None:
-        """Return the run of these settings, or None."""
-        return next((run for run in self.done if run["settings"] == settings), None)
-
-    def make(self, settings: dict) -> None:
-        """Run, unless that is done or not asked for; write a line and both files."""
-        name = " ".join(f"{value}" for value in settings.values())
-        if self.args.only not in name or self.find(settings):
-            return
-        started = time.perf_counter()
-        options = {
-            key: value for key, value in settings.items() if key not in ("part", "algorithm")
-        }
-        options["lr_warmup_steps"] = max(1, settings["steps"] // WARMUP)
-        (result,) = train(TrainSettings(ranks=RANKS, **options), [settings["algorithm"]])
-        run = {
-            "settings": settings,
-            "eval_loss": result.eval_loss if math.isfinite(result.eval_loss) else None,
-            "accuracy": result.accuracy,
-            "parameters": result.parameters,
-            "bytes_sent_per_step_mean": fmean(result.bytes_sent),
-            "replicas_equal": result.replicas_equal,
-            "seconds": time.perf_counter() - started,
-        }
-        self.done.append(run)
-        partial = self.path.with_suffix(".partial")  # whoever is cut short here loses one run only
-        partial.write_text(json.dumps(self.done, indent=1) + "\n")
-        partial.replace(self.path)
-        self.args.out.write_text(report(self))
-        print(f"{name}: eval loss {run['eval_loss']}, {run['seconds']:.0f} s", flush=True)
 
 
 # ---- what is run -----------------------------------------------------------------------------------
@@ -117,51 +74,65 @@ def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> di
     }
 
 
-def best_dense(runs: Runs, total: int) -> dict | None:
+def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
     """Return dense's run at its best learning rate, once all are done."""
     base = WORKLOADS["digits"].defaults.sgd_lr
-    tried = [runs.find(batch(runs.args, total, "dense", times * base)) for times in BATCH_LRS]
+    tried = [runs.find(batch(args, total, "dense", times * base)) for times in BATCH_LRS]
     if any(run is None for run in tried):
         return None
     return min((run for run in tried if run), key=lambda run: run["eval_loss"] or math.inf)
 
 
-def run_all(runs: Runs) -> None:
+def make(runs: Runs, spec: dict) -> None:
+    """Make one run; the learning rate grows over a fifteenth of the steps, then falls."""
+    runs.make(spec, lr_warmup_steps=max(1, spec["steps"] // WARMUP), lr_decay=True)
+
+
+def run_all(args: argparse.Namespace, runs: Runs) -> None:
     """Make what is not done: all seeds of a row, row after row; then the batch sizes."""
-    args = runs.args
     for workload in ("digits", "lstm"):
         for algorithm, density in rows(args):
             for seed in range(args.seeds):
-                runs.make(convergence(args, workload, algorithm, density, seed))
+                make(runs, convergence(args, workload, algorithm, density, seed))
     base = WORKLOADS["digits"].defaults.sgd_lr
     for total in BATCHES:
         for times in BATCH_LRS:
-            runs.make(batch(args, total, "dense", times * base))
-        best = best_dense(runs, total)
+            make(runs, batch(args, total, "dense", times * base))
+        best = best_dense(args, runs, total)
         for algorithm in args.algorithms if best else ():
-            runs.make(batch(args, total, algorithm, best["settings"]["lr"]))
+            make(runs, batch(args, total, algorithm, best["settings"]["lr"]))
 
 
 # ---- what is shown ---------------------------------------------------------------------------------
 
 
-def report(runs: Runs) -> str:
+def report(args: argparse.Namespace, runs: Runs) -> str:
     """Return all tables as Markdown."""
-    command = f"python benchmarks/redsync.py --steps {runs.args.steps} --epochs {runs.args.epochs}"
+    command = f"python benchmarks/redsync.py --steps {args.steps} --epochs {args.epochs}"
     lines = [
         "# RedSync against dense",
         "",
         f"`{command}` on {os.cpu_count()} cores, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, no dense steps first.",
-        *convergence_table(runs, "digits", "accuracy %", lambda run: 100 * run["accuracy"], 1),
-        *convergence_table(runs, "lstm", "perplexity", lambda run: math.exp(run["eval_loss"]), -1),
-        *batch_table(runs),
+        f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, a linear "
+        "fall of the learning rate to 0, no dense steps first.",
+        *convergence_table(
+            args, runs, "digits", "accuracy %", lambda run: 100 * run["accuracy"], 1
+        ),
+        *convergence_table(
+            args, runs, "lstm", "perplexity", lambda run: math.exp(run["eval_loss"]), -1
+        ),
+        *batch_table(args, runs),
     ]
     return "\n".join(lines) + "\n"
 
 
 def convergence_table(
-    runs: Runs, workload: str, heading: str, measure: Callable[[dict], float], sign: int
+    args: argparse.Namespace,
+    runs: Runs,
+    workload: str,
+    heading: str,
+    measure: Callable[[dict], float],
+    sign: int,
 ) -> list[str]:
     """Return mean and standard deviation over seeds, and whether they are as good as dense's.
 
@@ -171,7 +142,7 @@ def convergence_table(
     clip = f", clip {defaults.clip:g}" if defaults.clip else ""
     lines = [
         "",
-        f"## {workload}: {runs.args.steps} steps, lr {defaults.sgd_lr:g}{clip}, batch "
+        f"## {workload}: {args.steps} steps, lr {defaults.sgd_lr:g}{clip}, batch "
         f"{defaults.batch_size} per rank",
         "",
         "Mean and standard deviation over seeds; *as dense*: not worse by more than one standard "
@@ -182,10 +153,8 @@ def convergence_table(
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     dense: list[dict] = []
-    for algorithm, density in rows(runs.args):
-        specs = [
-            convergence(runs.args, workload, algorithm, density, s) for s in range(runs.args.seeds)
-        ]
+    for algorithm, density in rows(args):
+        specs = [convergence(args, workload, algorithm, density, s) for s in range(args.seeds)]
         done = [run for run in map(runs.find, specs) if run]
         if not done:
             continue
@@ -206,11 +175,6 @@ def convergence_table(
     return lines if dense else []
 
 
-def spread(values: list[float]) -> str:
-    """Write mean and standard deviation."""
-    return f"{fmean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
-
-
 def verdict(ours: list[float], dense: list[float], better: int) -> str:
     """Say whether the mean is worse than dense's by more than dense's standard deviation."""
     if len(dense) < 2:
@@ -220,12 +184,12 @@ def verdict(ours: list[float], dense: list[float], better: int) -> str:
     return ("yes" if worse <= deviation else "**no**") + count
 
 
-def batch_table(runs: Runs) -> list[str]:
+def batch_table(args: argparse.Namespace, runs: Runs) -> list[str]:
     """Return held-out error and loss over batch sizes."""
-    names = ("dense", *runs.args.algorithms)
+    names = ("dense", *args.algorithms)
     lines = [
         "",
-        f"## digits: batch sizes, {runs.args.epochs} epochs each, one seed",
+        f"## digits: batch sizes, {args.epochs} epochs each, one seed",
         "",
         f"Held-out error in % (loss) at density {BATCH_DENSITY:g}; the learning rate is dense's best "
         f"of {len(BATCH_LRS)}. One of the held-out images is 0.28 %; a batch of 2,048 is more than the "
@@ -235,14 +199,14 @@ def batch_table(runs: Runs) -> list[str]:
         "|---" * (3 + len(names)) + "|",
     ]
     for total in BATCHES:
-        best = best_dense(runs, total)
+        best = best_dense(args, runs, total)
         if best is None:
             continue
         lr = best["settings"]["lr"]
-        done = [runs.find(batch(runs.args, total, name, lr)) for name in names]
+        done = [runs.find(batch(args, total, name, lr)) for name in names]
         cells = " | ".join(map(error, done))
         lines.append(f"| {total} | {best['settings']['steps']} | {lr:g} | {cells} |")
-    return lines if any(best_dense(runs, total) for total in BATCHES) else []
+    return lines if any(best_dense(args, runs, total) for total in BATCHES) else []
 
 
 def error(run: dict | None) -> str:
@@ -265,9 +229,14 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=["redsync", "redsync-quantized"])
     parser.add_argument("--clip", type=float, help="of both workloads; default: each one's own")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    runs = Runs(parser.parse_args())
-    run_all(runs)
-    runs.args.out.write_text(report(runs))
+    args = parser.parse_args()
+
+    def write() -> None:
+        args.out.write_text(report(args, runs))
+
+    runs = Runs(args.out.with_suffix(".json"), RANKS, args.only, write)
+    run_all(args, runs)
+    write()
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ class _Watched(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         if self.watcher.fence is not None:
-            self.watcher.exchange_started = self.watcher.fence()
+            with comm.stage("fence"):  # waiting for the others is no communication
+                self.watcher.exchange_started = self.watcher.fence()
         reduced = await self.inner.reduce(comm, selected, k, step)
         self.watcher.saw(selected, reduced)
         return reduced

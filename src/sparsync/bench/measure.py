@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparsync.bench.cases import Case, WatchedReducer
 from sparsync.bench.plan import Verify, verified_in_full
@@ -48,6 +49,7 @@ class Measured:
         whole: those that were timed as a whole.
         alone: those whose exchange was timed alone.
         warmup: number of steps before the timed ones.
+        stages: seconds per step of every stage of ``ledger.STAGES``, on rank 0, over all steps.
         add_seconds: ``residual.add_(gradient)``, of the slowest rank, per repetition; may be empty.
     """
 
@@ -57,6 +59,7 @@ class Measured:
     alone: list[Outcome]
     warmup: int
     add_seconds: list[float]
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class SimulatedRanks:
@@ -114,10 +117,12 @@ def measure_simulated(
     outcomes: list[Outcome] = []
     every, ends = verified_in_full(verify, case.size, case.ranks)
     total = warmup + steps
+    stages = Counter[str]()
     for step in range(total):
         in_full = every or (ends and step in (0, total - 1))
         simulation = ranks.run(keep=in_full)
         traffic = [ledger.total() for ledger in simulation.ledgers]
+        stages.update(simulation.ledgers[0].stages)
         outcomes.append(
             Outcome(
                 simulation.seconds,
@@ -130,7 +135,8 @@ def measure_simulated(
         )
         advance(total)
     timed = outcomes[warmup:]
-    return Measured("sim", outcomes, timed, timed, warmup, [])
+    per_step = {stage: seconds / total for stage, seconds in stages.items()}
+    return Measured("sim", outcomes, timed, timed, warmup, [], per_step)
 
 
 def _full_verdict(ranks: SimulatedRanks) -> Verdict:

@@ -94,7 +94,9 @@ class Team:
                 advance(total)
             slowest = torch.tensor(seconds_of_add(case.size, self.line), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
-        return Measured(transport_of(comm), outcomes, whole, alone, warmup, slowest.tolist())
+            stages = {s: t / total for s, t in comm.ledger.stages.items()}
+        adds = slowest.tolist()
+        return Measured(transport_of(comm), outcomes, whole, alone, warmup, adds, stages)
 
     def _step(self, rank: WatchedReducer, *, in_full: bool, alone: bool = False) -> Outcome:
         """Do one step: as a whole, or with a fence before the exchange."""

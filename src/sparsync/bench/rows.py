@@ -14,6 +14,7 @@ from sparsync.bench.cases import Case
 from sparsync.bench.inputs import input_named
 from sparsync.bench.measure import Measured
 from sparsync.planning import costs, sparcml_costs
+from sparsync.transports.ledger import STAGES
 
 __all__ = ["Ratios", "Row", "Wire", "bound_words_per_k", "entry", "ratios", "summarize"]
 
@@ -61,6 +62,7 @@ class Row:
         seconds_exchange_median: selected -> total, from a common start with all entries selected.
         seconds_local_median: the whole minus the exchange.
         seconds_add_median: ``residual.add_(gradient)`` on all ranks at once, after the timed steps.
+        seconds_stages: mean per step of rank 0: mask (accumulate), select, pack, communicate, unpack.
         wire_seconds: the median step's max(sent, received) bytes, less the burst, over the rate.
         words_per_k_max: max(sent, received) in words / k.
         bound_words_per_k: what is claimed for this collective on this input.
@@ -89,6 +91,7 @@ class Row:
     seconds_exchange_median: float
     seconds_local_median: float
     seconds_add_median: float | None
+    seconds_stages: dict[str, float]
     wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
@@ -136,6 +139,7 @@ def summarize(case: Case, measured: Measured, wire: Wire | None = None) -> Row:
         seconds_exchange_median=exchange,
         seconds_local_median=max(middle - exchange, 0.0),
         seconds_add_median=median(measured.add_seconds) if measured.add_seconds else None,
+        seconds_stages={stage: measured.stages.get(stage, 0.0) for stage in STAGES},
         wire_seconds=None if wire is None else wire.seconds(volume),
         bytes_sent_max=sent,
         bytes_received_max=received,

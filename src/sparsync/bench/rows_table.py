@@ -12,6 +12,7 @@ from rich.text import Text
 from sparsync.bench.report import format_bytes, format_ratio
 from sparsync.bench.rows import Row, ratios
 from sparsync.planning import costs
+from sparsync.transports.ledger import STAGES
 
 __all__ = ["tables"]
 
@@ -19,11 +20,12 @@ _MS = 1e3
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Show the rows of one bench, two tables per size and density, and what the columns mean."""
+    """Show the rows of one bench, three tables per size and density, and what the columns mean."""
     groups: dict[tuple[int, float], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.size, row.density), []).append(row)
-    shown = [table for group in groups.values() for table in (_times(group), _volumes(group))]
+    makers = (_times, _stages, _volumes)
+    shown = [make(group) for group in groups.values() for make in makers]
     return Group(*shown, Text(_legend(rows)))
 
 
@@ -47,6 +49,14 @@ def _times(rows: Sequence[Row]) -> Table:
         if real:
             cells += [_ms(row.seconds_exchange_median), _ms(row.seconds_add_median)]
         shown.add_row(row.collective, *cells)
+    return shown
+
+
+def _stages(rows: Sequence[Row]) -> Table:
+    """Say where a step goes (RedSync, Figure 10): mean milliseconds of rank 0."""
+    shown = _empty(None, [f"{stage}\nms" for stage in STAGES])
+    for row in rows:
+        shown.add_row(row.collective, *(_ms(row.seconds_stages[stage]) for stage in STAGES))
     return shown
 
 

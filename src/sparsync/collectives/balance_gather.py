@@ -56,17 +56,20 @@ async def balance_and_allgatherv(
         spans = regions.spans(counts, targets, boundaries)
         counts = targets
     start, stop = spans[comm.rank]
-    payload = codec.encode(SparseVector(mine.indices - start, mine.values, stop - start)).payload
+    with comm.stage("pack"):
+        shifted = SparseVector(mine.indices - start, mine.values, stop - start)
+        payload = codec.encode(shifted).payload
     lengths = [
         codec.nbytes(count, high - low, kept.values.dtype)
         for count, (low, high) in zip(counts, spans, strict=True)
     ]
     messages = await _allgatherv(comm, payload, lengths, holders, MessageFraming(codec))
-    pieces = [
-        codec.decode(message, spans[rank][1] - spans[rank][0]).embed(spans[rank][0], size)
-        for rank, message in zip(holders, messages, strict=True)
-    ]
-    return SparseVector.join(pieces).to(kept.values.device)
+    with comm.stage("unpack"):
+        pieces = [
+            codec.decode(message, spans[rank][1] - spans[rank][0]).embed(spans[rank][0], size)
+            for rank, message in zip(holders, messages, strict=True)
+        ]
+        return SparseVector.join(pieces).to(kept.values.device)
 
 
 async def _allgatherv(

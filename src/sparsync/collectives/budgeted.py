@@ -88,7 +88,8 @@ class Budgeted(Collective):
         if comm.world_size == 1:
             return Reduced(mine, mine)
         limits = self._limits(comm.world_size, k, mine.size, mine.values.dtype)
-        parcels = encode_dealt(self.codec, mine, comm.world_size, comm.rank, limits.split)
+        with comm.stage("pack"):
+            parcels = encode_dealt(self.codec, mine, comm.world_size, comm.rank, limits.split)
         share = await self._split(comm, parcels, limits)
         total, rounded = await self._allgather(comm, share, k, mine.size, limits)
         sent = SparseVector(mine.indices, parcels.arriving, mine.size)
@@ -118,14 +119,16 @@ class Budgeted(Collective):
         capacities = [capacity] * comm.world_size
         framing = MessageFraming(self.codec)
         messages = await comm.alltoallv(parcels.messages, capacities, "split", framing)
-        await comm.work(sum(message.numel() for message in messages))
-        return decode_sum(self.codec, messages, comm.rank, own, limits.share)
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            return decode_sum(self.codec, messages, comm.rank, own, limits.share)
 
     async def _allgather(
         self, comm: Communicator, share: SparseVector, k: int, size: int, limits: _Limits
     ) -> tuple[SparseVector, SparseVector]:
         """Return the total, and this rank's share as all ranks see it."""
-        encoded = self.codec.encode(share)
+        with comm.stage("pack"):
+            encoded = self.codec.encode(share)
         capacity = self.codec.nbytes(limits.share, share.size, share.values.dtype)
         messages = await comm.alltoallv(
             [encoded.payload] * comm.world_size,
@@ -134,8 +137,9 @@ class Budgeted(Collective):
             MessageFraming(self.codec),
         )
         messages[comm.rank] = encoded.payload
-        await comm.work(sum(message.numel() for message in messages))
-        return decode_undealt(self.codec, messages, size, k, share), encoded.decoded
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            return decode_undealt(self.codec, messages, size, k, share), encoded.decoded
 
 
 def _rounding(

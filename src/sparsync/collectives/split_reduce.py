@@ -59,14 +59,18 @@ async def split_reduce(
         flight: list[tuple[int, Operation, Operation]] = []
         for dest, source in turns[first : first + width]:
             receiving = comm.irecv(source, capacity, _PHASE, framing)
-            payload = codec.encode(parts[dest]).payload
+            with comm.stage("pack"):
+                payload = codec.encode(parts[dest]).payload
             flight.append((source, receiving, comm.isend(payload, dest, _PHASE, framing)))
-        await comm.work(fold.fold())  # what earlier windows brought, while this one is in flight
+        with comm.stage("unpack"):
+            await comm.work(fold.fold())  # what earlier windows brought; this one is in flight
         for source, receiving, sending in flight:
             message: Tensor = await receiving
-            fold.add(source, codec.decode(message, mine.size).to(mine.values.device))
+            with comm.stage("unpack"):
+                fold.add(source, codec.decode(message, mine.size).to(mine.values.device))
             await sending
-    await comm.work(fold.fold())
+    with comm.stage("unpack"):
+        await comm.work(fold.fold())
     return fold.result()
 
 

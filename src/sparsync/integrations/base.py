@@ -15,6 +15,7 @@ from sparsync.reducer import Reducer
 from sparsync.residual import Residual
 from sparsync.selection.shares import SharesState
 from sparsync.transports.base import run
+from sparsync.transports.ledger import STAGES
 from sparsync.units import Unit
 
 __all__ = ["agree_on_reducer", "load_reducer_state", "reducer_state", "reducer_stats"]
@@ -67,10 +68,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "bytes_sent_per_step_max": ledger.sent_max,
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
-        "stages": {
-            stage: ledger.stages.get(stage, 0.0)
-            for stage in ("mask", "select", "pack", "communicate", "unpack")
-        },
+        "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
         "layers": [layer for unit in range(len(reducer.units)) for layer in _layers(reducer, unit)],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [

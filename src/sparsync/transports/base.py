@@ -182,7 +182,7 @@ class Communicator(ABC):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Book the time that passes under a stage: mask, select, pack, communicate, unpack.
+        """Book the time that passes under a stage, one of ``ledger.STAGES``.
 
         No moment is booked twice: what is booked meanwhile, by stages inside or by other units in
         flight, is left out.

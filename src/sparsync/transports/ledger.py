@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Ledger", "Parts", "Traffic"]
+__all__ = ["STAGES", "Ledger", "Parts", "Traffic"]
+
+STAGES = ("mask", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
 
 
 @dataclass(frozen=True)

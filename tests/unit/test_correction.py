@@ -9,6 +9,7 @@ import torch
 
 from sparsync.correction import Clipper, Correction, Velocity
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.integrations.adam import ArrivalAdamW
 from sparsync.integrations.base import load_reducer_state, reducer_state
 from sparsync.integrations.checks import check_optimizer, output_parameters
 from sparsync.presets import Algorithm, allgather, resolve
@@ -277,6 +278,15 @@ def test_momentum_correction_does_not_go_with_adam():
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     with pytest.raises(ConfigurationError, match="goes with SGD, but the optimizer is AdamW"):
         check_optimizer(optimizer, Correction(0.9))
+
+
+def test_adam_on_sparse_gradients_is_warned_of():
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    with pytest.warns(UserWarning, match=r"LocalUpdates keeps up with dense training"):
+        check_optimizer(optimizer, Correction(), sparse=True)
+    check_optimizer(optimizer, Correction())  # dense: nothing to say
+    check_optimizer(ArrivalAdamW([torch.zeros(1)]), Correction(), sparse=True)
+    check_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1), Correction(), sparse=True)
 
 
 def test_the_output_layer_is_the_last_one():

@@ -102,9 +102,9 @@ def attach(
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
         )
-    warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
-    check_optimizer(optimizer, correction)
     chosen, density = resolve(algorithm, **options), check_density(density)
+    warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
+    check_optimizer(optimizer, correction, sparse=chosen.name != "dense" and density < 1)
     timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
     wires = Wires(transport, timeout, curve_keys)

@@ -111,7 +111,7 @@ class Ledger:
     @property
     def booked(self) -> float:
         """Seconds of all stages."""
-        return sum(self.stages.values())
+        return sum(tuple(self.stages.values()))  # another thread may add a stage meanwhile
 
     def current_step(self) -> Traffic:
         """Sum the current step over its phases."""

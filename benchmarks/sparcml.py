@@ -56,12 +56,13 @@ def report(runs: Runs, steps: int) -> str:
 
 `python benchmarks/sparcml.py`, torch {torch.__version__}, {platform.machine()}; {parameters:,}
 parameters of the demo's byte transformer, {RANKS} ranks, {steps} steps, SGD with momentum 0.9, seed 0.
-Preset `sparcml`: {ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer, the quantisation error lost (as
-published), sums applied at 1/{RANKS} of the learning rate. Embeddings, norms and the output layer go
-dense: the gradient of a byte's row is large as a whole, and {ENTRIES} of {BLOCK} entries hold a third of its
-energy. Two seeds of dense differ by up to 1 %.
+Preset `sparcml`: {ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer, the quantisation error lost
+(as published), sums applied at 1/{RANKS} of the learning rate. Embeddings, norms and the output layer
+go dense: the gradient of a byte's row is large as a whole, and {ENTRIES} of {BLOCK} entries hold a third
+of its energy. *Over demo*: held-out loss over dense's at the demo's learning rate; *over best*: over
+dense's at its best. Two seeds of dense differ by up to 1 %.
 
-| | learning rate | held-out loss over the demo's dense | over dense at its best | held-out loss | fewer bytes | replicas equal |
+| | lr | over demo | over best | held-out loss | fewer bytes | replicas equal |
 |---|---|---|---|---|---|---|
 {table}
 """

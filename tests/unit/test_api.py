@@ -39,7 +39,10 @@ def test_without_a_process_group_the_world_is_one_rank():
 def test_a_world_of_one_selects_and_sends_nothing(name):
     comm, vector = connect(), torch.tensor([1.0, -5.0, 0.0, 2.0])
     reduced = allreduce(vector, comm, name, k=2)
-    expected = [1.0, -5.0, 0.0, 2.0] if "dense" in name else [0.0, -5.0, 0.0, 2.0]
+    whole, largest = [1.0, -5.0, 0.0, 2.0], [0.0, -5.0, 0.0, 2.0]
+    one_mean, one_scale = [1.5, 0.0, 0.0, 1.5], [2.0, -2.0, 2.0, 2.0]
+    others = {"dense": whole, "ring-dense": whole, "signs": one_scale}
+    expected = {**others, "redsync-quantized": one_mean}.get(name, largest)
     assert reduced.total.to_dense().tolist() == expected
     assert reduced.delivered.to_dense().tolist() == expected
     assert comm.ledger.total().messages_sent == 0

@@ -84,8 +84,8 @@ def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
 
 
 def make(runs: Runs, spec: dict) -> None:
-    """Make one run; the learning rate grows over a fifteenth of the steps, then falls."""
-    runs.make(spec, lr_warmup_steps=max(1, spec["steps"] // WARMUP), lr_decay=True)
+    """Make one run; the learning rate grows over a fifteenth of the steps."""
+    runs.make(spec, lr_warmup_steps=max(1, spec["steps"] // WARMUP))
 
 
 def run_all(args: argparse.Namespace, runs: Runs) -> None:
@@ -113,8 +113,8 @@ def report(args: argparse.Namespace, runs: Runs) -> str:
         "# RedSync against dense",
         "",
         f"`{command}` on {os.cpu_count()} cores, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, a linear "
-        "fall of the learning rate to 0, no dense steps first.",
+        f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, constant "
+        "learning rate, no dense steps first.",
         *convergence_table(
             args, runs, "digits", "accuracy %", lambda run: 100 * run["accuracy"], 1
         ),

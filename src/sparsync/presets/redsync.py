@@ -22,9 +22,9 @@ _FUSION = 4 * 2**20  # bytes of gradient per message: section 5.3 fuses, and giv
 
 def redsync(
     *,
-    compress_thd: int = _DENSE_BELOW,
-    thsd1: int | None = None,
-    thsd2: int = _SEARCH_FROM,
+    compress_thd: float = _DENSE_BELOW,
+    thsd1: float | None = None,
+    thsd2: float = _SEARCH_FROM,
     reuse_period: int = 5,
     cap: float | None = 2.0,
     codec: Codec | None = None,
@@ -45,6 +45,14 @@ def redsync(
             any number, at the price of a round for the lengths.
         codec: wire format (default: coo, 32-bit indices and the values as they are).
         fusion_bytes: gradients that travel in one message (Horovod's tensor fusion).
+
+    The thresholds that are given are the paper's, for 3.5 GB/s; those of the network at hand:
+
+    Example:
+        >>> from sparsync.planning.redsync_costs import size_thresholds
+        >>> dense_below, exact_below, trimmed_below = size_thresholds(8, 0.001, alpha=0, beta=8e-9)
+        >>> redsync(compress_thd=dense_below, thsd1=exact_below, thsd2=trimmed_below).name
+        'redsync'
     """
     return Algorithm(
         "redsync",
@@ -59,9 +67,9 @@ def redsync(
 
 def redsync_quantized(
     *,
-    compress_thd: int = _DENSE_BELOW,
-    thsd1: int | None = None,
-    thsd2: int = _SEARCH_FROM,
+    compress_thd: float = _DENSE_BELOW,
+    thsd1: float | None = None,
+    thsd2: float = _SEARCH_FROM,
     cap: float | None = 2.0,
     codec: Codec | None = None,
     keep_error: bool = True,

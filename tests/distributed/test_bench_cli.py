@@ -106,6 +106,8 @@ def test_the_command_under_a_launcher(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--transport", "torch", "--collectives", "oktopk", "--size", "5000", "--steps", "2"]
     out = run(*launcher, "sparsync", "bench", *options, "--json", f"{tmp_path}/b.json")
-    assert sum("oktopk" in line for line in out.splitlines()) == 3  # only rank 0 prints: three tables
+    assert (
+        sum("oktopk" in line for line in out.splitlines()) == 3
+    )  # only rank 0 prints: three tables
     (row,) = json.loads((tmp_path / "b.json").read_text())
     assert (row["ranks"], row["transport"], row["wrong"]) == (2, "torch", 0)

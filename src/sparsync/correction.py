@@ -29,7 +29,8 @@ class Correction:
     """What happens to a local gradient before it is accumulated: clip, decay, momentum.
 
     The optimizer then is plain SGD: momentum and decay are not applied twice (``attach`` checks the
-    optimizer that it is given).
+    optimizer that it is given).  A parameter that no rank used in a step (``find_unused_parameters``)
+    still decays and moves by its velocity; torch's SGD passes over it.
 
     Attributes:
         momentum: m in [0, 1).
@@ -204,4 +205,5 @@ class Velocity:
 
 
 def _square(gradient: Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import LocalAdamW, LocalUpdates, UpdateSpaceAdamW
+from sparsync import LocalAdamW, LocalUpdates, PeerError, UpdateSpaceAdamW
 
 from .small_model import batch, flat, model, same_everywhere, train
 
@@ -20,7 +20,17 @@ def _backward(net: torch.nn.Module, step: int) -> None:
 
 def updates() -> dict[str, bool]:
     """Replicas are equal where they should be, and only there; resuming is exact."""
-    return {**_dense_is_ddp(), **_local_updates(), **_update_space()}
+    return {**_dense_is_ddp(), **_local_updates(), **_update_space(), **_different_weights()}
+
+
+def _different_weights() -> dict[str, bool]:
+    net = model(seed=dist.get_rank() % 2)
+    local, said = LocalUpdates(net, period=1), ""
+    try:
+        local.step()
+    except PeerError as error:
+        said = str(error)
+    return {"different initial weights are named": "the initial weights" in said}
 
 
 def _dense_is_ddp() -> dict[str, bool]:

@@ -12,89 +12,7 @@ import sparsync
 from sparsync import ArrivalAdamW, LocalAdamW, LocalUpdates, UpdateSpaceAdamW
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 
-STEPS = 30
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def backward(net: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(5, 6, generator=generator)
-    net.zero_grad()
-    (net(x) - x[:, :3].sin()).pow(2).mean().backward()
-
-
-def flat(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def trained(make, steps: int = STEPS) -> torch.Tensor:
-    net = model()
-    optimizer = make(net)
-    for step in range(steps):
-        backward(net, step)
-        optimizer.step()
-    return flat(net)
-
-
-REFERENCE = {"lr": 0.01, "weight_decay": 0.1}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda net: LocalAdamW(net.parameters(), 1, **REFERENCE),
-        lambda net: ArrivalAdamW(net.parameters(), **REFERENCE),
-        lambda net: UpdateSpaceAdamW(net, algorithm="dense", **REFERENCE),
-        lambda net: UpdateSpaceAdamW(net, algorithm="allgather", density=1.0, **REFERENCE),
-        lambda net: UpdateSpaceAdamW(net, second_moment="refreshed", refresh_period=3,
-                                     algorithm="dense", **REFERENCE),
-    ],
-    ids=["local", "arrival", "update, dense", "update, density 1", "refreshed"],
-)  # fmt: skip
-def test_on_one_rank_it_is_adamw(make):
-    expected = trained(lambda net: torch.optim.AdamW(net.parameters(), **REFERENCE))
-    torch.testing.assert_close(trained(make), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_frozen_moment_stays():
-    net = model()
-    optimizer = UpdateSpaceAdamW(net, 0.01, "dense", second_moment="frozen", warmup_steps=4)
-    seen = []
-    for step in range(8):
-        backward(net, step)
-        optimizer.step()
-        seen.append(next(iter(optimizer.state.values()))["exp_avg_sq"].clone())
-    assert not torch.equal(seen[2], seen[3])
-    assert all(torch.equal(seen[3], later) for later in seen[4:])
-
-
-def test_the_second_moment_is_that_of_the_average():
-    """P local gradients of mean 1 and variance s^2: the average's second moment is 1 + s^2 / P."""
-    ranks, steps = 4, 4000
-    weight = nn.Parameter(torch.zeros(2000))
-    optimizer = LocalAdamW([weight], ranks, lr=1.0, betas=(0.99, 0.999), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        before = weight.detach().clone()
-        weight.grad = 1 + 3 * torch.randn(2000, generator=generator)
-        optimizer.step()
-        if step >= steps - 1:
-            moved = float((before - weight.detach()).mean())
-    assert moved == pytest.approx(1 / math.sqrt(1 + 9 / ranks), rel=0.05)
-
-
-def test_an_arrival_counts_for_itself():
-    """An entry that arrives every 10th step moves as far per arrival as one that always arrives."""
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = ArrivalAdamW([weight], lr=0.01, weight_decay=0.0)
-    for step in range(100):
-        weight.grad = torch.tensor([1.0, 1.0 if step % 10 == 0 else 0.0])
-        optimizer.step()
-    assert weight.tolist() == pytest.approx([-1.0, -0.1], rel=1e-3)
+from .small_training import STEPS, backward, flat, model, trained
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "signs", "allgather", "budgeted", "oktopk"])
@@ -219,6 +137,47 @@ def test_weights_that_broke_return_to_the_last_exchange(nonfinite):
         local.step()
     torch.testing.assert_close(flat(net), before)
     assert local.stats()["skipped_steps"] == 1
+
+
+def test_adam_recovers_from_one_broken_gradient():
+    net = model()
+    optimizer = LocalAdamW(net.parameters(), 2, lr=0.01)
+    local = LocalUpdates(net, "allgather", density=0.1, nonfinite="skip", optimizer=optimizer)
+    for step in range(8):
+        backward(net, step)
+        if step == 3:
+            next(net.parameters()).grad[0, 0] = math.nan
+        before = flat(net)
+        optimizer.step()
+        local.step()
+        assert bool(flat(net).isfinite().all())
+        assert torch.equal(flat(net), before) == (step == 3)
+    assert local.stats()["skipped_steps"] == 1
+
+
+def test_without_the_optimizer_a_second_refusal_raises():
+    net = model()
+    optimizer = LocalAdamW(net.parameters(), 2, lr=0.01)
+    local = LocalUpdates(net, "allgather", density=0.1, nonfinite="skip")
+    backward(net, 0)
+    next(net.parameters()).grad[0, 0] = math.nan
+    optimizer.step()
+    local.step()
+    backward(net, 1)
+    optimizer.step()  # its moments are NaN
+    with pytest.raises(NonFiniteGradientError):
+        local.step()
+
+
+def test_a_broken_end_leaves_finite_weights():
+    net = model()
+    local = LocalUpdates(net, period=4)
+    common = flat(net)
+    with torch.no_grad():
+        next(net.parameters())[0, 0] = math.inf
+    with pytest.raises(NonFiniteGradientError, match="finish: weights are NaN or Inf"):
+        local.finish()
+    assert torch.equal(flat(net), common)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,11 @@ class TrainSettings:
             _check(name, value, value is None or 0 <= value < math.inf, "a number >= 0")
         spaces = _SPACES if self.optimizer == "sgd" else _ADAM_SPACES
         _check("space", self.space, self.space in spaces, f"one of {', '.join(spaces)}")
+        if self.space not in ("gradient", "arrival") and self.largest_norm is not None:
+            raise ConfigurationError(
+                f"clip is {self.largest_norm:g}, but --space {self.space} exchanges updates, which are "
+                "not clipped; add --clip 0"
+            )
         if self.momentum_correction and self.optimizer != "sgd":
             raise ConfigurationError(
                 f"--momentum-correction is for sgd, not {self.optimizer}; leave it out"
@@ -187,7 +192,7 @@ class TrainSettings:
     ) -> torch.optim.Optimizer:
         """Build the optimizer of a model's parameters, without what the correction does."""
         parameters, lr, decay = model.parameters(), self.learning_rate, self.decay
-        if correction is not None and correction.momentum:
+        if correction is not None and (correction.momentum or correction.weight_decay):
             return torch.optim.SGD(parameters, lr)
         if self.optimizer == "sgd":
             return torch.optim.SGD(

@@ -146,18 +146,21 @@ class ArrivalAdamW(_AdamW):
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         if not state:
+            wide = torch.promote_types(parameter.dtype, torch.float32)  # 16 bits do not count far
             for name in ("exp_avg", "exp_avg_sq", "arrivals"):
-                state[name] = torch.zeros_like(parameter)
+                state[name] = torch.zeros_like(parameter, dtype=wide)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         arrived = gradient != 0
         beta1, beta2 = group["betas"]
-        g, count = gradient[arrived], state["arrivals"][arrived] + 1
+        count = state["arrivals"][arrived] + 1
+        g = gradient[arrived].to(count.dtype)
         mean = state["exp_avg"][arrived] * beta1 + g * (1 - beta1)
         square = state["exp_avg_sq"][arrived] * beta2 + g * g * (1 - beta2)
         state["arrivals"][arrived] = count
         state["exp_avg"][arrived], state["exp_avg_sq"][arrived] = mean, square
         root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        parameter[arrived] -= group["lr"] * mean / (1 - beta1**count) / root
+        update = group["lr"] * mean / (1 - beta1**count) / root
+        parameter[arrived] -= update.to(parameter.dtype)
 
 
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,19 @@ from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
 from sparsync.residual import Residual
 from sparsync.selection.shares import SharesState
+from sparsync.state import Stateful
 from sparsync.transports.base import run
 from sparsync.transports.ledger import STAGES
 from sparsync.units import Unit
+from sparsync.wire.base import Codec
 
-__all__ = ["agree_on_reducer", "load_reducer_state", "reducer_state", "reducer_stats"]
+__all__ = [
+    "agree_on_reducer",
+    "load_reducer_state",
+    "reducer_state",
+    "reducer_stats",
+    "weights_digest",
+]
 
 _VERSION = 1
 
@@ -37,6 +46,7 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
                 "the version of the saved state": _VERSION,
                 "the algorithm": reducer.algorithm.name,
                 "its options": reducer.algorithm.options,
+                "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
                 "density": reducer.density,
                 "the warm-up": reducer.warmup,
                 "the correction": reducer.correction,
@@ -49,6 +59,22 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
             },
         )
     )
+
+
+def _settings(part: Stateful) -> tuple[object, ...]:
+    """Return the type of a selector or collective, and what of its settings are plain values."""
+    plain = (bool, int, float, str, type(None), Codec)
+    kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
+    return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
+
+
+def weights_digest(parameters: Mapping[Any, Tensor]) -> str:
+    """Return a fingerprint of weights that must be equal on all ranks: DDP would have sent them."""
+    digest = hashlib.sha256()
+    for parameter in parameters.values():
+        flat = parameter.detach().reshape(-1).contiguous().view(torch.uint8)
+        digest.update(flat.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def reducer_stats(reducer: Reducer) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "momentum": reducer.correction.momentum,
         "step": reducer.step,
         "skipped": reducer.skipped,
-        "quotas": list(reducer.quotas),
+        "quotas": list(reducer.shares.quotas),
         "quota_key": reducer.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "residual": residual,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import ArrivalAdamW
 
-__all__ = ["check_model", "check_optimizer", "output_parameters"]
+__all__ = ["check_model", "check_optimizer", "check_output_layer", "output_parameters"]
+
+
+_ADAPTIVE = (
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+)  # and whatever has betas, as Adam
 
 
 def check_model(model: Any) -> None:
@@ -61,7 +67,7 @@ def check_optimizer(
     if optimizer is None:
         return
     name = type(optimizer).__name__
-    adaptive = any(key in optimizer.defaults for key in ("betas", "alpha", "rho"))
+    adaptive = isinstance(optimizer, _ADAPTIVE) or "betas" in optimizer.defaults
     if adaptive and sparse and not isinstance(optimizer, ArrivalAdamW):
         warnings.warn(
             f"{name} divides by its second moment, which entries that arrive rarely break: expect 15 "
@@ -91,6 +97,25 @@ def output_parameters(model: nn.Module) -> list[str]:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         ['2.weight', '2.bias']
     """
-    names = [name for name, _ in model.named_parameters()]
-    last = names[-1].rpartition(".")[0] if names else ""
-    return [name for name in names if name.rpartition(".")[0] == last]
+    everywhere = list(model.named_parameters(remove_duplicate=False))  # a tied weight: everywhere
+    last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    return [names[id(p)] for name, p in everywhere if name.rpartition(".")[0] == last]
+
+
+def check_output_layer(given: Collection[str] | None, model: nn.Module) -> Collection[str]:
+    """Return the names of the output layer's parameters: those given, or of the last module.
+
+    Raises:
+        ConfigurationError: not names of parameters.
+    """
+    if given is None:
+        return output_parameters(model)
+    known = [name for name, _ in model.named_parameters()]
+    unknown = [given] if isinstance(given, str) else [name for name in given if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"output_layer has {unknown[0]!r}, which is no name of a parameter; give a list of names, "
+            f"as {output_parameters(model)}"
+        )
+    return given

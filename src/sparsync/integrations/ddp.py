@@ -25,7 +25,7 @@ from sparsync.integrations.base import (
     reducer_state,
     reducer_stats,
 )
-from sparsync.integrations.checks import check_model, check_optimizer, output_parameters
+from sparsync.integrations.checks import check_model, check_optimizer, check_output_layer
 from sparsync.integrations.wires import Wires, own_group
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
@@ -104,14 +104,14 @@ def attach(
         )
     chosen, density = resolve(algorithm, **options), check_density(density)
     warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
-    check_optimizer(optimizer, correction, sparse=chosen.name != "dense" and density < 1)
+    check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density < 1)
     timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
     wires = Wires(transport, timeout, curve_keys)
     unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
     trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
-    apart = output_parameters(model.module) if output_layer is None else output_layer
+    apart = check_output_layer(output_layer, model.module)
     output = apart if chosen.output else ()
     units = plan_units(trained, unit_bytes, compress or chosen.compress, output)
     group = own_group(model, wires.timeout)

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.api import connect
+from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.integrations.base import (
     agree_on_reducer,
     load_reducer_state,
     reducer_state,
     reducer_stats,
+    weights_digest,
 )
+from sparsync.integrations.checks import output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
 from sparsync.transports.base import Communicator, run
@@ -61,6 +64,8 @@ class LocalUpdates:
         comm: default ``sparsync.connect()``.
         unit_bytes: what is selected together, as in ``sparsync.attach``.
         compress: which parameters are exchanged compressed, as in ``sparsync.attach``.
+        optimizer: whose moments of a parameter are dropped when they hold NaN or Inf; without it they
+            stay broken, and the second refused exchange in a row raises.
         nonfinite: when NaN or Inf is in the sum, all ranks return to the weights of their last exchange;
             "raise" an error after that, or "skip" on.
         options: of the preset.
@@ -68,6 +73,7 @@ class LocalUpdates:
     Raises:
         ConfigurationError: a DDP model, a bad density or period, an unknown algorithm or option.
         NonFiniteGradientError: from ``step``.
+        PeerError: from the first exchange: the ranks began with different weights.
 
     Cost: memory 2 n elements (shared weights, residual); every ``period`` steps one exchange.
     State: shared weights, residuals, step: one per rank.  With it, save this rank's own model and
@@ -95,6 +101,7 @@ class LocalUpdates:
         density: float = 0.01,
         period: int | None = None,
         warmup_steps: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
         comm: Communicator | None = None,
         unit_bytes: int | None = None,
         compress: Callable[[str, Tensor], bool] | None = None,
@@ -112,14 +119,19 @@ class LocalUpdates:
         self.period = _period(period, chosen, density)
         self.warmup_steps = Warmup(warmup_steps).steps
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.model, self.nonfinite = model, nonfinite
+        self.model, self.nonfinite, self.optimizer = model, nonfinite, optimizer
+        self._refused = 0  # exchanges in a row
         self.steps = self.since = 0  # optimizer steps in all, and since the last exchange
         self._parameters = dict(named)
         unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
-        units = plan_units(named, unit_bytes, compress or chosen.compress)
+        output = output_parameters(model) if chosen.output else ()
+        units = plan_units(named, unit_bytes, compress or chosen.compress, output)
         self.reducer = Reducer(comm or connect(), units, chosen, density)
         agree_on_reducer(
-            self.reducer, unit_bytes=unit_bytes, period=self.period, warmup_steps=warmup_steps
+            self.reducer,
+            unit_bytes=unit_bytes,
+            period=self.period,
+            warmup_steps=warmup_steps,
         )
         self._shared = [self._flat(unit) for unit in units]
 
@@ -156,16 +168,29 @@ class LocalUpdates:
 
         Args:
             flush: exchange all that has not been delivered, once, dense; False: it is dropped.
+
+        Raises:
+            NonFiniteGradientError: what was to be flushed is NaN or Inf on some rank; all ranks have
+                dropped it, and have equal weights.
         """
+        broken = False
         for unit, whole, kept in zip(
             self.reducer.units, self._shared, self.reducer.residuals, strict=True
         ):
             if flush:
                 comm, missing = self.reducer.comm, self._flat(unit).sub_(whole)
-                whole.add_(run(comm.allreduce(missing, "flush")), alpha=1 / comm.world_size)
+                total = run(comm.allreduce(missing, "flush"))
+                finite = bool(torch.isfinite(total).all())  # totals are equal: ranks decide alike
+                broken |= not finite
+                if finite:
+                    whole.add_(total, alpha=1 / comm.world_size)
             kept.load(None)
         self.since = 0
         self._write_(self._shared)
+        if broken:
+            raise NonFiniteGradientError(
+                "finish: weights are NaN or Inf on some rank; what they had not delivered is dropped"
+            )
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
@@ -211,6 +236,9 @@ class LocalUpdates:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        if not self.reducer.step + self.reducer.skipped:  # DDP would have sent rank 0's
+            digest = weights_digest(dict(enumerate(self._shared)))
+            run(agree(self.reducer.comm, {"the initial weights (a digest)": digest}))
         updates = [
             self._flat(unit).sub_(base)
             for unit, base in zip(self.reducer.units, self._bases(), strict=True)
@@ -220,15 +248,26 @@ class LocalUpdates:
         except NonFiniteGradientError:
             self.reducer.skip()
             self._write_(self._bases())
-            if self.nonfinite == "raise":
+            self._heal()
+            self._refused += 1
+            if self.nonfinite == "raise" or (self.optimizer is None and self._refused > 1):
                 raise
             return
         except BaseException:
             self.reducer.refuse()
             raise
+        self._refused = 0
         for whole, average in zip(self._shared, updates, strict=True):
             whole.add_(average)
         self._write_(self._bases())
+
+    def _heal(self) -> None:
+        """Drop the optimizer's state of parameters where it is not finite."""
+        states = self.optimizer.state if self.optimizer is not None else {}
+        for state in states.values():
+            tensors = [v for v in state.values() if isinstance(v, Tensor)]
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                state.clear()
 
     def _bases(self) -> list[Tensor]:
         """Return what the weights were after the last exchange: shared + residual."""

@@ -108,8 +108,9 @@ class UpdateSpaceAdamW(UpdateSpace):
         betas: b1 and b2.
         eps: added to the root.
         weight_decay: decoupled, applied by all ranks alike.
-        second_moment: "local"; "frozen": averaged over ranks after the warm-up, and kept (1-bit Adam's
-            idea); "refreshed": averaged then and every ``refresh_period`` steps, local in between.
+        second_moment: "local"; "frozen": averaged over ranks after the warm-up and kept (1-bit Adam's
+            idea; an element without any gets its tensor's mean); "refreshed": averaged then and
+            every ``refresh_period`` steps, local in between.
         refresh_period: steps; an average is a dense allreduce of n elements.
         warmup_steps: the first steps are exchanged dense.
         density: as for ``UpdateSpaceSGD``, and so are comm, unit_bytes, compress and options.
@@ -120,7 +121,8 @@ class UpdateSpaceAdamW(UpdateSpace):
 
     Raises:
         ConfigurationError: bad arguments; "frozen" without a warm-up.
-        NonFiniteGradientError: from ``step``; parameters and residuals are as before, moments are not.
+        NonFiniteGradientError: from ``step``; parameters and residuals are as before, and so are the
+            moments of a parameter whose local gradient was not finite.
 
     State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
     gradients under Adam.  ``LocalUpdates`` is what keeps up with dense training (``benchmarks/adam.md``).
@@ -174,6 +176,7 @@ class UpdateSpaceAdamW(UpdateSpace):
             unit_bytes=unit_bytes,
             compress=compress,
             warmup=Warmup(warmup_steps),
+            agreed={"second_moment": second_moment, "refresh_period": refresh_period},
             **options,
         )
 
@@ -182,29 +185,54 @@ class UpdateSpaceAdamW(UpdateSpace):
         """Apply one exchanged update; average the second moment when that is due."""
         loss = super().step(closure)
         since = self.reducer.step - self.reducer.warmup.steps
-        refreshed = self.second_moment == "refreshed" and since % self.refresh_period == 0
-        if since >= 0 and (refreshed or (self.second_moment == "frozen" and since == 0)):
-            for state in self.state.values():
-                square = state["exp_avg_sq"]
-                flat = run(self.reducer.comm.allreduce(square.reshape(-1), "second moment"))
-                square.copy_(flat.view(square.shape) / self.reducer.comm.world_size)
+        wanted = 0 if since < 0 else 1
+        if since >= 0 and self.second_moment == "refreshed":
+            wanted += since // self.refresh_period
+        counted = self.param_groups[0]  # saved with the state
+        if self.second_moment != "local" and counted.get("averages", 0) < wanted:
+            counted["averages"] = wanted
+            self._average_second_moments()
         return loss
 
-    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
+    def _average_second_moments(self) -> None:
+        """Average over ranks, parameter by parameter in one order on all of them."""
+        comm, frozen = self.reducer.comm, self.second_moment == "frozen"
+        beta2 = self.param_groups[0]["betas"][1]
+        for unit in self.reducer.units:
+            for slot in unit.slots:
+                parameter = self._parameters[slot.name]
+                state = self._state_of(parameter)
+                square = state["exp_avg_sq"]
+                if frozen and state["step"]:
+                    square = square / (1 - beta2 ** state["step"])
+                flat = run(comm.allreduce(square.reshape(-1), "second moment")) / comm.world_size
+                if frozen:  # without a floor, what was never seen would make giant steps
+                    floor = flat.mean() if bool(flat.any()) else torch.ones(())
+                    flat = torch.where(flat > 0, flat, floor)
+                state["exp_avg_sq"].copy_(flat.view(square.shape))
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+        return state
+
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not bool(torch.isfinite(gradient).all()):  # all ranks will refuse: keep the moments
+            update.fill_(torch.nan)
+            return
+        state = self._state_of(parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"].lerp_(gradient, 1 - beta1), state["exp_avg_sq"]
-        steps = state["step"]
-        if self.second_moment == "frozen" and self.reducer.step >= self.reducer.warmup.steps:
-            steps = self.reducer.warmup.steps  # of which it is the moment
-        else:
+        unbiased = 1.0
+        if self.second_moment != "frozen" or not self.param_groups[0].get("averages", 0):
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+            unbiased = 1 - beta2 ** state["step"]
+        root = (square / unbiased).sqrt_().add_(group["eps"])
         rate = group["lr"] / (1 - beta1 ** state["step"])
         torch.mul((mean / root).reshape(-1), rate, out=update)
 

@@ -19,7 +19,9 @@ from sparsync.integrations.base import (
     load_reducer_state,
     reducer_state,
     reducer_stats,
+    weights_digest,
 )
+from sparsync.integrations.checks import output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
 from sparsync.transports.base import Communicator, run
@@ -41,6 +43,7 @@ class UpdateSpace(torch.optim.Optimizer):
         unit_bytes: see there.
         compress: see there.
         warmup: the first steps.
+        agreed: more settings that must be equal on all ranks.
         options: of the preset.
     """
 
@@ -55,6 +58,7 @@ class UpdateSpace(torch.optim.Optimizer):
         unit_bytes: int | None,
         compress: Callable[[str, Tensor], bool] | None,
         warmup: Warmup,
+        agreed: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
         name = type(self).__name__
@@ -70,14 +74,21 @@ class UpdateSpace(torch.optim.Optimizer):
         self._parameters = dict(named)
         chosen = resolve(algorithm, **options)
         unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
+        output = output_parameters(model) if chosen.output else ()
         self.reducer = Reducer(
             comm or connect(),
-            plan_units(named, unit_bytes, compress or chosen.compress),
+            plan_units(named, unit_bytes, compress or chosen.compress, output),
             chosen,
             check_density(density),
             warmup,
         )
-        agree_on_reducer(self.reducer, unit_bytes=unit_bytes, optimizer=name)
+        agree_on_reducer(
+            self.reducer,
+            unit_bytes=unit_bytes,
+            optimizer=name,
+            initial_weights=weights_digest(self._parameters),
+            **(agreed or {}),
+        )
 
     @abstractmethod
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:

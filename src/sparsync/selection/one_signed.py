@@ -34,7 +34,7 @@ class OneSigned(Selector):
     """Selects by another selector among the positive entries, then among the negative, by turns.
 
     The entries of the other sign are zero to it: they stay in the residual, and fewer than k entries
-    come where fewer have the sign.  NaN is selected on every call, of either sign.
+    come where fewer have the sign.  NaN and Inf are selected on every call, of either sign.
 
     Args:
         selector: what selects among them; not one that reuses thresholds between steps, since that of
@@ -94,7 +94,9 @@ class OneSigned(Selector):
 
     def select(self, accumulated: Tensor, k: int, step: int, found: Found | None = None) -> Vector:
         """Return what the selector takes of this call's sign."""
-        one_signed = accumulated.clamp(max=0) if self._bottom else accumulated.clamp(min=0)
-        selected = self.selector.select(one_signed, k, step)  # a clamped NaN is NaN
+        other = accumulated > 0 if self._bottom else accumulated < 0
+        # what is not finite is selected on every step, so that all ranks refuse it
+        one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
+        selected = self.selector.select(one_signed, k, step)
         self._bottom = not self._bottom
         return selected

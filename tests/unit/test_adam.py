@@ -1,0 +1,106 @@
+"""Adam on local or sparse gradients: against torch's, and against what it promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsync import ArrivalAdamW, LocalAdamW, UpdateSpaceAdamW
+from sparsync.errors import NonFiniteGradientError
+
+from .small_training import backward, flat, model, trained
+
+REFERENCE = {"lr": 0.01, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: LocalAdamW(net.parameters(), 1, **REFERENCE),
+        lambda net: ArrivalAdamW(net.parameters(), **REFERENCE),
+        lambda net: UpdateSpaceAdamW(net, algorithm="dense", **REFERENCE),
+        lambda net: UpdateSpaceAdamW(net, algorithm="allgather", density=1.0, **REFERENCE),
+        lambda net: UpdateSpaceAdamW(net, second_moment="refreshed", refresh_period=3,
+                                     algorithm="dense", **REFERENCE),
+    ],
+    ids=["local", "arrival", "update, dense", "update, density 1", "refreshed"],
+)  # fmt: skip
+def test_on_one_rank_it_is_adamw(make):
+    expected = trained(lambda net: torch.optim.AdamW(net.parameters(), **REFERENCE))
+    torch.testing.assert_close(trained(make), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_moment_stays():
+    net = model()
+    optimizer = UpdateSpaceAdamW(net, 0.01, "dense", second_moment="frozen", warmup_steps=4)
+    seen = []
+    for step in range(8):
+        backward(net, step)
+        optimizer.step()
+        seen.append(next(iter(optimizer.state.values()))["exp_avg_sq"].clone())
+    assert not torch.equal(seen[2], seen[3])
+    assert all(torch.equal(seen[3], later) for later in seen[4:])
+
+
+def test_the_second_moment_is_that_of_the_average():
+    """P local gradients of mean 1 and variance s^2: the average's second moment is 1 + s^2 / P."""
+    ranks, steps = 4, 4000
+    weight = nn.Parameter(torch.zeros(2000))
+    optimizer = LocalAdamW([weight], ranks, lr=1.0, betas=(0.99, 0.999), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        before = weight.detach().clone()
+        weight.grad = 1 + 3 * torch.randn(2000, generator=generator)
+        optimizer.step()
+        if step >= steps - 1:
+            moved = float((before - weight.detach()).mean())
+    assert moved == pytest.approx(1 / math.sqrt(1 + 9 / ranks), rel=0.05)
+
+
+def test_an_arrival_counts_for_itself():
+    """An entry that arrives every 10th step moves as far per arrival as one that always arrives."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = ArrivalAdamW([weight], lr=0.01, weight_decay=0.0)
+    for step in range(100):
+        weight.grad = torch.tensor([1.0, 1.0 if step % 10 == 0 else 0.0])
+        optimizer.step()
+    assert weight.tolist() == pytest.approx([-1.0, -0.1], rel=1e-3)
+
+
+def test_update_space_adam_keeps_its_moments_when_a_step_is_refused():
+    net = model()
+    optimizer = UpdateSpaceAdamW(net, 0.01, "allgather", density=0.5)
+    backward(net, 0)
+    optimizer.step()
+    before = flat(net)
+    backward(net, 1)
+    next(net.parameters()).grad[0, 0] = math.nan
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    assert torch.equal(flat(net), before)
+    backward(net, 2)
+    optimizer.step()
+    assert bool(flat(net).isfinite().all()) and not torch.equal(flat(net), before)
+
+
+def test_a_frozen_moment_has_a_floor():
+    """A row that was never seen in the warm-up does not make a giant step when it is."""
+    net = nn.Embedding(4, 3)
+    optimizer = UpdateSpaceAdamW(net, 0.01, "dense", second_moment="frozen", warmup_steps=3)
+    for step in range(6):
+        net.zero_grad()
+        net(torch.tensor([0, 1] if step < 4 else [3])).sum().backward()
+        optimizer.step()
+    assert float(net.weight.detach().abs().max()) < 5
+
+
+def test_arrivals_count_in_16_bits():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = ArrivalAdamW([weight], lr=0.25, weight_decay=0.0)
+    for _ in range(2):
+        weight.grad = torch.ones(2, dtype=torch.bfloat16)
+        optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]

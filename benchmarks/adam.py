@@ -88,7 +88,7 @@ def report(runs: Runs, seeds: int) -> str:
         "learning rate; *over dense*: mean over dense's mean of the same seeds; **bold** within 5 %. "
         "*Words*: sent per step over n, in 32-bit words (the last, dense delivery of `local` not "
         "counted: it is one step's, 1.5 words per element); pairs of index and value at 1 % (0.1 %) "
-        "would be 0.02 (0.002) per message.",
+        "would be 0.02 (0.002) per message, three of which every rank forwards or sends.",
     ]
     for steps in STEPS:
         lines += section(runs, steps, seeds)

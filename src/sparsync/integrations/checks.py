@@ -70,8 +70,8 @@ def check_optimizer(
     adaptive = isinstance(optimizer, _ADAPTIVE) or "betas" in optimizer.defaults
     if adaptive and sparse and not isinstance(optimizer, ArrivalAdamW):
         warnings.warn(
-            f"{name} divides by its second moment, which entries that arrive rarely break: expect 15 "
-            "to 25 % more loss at 1 %. sparsync.LocalUpdates keeps up with dense training; see "
+            f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
+            "to 28 % more loss at 1 %. sparsync.LocalUpdates keeps up with dense training; see "
             "docs/optimizers.md",
             stacklevel=3,
         )

@@ -32,11 +32,12 @@ def main() -> None:
     """Measure, draw the figure's input, then write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES))
+    parser.add_argument("--sizes", default=DEFAULT_SIZES)
     arguments = parser.parse_args()
+    sizes = parse_sizes(arguments.sizes)
     shown = io.StringIO()
     for kind in SELECTOR_INPUTS:
-        rows = bench_selectors(SelectorSettings(arguments.sizes, input=kind))
+        rows = bench_selectors(SelectorSettings(sizes, input=kind))
         assert all(row.correct for row in rows), f"{kind}: not the k largest"
         Console(file=shown, width=WIDTH).print(tables(rows))
         if kind == SELECTOR_INPUTS[0]:
@@ -45,9 +46,9 @@ def main() -> None:
     arguments.out.write_text(
         f"""# What selection costs
 
-`python benchmarks/selection.py`, torch {torch.__version__}, {platform.machine()} ({native.chosen()}), one
-thread, its own time: waiting for a core is not counted, but others' use of caches and memory slows the
-rows that read most, so run it on a quiet machine. Sizes are those of RedSync's Figure 3; density 0.1 %.
+`python benchmarks/selection.py --sizes {arguments.sizes}`,
+torch {torch.__version__}, {platform.machine()} ({native.chosen()}), one thread, its own time: waiting for a core is not counted, but others' use of caches and memory slows the
+rows that read most, so run it on a quiet machine. RedSync's Figure 3 has 64 KB to 512 MB; density 0.1 %.
 "uniform" is the figure's input; "residual" is what 20 rounds of error feedback leave. A small gradient is
 added between two calls. "binary search, 1 of 5" searches on one of 5 calls and reuses that threshold on
 four: the mean of the five. "exact + x.add_, fused" is this project's default: candidates found while

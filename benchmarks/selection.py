@@ -48,7 +48,8 @@ def main() -> None:
 
 `python benchmarks/selection.py --sizes {arguments.sizes}`,
 torch {torch.__version__}, {platform.machine()} ({native.chosen()}), one thread, its own time: waiting
-for a core is not counted, but others' use of caches and memory slows the rows that read most, so run it on a quiet machine. RedSync's Figure 3 has 64 KB to 512 MB; density 0.1 %.
+for a core is not counted, but others' use of caches and memory slows the rows that read most, so run
+it on a quiet machine. RedSync's Figure 3 has 64 KB to 512 MB; density 0.1 %.
 "uniform" is the figure's input; "residual" is what 20 rounds of error feedback leave. A small gradient is
 added between two calls. "binary search, 1 of 5" searches on one of 5 calls and reuses that threshold on
 four: the mean of the five. "exact + x.add_, fused" is this project's default: candidates found while

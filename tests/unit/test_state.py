@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError, UpdateSpaceSGD, connect
-from sparsync.averaging import LocalSgd, ModelAverager
+from sparsync.averaging import LocalSgd
 from sparsync.integrations.base import load_reducer_state, reducer_state
 from sparsync.presets import oktopk
 from sparsync.reducer import Reducer
@@ -83,7 +83,7 @@ def test_averaging_keeps_tensors_dtypes_and_strides():
     model.bias.data = model.bias.data.bfloat16()
     kept = [(p, p.data_ptr(), p.dtype, p.stride()) for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
-    averager = ModelAverager(model, LocalSgd(period=2))
+    averager = LocalSgd(model, period=2)
     averager.step()
     averager.step()
     averager.finish()

@@ -20,13 +20,13 @@ class AllreduceAverage(Averager):
 
     Cost: one dense allreduce per step.   State: none.   Differs from the paper: nothing.
 
+    Example:
+        >>> from torch import nn
+        >>> with AllreduceAverage(nn.Linear(2, 1)) as averager: averager.step()
+
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, "Allreduce-SGD".
     """
 
-    async def average(self, comm: Communicator, model: Tensor, step: int) -> Tensor:
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models."""
-        return await mean(comm, model)
-
-    async def finish(self, comm: Communicator, model: Tensor) -> Tensor:
-        """Return the mean of all models."""
-        return await mean(comm, model)
+        return await mean(comm, vector)

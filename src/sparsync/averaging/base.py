@@ -4,94 +4,161 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, final
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sparsync.averaging.binding import Binding, BufferRule, MomentRule
+from sparsync.errors import ConfigurationError
 from sparsync.state import Stateful
 from sparsync.transports.base import Communicator, run
 
-__all__ = ["Averager", "ModelAverager", "mean"]
+__all__ = ["Averager", "mean"]
+
+A = TypeVar("A", bound="Averager")
 
 
 class Averager(Stateful):
-    """Averages one flat model vector per rank.  Its memory is ``self.state``."""
+    """Averages models: one flat vector per rank, after every local step.
+
+    An algorithm is three coroutines over ``(comm, vector, step)``: ``begin``, ``average``, ``conclude``.
+    With a model, ``step`` and ``finish`` apply them to it, as PyTorch's averagers do::
+
+        averager = Wagma(model)
+        for ...:
+            loss.backward(); optimizer.step(); averager.step()
+        averager.finish()                        # all replicas are equal
+
+    Args:
+        model: a plain module (not DDP), averaged in place; None: only the coroutines are used.
+        comm: default ``sparsync.connect()``.
+        buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
+            "local" until ``finish`` averages them; whole-numbered ones stay local until then, when
+            rank 0's are taken.
+        optimizer: whose state ``moments`` is about.
+        moments: tensors of the optimizer's state stay "local", or "average" with the parameters.
+
+    Attributes:
+        steps: local steps done; the next ``step()`` has this number, 0-based.
+        memory: vectors that the algorithm keeps, saved with its state.
+        resume_at: a rank that was left out and came back goes on with at least this step.
+
+    Raises:
+        ConfigurationError: a DDP model; ranks that do not begin with equal models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        comm: Communicator | None = None,
+        buffers: BufferRule = "average",
+        optimizer: torch.optim.Optimizer | None = None,
+        moments: MomentRule = "local",
+    ) -> None:
+        self.steps = self.resume_at = 0
+        self.memory: dict[str, Tensor] = {}
+        self._begun = False
+        self._binding: Binding | None = None
+        if model is not None:
+            from sparsync.api import connect
+
+            self._binding = Binding(model, comm or connect(), buffers, optimizer, moments)
+            if moments == "local":  # moments are there only behind the first optimizer step
+                self._begin(self._binding)
+
+    # ---- an algorithm -----------------------------------------------------------------------------
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Prepare, before local step ``step``; all ranks call it with what all ranks begin with.
+
+        ``vector`` is handed over: nobody changes it any more.
+        """
 
     @abstractmethod
-    async def average(self, comm: Communicator, model: Tensor, step: int) -> Tensor:
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return what this rank's model becomes after local step ``step``.
 
         Args:
             comm: the group.
-            model: `[n]`, this rank's parameters after its optimizer step; not modified.
-            step: 0-based; an average closes a period p when ``(step + 1) % p == 0``.
+            vector: `[n]`, this rank's model behind its optimizer step; handed over: nobody changes it.
+            step: 0-based; what closes a period p does so when ``(step + 1) % p == 0``.
         """
 
-    @abstractmethod
-    async def finish(self, comm: Communicator, model: Tensor) -> Tensor:
-        """Return the model that all ranks share at the end of training."""
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the model that all ranks share behind ``step`` steps: by default the mean."""
+        return await mean(comm, vector)
 
-
-@final
-class ModelAverager:
-    """Applies an ``Averager`` to a module: call ``step()`` after ``optimizer.step()``.
-
-    Args:
-        model: a plain module (not DDP); its parameters are averaged in place.
-        averager: who averages with whom, when.
-        comm: default ``sparsync.connect()``.
-
-    Example:
-        >>> from sparsync.averaging import LocalSgd
-        >>> averager = ModelAverager(nn.Linear(2, 1), LocalSgd(period=4))
-        >>> averager.step(); averager.finish(); averager.state_dict()["step"]
-        1
-    """
-
-    def __init__(
-        self, model: nn.Module, averager: Averager, comm: Communicator | None = None
-    ) -> None:
-        from sparsync.api import connect
-
-        self.model, self.averager = model, averager
-        self.comm = comm or connect()
-        self.steps = 0
+    # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Average, if the averager's schedule says so; blocks until done."""
-        flat = self._flat()
-        averaged = run(self.averager.average(self.comm, flat, self.steps))
-        if averaged is not flat:
-            self._copy_back_(averaged)
-        self.steps += 1
-        self.comm.ledger.begin_step(self.steps)
+        """Average, if it is time; call it after ``optimizer.step()``.  Blocks until that is done."""
+        binding = self._bound()
+        vector = binding.read()
+        averaged = run(self.average(binding.comm, vector, self.steps))
+        if averaged is not vector:
+            binding.write_(averaged)
+        self.steps = max(self.steps + 1, self.resume_at)
+        binding.comm.ledger.begin_step(self.steps)
 
     def finish(self) -> None:
-        """Leave all replicas equal."""
-        self._copy_back_(run(self.averager.finish(self.comm, self._flat())))
+        """Leave all replicas equal; training may go on."""
+        binding = self._bound()
+        vector = binding.read()
+        binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
+        run(binding.settle())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the averager's state."""
-        return {"step": self.steps, "averager": self.averager.state_dict()}
+        """Return this rank's state, to be saved per rank beside its own model and optimizer."""
+        return {"steps": self.steps, "state": super().state_dict(), "memory": dict(self.memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken."""
-        self.steps = int(state["step"])
-        self.averager.load_state_dict(state["averager"])
+        """Continue where ``state_dict`` was taken; before the first ``step()``."""
+        if not isinstance(state, Mapping) or {"steps", "state", "memory"} - set(state):
+            raise ConfigurationError(
+                f"{type(self).__name__}: the saved state is not one; load what state_dict() returned"
+            )
+        super().load_state_dict(state["state"])
+        self.steps, self.memory = int(state["steps"]), dict(state["memory"])
+        self._begun = False  # the model that is there now is what others must know
 
-    def _flat(self) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+    def close(self) -> None:
+        """End what runs beside the training, on this rank's communicator."""
+        if self._binding is not None:
+            self._binding.comm.close()
 
-    @torch.no_grad()
-    def _copy_back_(self, flat: Tensor) -> None:
-        """Write a vector into the parameters: same tensors, dtypes and strides as before."""
-        sizes = [p.numel() for p in self.model.parameters()]
-        pieces = torch.split(flat, sizes)
-        for parameter, piece in zip(self.model.parameters(), pieces, strict=True):
-            parameter.copy_(piece.view(parameter.shape))
+    def __enter__(self: A) -> A:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish, unless an error is on its way; close."""
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
+
+    def _bound(self) -> Binding:
+        if self._binding is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} was made without a model; give it one to call step()"
+            )
+        if not self._begun:
+            self._begin(self._binding)
+        return self._binding
+
+    def _begin(self, binding: Binding) -> None:
+        run(self.begin(binding.comm, binding.read(), self.steps))
+        self._begun = True
 
 
-async def mean(comm: Communicator, model: Tensor) -> Tensor:
+async def mean(comm: Communicator, vector: Tensor) -> Tensor:
     """Average a vector over all ranks."""
-    return await comm.allreduce(model, "average") / comm.world_size
+    return await comm.allreduce(vector, "average") / comm.world_size

@@ -3,7 +3,16 @@
 from functools import partial
 
 from sparsync import testing
-from sparsync.averaging import AllreduceAverage, LocalSgd
+from sparsync.averaging import (
+    OUTER_SETTINGS,
+    AllreduceAverage,
+    Bmuf,
+    Dpsgd,
+    LocalSgd,
+    OuterStep,
+    Sgp,
+    Wagma,
+)
 from sparsync.collectives import (
     Allgather,
     Budgeted,
@@ -172,7 +181,25 @@ ALGORITHMS = {
     "oktopk, exact selection": Algorithm("oktopk-exact", Exact, OkTopk),
 }
 
-AVERAGERS = {"allreduce": AllreduceAverage, "local": partial(LocalSgd, period=4)}
+AVERAGERS = {
+    "allreduce": AllreduceAverage,
+    "local": partial(LocalSgd, period=4),
+    "dpsgd": Dpsgd,
+    "dpsgd, twice": partial(Dpsgd, mixing_steps=2),
+    "sgp": Sgp,
+    "sgp, 2 neighbours": partial(Sgp, neighbours=2),
+    "wagma": Wagma,
+    "wagma, synchronous": partial(Wagma, grouping="synchronous", sync_period=None),
+    "wagma, fixed groups": partial(Wagma, dynamic=False),
+    "outer step, dense": partial(OuterStep, algorithm="allgather", density=1.0, period=3),
+}
+
+# their mean moves: an outer optimizer, or what compression keeps back
+DRIFTING_AVERAGERS = {
+    "bmuf": partial(Bmuf, period=4, momentum=0.5),
+    "qsparse-local": partial(OuterStep, **{**OUTER_SETTINGS["qsparse-local"], "period": 3}),
+    "diloco": partial(OuterStep, **{**OUTER_SETTINGS["diloco"], "period": 3}),
+}
 
 # sums of these are left folds, too, but rounding errors are subtracted from them
 ROUNDING_COLLECTIVES = {

@@ -8,6 +8,7 @@ from .table import (
     CODECS,
     COLLECTIVES,
     DENSE_COLLECTIVES,
+    DRIFTING_AVERAGERS,
     EXPANSIVE_CODECS,
     INEXACT_SELECTORS,
     ROUNDING_COLLECTIVES,
@@ -70,6 +71,15 @@ def test_algorithm(name):
 @pytest.mark.parametrize("name", AVERAGERS)
 def test_averager(name):
     testing.check_averager(AVERAGERS[name])
+
+
+@pytest.mark.parametrize("name", DRIFTING_AVERAGERS)
+def test_drifting_averager(name):
+    worlds = (2, 3, 4, 7, 16)  # one rank alone compresses, too
+    drift = testing.check_averager(
+        DRIFTING_AVERAGERS[name], preserves_mean=False, world_sizes=worlds
+    )
+    assert 0 < drift < 1
 
 
 def test_communicator():

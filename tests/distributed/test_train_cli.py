@@ -192,6 +192,30 @@ def test_an_interrupt_ends_all():
     assert "Traceback" not in err
 
 
+def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
+    options = ["--algorithm", "dense,allreduce,local", "--period", "2", "--workload", "digits"]
+    more = ["--ranks", "2", "--steps", "5", "--delay", "persistent:1:0.2"]
+    code, out, err = run("-m", "sparsync", "train", *options, *more, "--json", f"{tmp_path}/t.json")
+    assert code == 0, err
+    assert "delay persistent:1:0.2" in out and "bit-identical" in out
+    dense, every, local = json.loads((tmp_path / "t.json").read_text())
+    assert dense["options"] is None
+    assert every["options"] == {"buffers": "average"}
+    assert local["options"] == {"buffers": "average", "period": 2}
+    whole = dense_bytes_per_step(every["parameters"], 2)
+    for result in (dense, every, local):
+        assert result["replicas_equal"] is True and result["delay"] == "persistent:1:0.2"
+        assert result["density"] == 1 and 0 <= result["accuracy"] <= 1
+        assert min(result["seconds"]) > 0.19  # rank 1 is the last one on every step
+        in_all = sum(result["seconds"]) + result["seconds_finish"]
+        assert result["seconds_total"] == pytest.approx(in_all)
+        assert result["loss"][0] == dense["loss"][0]
+    assert dense["seconds_finish"] < 0.1
+    assert every["bytes_counted"] == local["bytes_counted"] == "ledger"
+    models = [[round(sent / whole) for sent in r["bytes_sent"]] for r in (every, local)]
+    assert models == [[1, 1, 1, 1, 2], [0, 1, 0, 1, 1]]  # the end is in the last step
+
+
 if __name__ == "__main__":
     happening = {"die": die, "interrupt": interrupt}[sys.argv[1]]
     settings = TrainSettings(ranks=3, steps=3, timeout=30.0)

@@ -131,6 +131,23 @@ def test_a_target_that_nobody_sets_is_refused():
         check_target_step(5, 10, ["fp16"])
 
 
+ranks_of_seconds = st.integers(1, 20).flatmap(
+    lambda steps: st.lists(
+        st.lists(st.floats(0, 10), min_size=steps, max_size=steps), min_size=1, max_size=5
+    )
+)
+
+
+@given(ranks_of_seconds)
+def test_a_step_is_over_when_the_last_rank_is_through(ranks):
+    seconds = report.seconds_of_all(ranks)
+    slowest_each = [max(times) for times in zip(*ranks, strict=True)]
+    assert all(
+        -1e-9 <= mine <= most + 1e-9 for mine, most in zip(seconds, slowest_each, strict=True)
+    )
+    assert sum(seconds) == pytest.approx(max(map(sum, ranks)))
+
+
 # ---- the table and the picture -----------------------------------------------------------------------
 
 
@@ -142,6 +159,24 @@ def test_the_table_fits_a_terminal_and_tells_the_reduction():
     assert oktopk[:6] == ["oktopk", "20", "x", "40", "x", "0.6"]
     assert "200 kB" in table and "8 MB" in table
     assert "bit-identical" in table
+
+
+def test_a_scheme_shows_the_mean_and_the_delay():
+    options = {"period": 4, "buffers": "average"}
+    sent = [0, 0, 0, 8_000_000] * 15
+    local = result("local", 0, bytes_sent=sent, options=options, delay="random:2:0.32")
+    table = shown(result("dense", 8_000_000, delay="random:2:0.32"), local)
+    row = next(line.split() for line in table.splitlines() if line.split()[:1] == ["local"])
+    assert row[:4] == ["local", "-", "4", "x"] and "2 MB" in table
+    assert "delay random:2:0.32" in table and "the mean over steps" in table
+    assert "delay" not in shown(DENSE) and "the mean over steps" not in shown(DENSE)
+
+
+def test_long_names_beside_an_accuracy_fit_a_terminal():
+    dense = result("dense", 4_349_628, accuracy=0.9)
+    more = {"accuracy": 0.987, "options": {}, "seconds": [0.0341] * 60}
+    table = shown(*with_target([dense, result("eager-majority", 6_160_000, **more)]))
+    assert "…" not in table and "98.7" in table
 
 
 def test_without_dense_there_is_no_reduction():

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import Binding, BufferRule, MomentRule
+from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
+from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError
 from sparsync.state import Stateful
 from sparsync.transports.base import Communicator, run
@@ -32,13 +33,18 @@ class Averager(Stateful):
         averager.finish()                        # all replicas are equal
 
     Args:
-        model: a plain module (not DDP), averaged in place; None: only the coroutines are used.
+        model: a plain module (not DDP or FSDP), equal on all ranks, averaged in place.  Parameters that
+            are frozen now do not travel.  None: only the coroutines are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them; whole-numbered ones stay local until then, when
-            rank 0's are taken.
+            rank 0's are taken.  What ``state_dict`` leaves out (``persistent=False``) is never touched.
         optimizer: whose state ``moments`` is about.
-        moments: tensors of the optimizer's state stay "local", or "average" with the parameters.
+        moments: tensors of the optimizer's state with their parameter's shape stay "local" (also behind
+            ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
+            whenever an average is taken (SlowMo's three strategies).  Step counts never travel.
+        nonfinite: a rank whose parameters hold NaN or Inf does "raise" an error before it hands them to
+            others, or lets them "spread".
 
     Attributes:
         steps: local steps done; the next ``step()`` has this number, 0-based.
@@ -46,7 +52,9 @@ class Averager(Stateful):
         resume_at: a rank that was left out and came back goes on with at least this step.
 
     Raises:
-        ConfigurationError: a DDP model; ranks that do not begin with equal models.
+        ConfigurationError: a DDP or FSDP model; later: a model that is no longer the same.
+        NonFiniteGradientError: NaN or Inf in the parameters, under "raise".
+        PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Averager(Stateful):
         buffers: BufferRule = "average",
         optimizer: torch.optim.Optimizer | None = None,
         moments: MomentRule = "local",
+        nonfinite: NonFiniteRule = "raise",
     ) -> None:
         self.steps = self.resume_at = 0
         self.memory: dict[str, Tensor] = {}
@@ -65,9 +74,14 @@ class Averager(Stateful):
         if model is not None:
             from sparsync.api import connect
 
-            self._binding = Binding(model, comm or connect(), buffers, optimizer, moments)
-            if moments == "local":  # moments are there only behind the first optimizer step
-                self._begin(self._binding)
+            self._binding = Binding(
+                model,
+                comm or connect(),
+                buffers=buffers,
+                optimizer=optimizer,
+                moments=moments,
+                nonfinite=nonfinite,
+            )
 
     # ---- an algorithm -----------------------------------------------------------------------------
 
@@ -112,17 +126,46 @@ class Averager(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank beside its own model and optimizer."""
-        return {"steps": self.steps, "state": super().state_dict(), "memory": dict(self.memory)}
+        memory = {name: vector.clone() for name, vector in self.memory.items()}
+        return {
+            **self._place(),
+            "steps": self.steps,
+            "state": super().state_dict(),
+            "memory": memory,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken; before the first ``step()``."""
-        if not isinstance(state, Mapping) or {"steps", "state", "memory"} - set(state):
+        """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
+
+        Load model and optimizer, too, in any order; ranks' models need not be equal then.
+
+        Raises:
+            ConfigurationError: the state of another scheme, rank or world size, or none at all.
+        """
+        expected = [*self._place(), "steps", "state", "memory"]
+        if not isinstance(state, Mapping) or set(expected) - set(state):
             raise ConfigurationError(
                 f"{type(self).__name__}: the saved state is not one; load what state_dict() returned"
             )
+        for name, value in self._place().items():
+            if state[name] != value:
+                raise ConfigurationError(
+                    f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
+                    "rank's own state into the same set-up"
+                )
         super().load_state_dict(state["state"])
-        self.steps, self.memory = int(state["steps"]), dict(state["memory"])
+        self.steps = int(state["steps"])
+        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
         self._begun = False  # the model that is there now is what others must know
+        if self._binding is not None:
+            self._binding.resume()
+
+    def _place(self) -> dict[str, Any]:
+        place: dict[str, Any] = {"scheme": type(self).__name__}
+        if self._binding is not None:
+            comm = self._binding.comm
+            place |= {"rank": comm.rank, "world_size": comm.world_size}
+        return place
 
     def close(self) -> None:
         """End what runs beside the training, on this rank's communicator."""
@@ -155,7 +198,11 @@ class Averager(Stateful):
         return self._binding
 
     def _begin(self, binding: Binding) -> None:
-        run(self.begin(binding.comm, binding.read(), self.steps))
+        # a scheme's public numbers and names are its settings; what ranks count apart is in ``state``
+        plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+        settings = {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
+        run(agree(binding.comm, {"the averager": type(self).__name__, "its settings": settings}))
+        run(self.begin(binding.comm, run(binding.start()), self.steps))
         self._begun = True
 
 

@@ -2,54 +2,265 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+import hashlib
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from sparsync.errors import ConfigurationError
+from sparsync.collectives.agreement import agree
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.transports.base import Communicator
 
-__all__ = ["Binding", "BufferRule", "MomentRule"]
+__all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule"]
 
 BufferRule = Literal["average", "local"]
-MomentRule = Literal["average", "local"]
+MomentRule = Literal["local", "average", "reset"]
+NonFiniteRule = Literal["raise", "spread"]
+
+_DIGEST_BYTES = 8
 
 
 @final
 class Binding:
-    """Reads a model as a vector, and writes a vector into the same tensors."""
+    """Reads a model as a vector, and writes a vector into the same tensors.
+
+    The vector holds trained parameters (each once), floating-point buffers and moments, in this order;
+    float64 if one of the first two is, else float32.  Which of the model's tensors travel is decided
+    when the binding is made, which moments when averaging begins.  Tensors are looked up by name every
+    time: modules replace their buffers, optimizers their state.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         comm: Communicator,
+        *,
         buffers: BufferRule,
         optimizer: torch.optim.Optimizer | None,
         moments: MomentRule,
+        nonfinite: NonFiniteRule,
     ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        _check_choice("buffers", buffers, get_args(BufferRule))
+        _check_choice("moments", moments, get_args(MomentRule))
+        _check_choice("nonfinite", nonfinite, get_args(NonFiniteRule))
+        _check_model(model)
+        if moments != "local" and optimizer is None:
             raise ConfigurationError(
-                "averaging needs models that train alone but this one is wrapped in DDP, which "
-                "averages gradients; give the plain module"
+                f"moments is '{moments}' but no optimizer came; give optimizer=, whose they are"
             )
-        self.model, self.comm = model, comm
+        self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
+        ruled = self._ruled(self._tensors())
+        self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
+        wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
+        self._trained = sum(p.numel() for n, p in ruled.items() if p.requires_grad)
+        self._dtype = torch.float64 if wide else torch.float32
+        self._known_moments = self._find_moments()
+        self._start: Tensor | None = self.read()
 
+    # ---- the vector -------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector."""
-        return torch.cat([p.detach().reshape(-1) for p in self._tensors()])
+        """Return a new vector.
+
+        Raises:
+            ConfigurationError: what travels has changed since the binding was made.
+            NonFiniteGradientError: NaN or Inf in what trains, unless that may spread.
+        """
+        tensors = self._travelling()
+        device = next((t.device for t in tensors.values() if t is not None), None)
+        pieces = [torch.zeros(0, dtype=self._dtype, device=device)]  # of a model without parameters
+        for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
+            piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
+            pieces.append(piece.reshape(-1))
+        vector = torch.cat(pieces)
+        # one read of what trains; a sum that overflows is as broken as what it sums
+        if self.nonfinite == "raise" and not vector[: self._trained].sum().isfinite():
+            raise NonFiniteGradientError(
+                f"rank {self.comm.rank}: NaN or Inf in the parameters; they were not averaged, other "
+                "ranks' models are clean; load a checkpoint, or let them with nonfinite='spread'"
+            )
+        return vector
 
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back: same tensors, dtypes and strides as before."""
+        tensors = self._travelling().values()
+        for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
+            if tensor is not None:
+                tensor.copy_(piece.view(tensor.shape))
+        if self.moments == "reset" and self.optimizer is not None:
+            self.optimizer.state.clear()  # step counters too: as before the first step
+
+    # ---- with the other ranks ---------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Begin, the next time, from the model as it is then; ranks need not be equal."""
+        self._start = None
+
+    async def start(self) -> Tensor:
+        """Compare models with all ranks, and return the vector that all of them start from.
+
+        That is of the model when the binding was made; moments that were not there yet are zero.
+
+        Raises:
+            PeerError: names the first tensor that differs: in name, shape, dtype or rule, or (not
+                behind ``resume``) in its values.
+
+        Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
+        """
+        self._known_moments = self._find_moments()
+        vector, start, self._start = self.read(), self._start, None
         tensors = self._tensors()
-        pieces = torch.split(vector, [t.numel() for t in tensors])
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+        labels = [
+            f"'{name}' {list(t.shape)} {t.dtype}{'' if name in self._shapes else ', stays local'}"
+            for name, t in tensors.items()
+        ]
+        labels += [f"'{name}' {list(p.shape)}" for name, (p, _) in self._known_moments.items()]
+        most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
+        labels += ["nothing"] * (int(most) - len(labels))  # agree wants as many facts of every rank
+        await agree(
+            self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
+        )
+        if start is None:
+            return vector
+        missing = vector.numel() - start.numel()  # moments, made by the optimizer's first step
+        start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
+        values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))
+        values |= {n: tensors[n] for n, _ in self.model.named_parameters() if n not in values}
+        advice = "a digest; seed all ranks alike or load one checkpoint"
+        await agree(
+            self.comm,
+            {f"the initial values of '{n}' ({advice})": _digest(t) for n, t in values.items()},
+        )
+        return start
 
+    @torch.no_grad()
     async def settle(self) -> None:
-        """Make equal on all ranks what did not travel with the vector."""
+        """Make equal on all ranks what of the model does not travel; what is equal stays untouched.
 
-    def _tensors(self) -> list[Tensor]:
-        return list(self.model.parameters())
+        Floating-point tensors become their mean, others what rank 0 has.
+
+        Cost: 8 bytes per tensor from every rank; an allreduce or allgather of each that differs.
+        """
+        rest = [t for name, t in self._tensors().items() if name not in self._shapes]
+        digests = torch.tensor([_digest(tensor) for tensor in rest], dtype=torch.int64)
+        everyone = torch.stack(await self.comm.allgather(digests, "settle"))
+        for tensor, equal in zip(rest, (everyone == digests).all(0).tolist(), strict=True):
+            if not equal and tensor.is_floating_point():
+                wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+                total = await self.comm.allreduce(tensor.to(wide).reshape(-1), "settle")
+                tensor.copy_((total / self.comm.world_size).view(tensor.shape))
+            elif not equal:
+                first = (await self.comm.allgather(_bytes(tensor), "settle"))[0]
+                tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+
+    # ---- what travels -----------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the model's parameters, each once, and the buffers that it saves; complex as real."""
+        unsaved = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        buffers = [(n, b) for n, b in self.model.named_buffers() if n not in unsaved]
+        named = [*self.model.named_parameters(), *buffers]
+        return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named}
+
+    def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return those that travel: what trains now, and floating-point buffers by their rule."""
+        trains = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        averaged = self.buffers == "average"
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if trains.get(name, averaged and tensor.is_floating_point())
+        }
+
+    def _travelling(self) -> dict[str, Tensor | None]:
+        """Return what the vector is made of, as it is now; None: a moment that is not there."""
+        tensors = self._tensors()
+        # what was frozen since then goes on travelling: GANs freeze their halves in turns
+        now = {name: tensors[name].shape for name in self._shapes if name in tensors}
+        now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
+        if now != self._shapes:
+            changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
+            raise ConfigurationError(
+                f"'{changed[0]}' was added, removed, reshaped or unfrozen since the averager was made; "
+                "make a new one, on all ranks, when the model changes"
+            )
+        found: dict[str, Tensor | None] = {name: tensors[name] for name in self._shapes}
+        for name, (parameter, kind) in self._known_moments.items():
+            found[name] = self._moments_of(parameter).get(kind)
+        return found
+
+    def _layout(self) -> dict[str, torch.Size]:
+        return self._shapes | {name: p.shape for name, (p, _) in self._known_moments.items()}
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self._layout().values()]
+
+    def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
+        """Return parameter and key of every moment that travels.
+
+        A parameter without state (it had no gradient on this rank yet) has those of its group.
+        """
+        if self.moments != "average" or self.optimizer is None:
+            return {}
+        names = {id(p): n for n, p in self.model.named_parameters() if n in self._shapes}
+        found: dict[str, tuple[Tensor, str]] = {}
+        for group in self.optimizer.param_groups:
+            own = {p: self._moments_of(p).keys() for p in group["params"] if id(p) in names}
+            usual = {kind for kinds in own.values() for kind in kinds}
+            for p, kinds in own.items():
+                for kind in sorted(kinds if self.optimizer.state.get(p) else usual):
+                    found[f"{names[id(p)]} ({kind})"] = p, kind
+        return found
+
+    def _moments_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return what of a parameter's state has its shape; numbers, such as step counts, have none."""
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        return {
+            kind: value
+            for kind, value in state.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+            if value.dim() and value.shape == parameter.shape
+        }
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what does not hold its own parameters, or averages gradients itself."""
+    # by name, among base classes: FSDP2 derives a class from each module's own
+    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__name__ in wrappers:
+                raise ConfigurationError(
+                    f"averaging needs models that train alone but this one is wrapped "
+                    f"({base.__name__}), which averages gradients or shards; give the plain module"
+                )
+    for name, parameter in model.named_parameters():
+        kind = type(parameter).__name__
+        if kind == "DTensor" or is_lazy(parameter) or parameter.is_meta:
+            raise ConfigurationError(
+                f"'{name}' is a {kind} without values of its own; averaging needs whole tensors: "
+                "materialise the model (a first forward pass, or load it) and do not shard it"
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} is {value!r}; choose {' or '.join(choices)}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _digest(tensor: Tensor) -> int:
+    raw = hashlib.sha256(_bytes(tensor).cpu().numpy().data).digest()[:_DIGEST_BYTES]
+    return int.from_bytes(raw, "little", signed=True)

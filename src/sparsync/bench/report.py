@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from sparsync.errors import ConfigurationError
@@ -15,6 +16,7 @@ __all__ = [
     "check_writable",
     "format_bytes",
     "format_ratio",
+    "seconds_of_all",
     "write_json",
 ]
 
@@ -25,7 +27,7 @@ class TrainResult:
 
     Attributes:
         algorithm: the preset's name; "dense" is plain DDP; "fp16" and "powersgd" are PyTorch's own
-            communication hooks.
+            communication hooks; or a scheme of model averaging.
         ranks: world size P.
         steps: optimizer steps.
         density: k / n asked for; 1 where everything is exchanged.
@@ -34,8 +36,8 @@ class TrainResult:
         lr: learning rate after its warm-up.
         loss: training loss in nats per byte (of "digits": per image), mean over ranks, per step.
         eval_loss: likewise, on what is held out, after the last step.
-        seconds_total: all steps of the slowest rank, evaluation apart.
-        seconds_per_step_median: median over steps of the slowest rank's step.
+        seconds_total: of the slowest rank: all steps, and leaving all replicas equal.
+        seconds_per_step_median: median of ``seconds``.
         bytes_sent_per_step_max: the most that any rank sent in any step, headers included.
         replicas_equal: whether all ranks ended with bit-identical parameters.
         bytes_sent: the most that any rank sent, per step.
@@ -43,7 +45,8 @@ class TrainResult:
         batch_size: windows or images per rank and step.
         context: bytes per window.
         warmup_steps: first steps that ran dense.
-        seconds: of the slowest rank, per step.
+        seconds: per step, from when the last rank was through with the step before until the last
+            one is through with this one: where none is ahead, the slowest rank's.
         seconds_computation_median: forward, backward and optimizer on all ranks at once, without any
             exchange; measured before the trainings.
         seconds_rest_median: the median step minus that: the exchange, as far as it is not hidden.
@@ -60,6 +63,9 @@ class TrainResult:
         nesterov: of sgd.
         weight_decay: of the optimizer.
         clip: largest 2-norm of the averaged gradient.
+        options: of a scheme of averaging.
+        delay: what ranks waited before steps, as ``--delay`` was given; in all seconds.
+        seconds_finish: of ``seconds_total``, what came behind the last of ``seconds``.
         target_step: whose loss, in the run of "dense", is the target.
         target_loss: averaged over the last ``target_window`` steps.
         target_window: see there.
@@ -100,12 +106,28 @@ class TrainResult:
     nesterov: bool = False
     weight_decay: float = 0.0
     clip: float | None = None
+    options: Mapping[str, object] | None = None
+    delay: str = "none"
+    seconds_finish: float = 0.0
     target_step: int | None = None
     target_loss: float | None = None
     target_window: int | None = None
     steps_to_target: int | None = None
     seconds_to_target: float | None = None
     speedup_to_target: float | None = None
+
+
+def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return how long each step took all ranks, from how long it took each of them.
+
+    A rank may be ahead of others: a step is over when the last one is through with it.
+
+    Example:
+        >>> seconds_of_all([[1.0, 1.0, 4.0], [3.0, 1.0, 1.0]])
+        [3.0, 1.0, 2.0]
+    """
+    through = zip(*(accumulate(seconds) for seconds in ranks), strict=True)
+    return [end - start for start, end in pairwise([0.0, *(max(times) for times in through)])]
 
 
 def format_bytes(nbytes: float) -> str:

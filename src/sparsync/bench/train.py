@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.bench.launch import launch, launched_ranks, leads
 from sparsync.bench.picture import check_plot_path, write_plot
 from sparsync.bench.report import TrainResult, check_writable, write_json
@@ -18,6 +19,7 @@ from sparsync.bench.shaped import privileged, shaped
 from sparsync.bench.target import check_target_step, with_target
 from sparsync.bench.train_hooks import HOOKS, check_algorithm
 from sparsync.bench.train_rank import BeforeStep, train_rank
+from sparsync.bench.train_schemes import check_schemes
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.bench.train_table import comparison
 from sparsync.integrations.ddp import attach
@@ -30,8 +32,8 @@ __all__ = ["command", "train"]
 _Algorithm = Annotated[
     str,
     typer.Option(
-        help=f"One of {', '.join(PRESETS)}, or PyTorch's own hooks {', '.join(HOOKS)}; "
-        "or several, with commas, to compare."
+        help=f"One of {', '.join(PRESETS)}; PyTorch's own hooks {', '.join(HOOKS)}; or of the schemes "
+        f"that average models, {', '.join(SCHEMES)}; or several, with commas, to compare."
     ),
 ]
 _Ranks = Annotated[
@@ -75,7 +77,36 @@ _Space = Annotated[
 ]
 _Period = Annotated[
     int | None,
-    typer.Option(help="Steps between exchanges of --space local.", show_default="by density"),
+    typer.Option(
+        help="Steps between exchanges of --space local, and of schemes that let ranks train alone.",
+        show_default="by density, or the scheme's",
+    ),
+]
+_GroupSize = Annotated[
+    int | None, typer.Option(help="Ranks that average, of wagma.", show_default="near sqrt(ranks)")
+]
+_SyncPeriod = Annotated[
+    int | None, typer.Option(help="Steps between global averages, of wagma.", show_default="10")
+]
+_Neighbours = Annotated[
+    int | None, typer.Option(help="Ranks that a rank sends to per step, of sgp.", show_default="1")
+]
+_Deadline = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds after which a rank that does not answer is left out, of wagma.",
+        show_default="the scheme's",
+    ),
+]
+_Buffers = Annotated[
+    str, typer.Option(help="Of the model: schemes average them, or leave them local to the end.")
+]
+_Delay = Annotated[
+    str,
+    typer.Option(
+        help="Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or "
+        "heavytail:MIN:MAX."
+    ),
 ]
 _Clip = Annotated[
     float | None,
@@ -93,9 +124,14 @@ _LrDecay = Annotated[
 _WarmupSteps = Annotated[int, typer.Option(help="First steps, which are exchanged dense.")]
 _BatchSize = Annotated[
     int | None,
-    typer.Option(help="Windows or images per rank and step.", show_default="32 for digits, else 8"),
+    typer.Option(
+        help="Windows or images per rank and step.",
+        show_default="32 for digits, 16 for lines, else 8",
+    ),
 ]
-_Context = Annotated[int | None, typer.Option(help="Bytes per window.", show_default="64; lstm 32")]
+_Context = Annotated[
+    int | None, typer.Option(help="Bytes per window.", show_default="64; lstm 32; lines 96")
+]
 _Layers = Annotated[
     int | None,
     typer.Option(
@@ -146,7 +182,7 @@ def train(
 
     Args:
         settings: equal for all algorithms.
-        algorithms: names of presets or of PyTorch's hooks, run one after the other.
+        algorithms: names of presets, schemes or PyTorch's hooks, run one after the other.
         before_step: called with (rank, step) on every rank; importable.
 
     Returns:
@@ -158,6 +194,7 @@ def train(
     """
     for name in algorithms:
         check_algorithm(name)
+    check_schemes(settings, algorithms)
     check_target_step(settings.target_step, settings.steps, algorithms)
     with shaped(settings.lab, settings.ranks) as network:
         results: list[TrainResult] | None = launch(
@@ -189,6 +226,12 @@ def command(
     clip: _Clip = None,
     space: _Space = "gradient",
     period: _Period = None,
+    group_size: _GroupSize = None,
+    sync_period: _SyncPeriod = None,
+    neighbours: _Neighbours = None,
+    deadline: _Deadline = None,
+    buffers: _Buffers = "average",
+    delay: _Delay = "none",
     lr_warmup_steps: _LrWarmupSteps = 20,
     lr_decay: _LrDecay = False,
     warmup_steps: _WarmupSteps = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.bench.connection import transport_of
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import ConfigurationError
@@ -45,13 +47,13 @@ def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) ->
 
 
 def check_algorithm(name: str) -> None:
-    """Refuse what is neither a preset nor one of PyTorch's hooks."""
-    if name in HOOKS:
+    """Refuse what is no preset, none of PyTorch's hooks, and no scheme of averaging."""
+    if name in HOOKS or name in SCHEMES:
         return
     try:
         resolve(name)
     except ConfigurationError:
-        known = ", ".join([*sorted(PRESETS), *HOOKS])
+        known = ", ".join([*sorted(PRESETS), *HOOKS, *SCHEMES])
         raise ConfigurationError(f"unknown algorithm {name!r}; choose one of {known}") from None
 
 
@@ -64,6 +66,8 @@ class Exchange(ABC):
         counted: "ledger", or "formula" where what is sent is not counted but worked out.
         sparse: entries are selected: density means something.
         sums: gradients are summed over ranks, not averaged.
+        clips: gradients are clipped here; else the training does it, behind ``backward``.
+        options: of a scheme of averaging.
     """
 
     model: nn.Module
@@ -71,6 +75,8 @@ class Exchange(ABC):
     counted: str = "formula"
     sparse: bool = False
     sums: bool = False
+    clips: bool = False
+    options: Mapping[str, object] | None = None
 
     @abstractmethod
     def bytes_sent(self) -> int:
@@ -147,7 +153,7 @@ class Attached(Exchange):
     """``sparsync.attach``: what the others are compared with."""
 
     counted = "ledger"
-    sparse = True
+    sparse = clips = True
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
         self.model = ddp = DistributedDataParallel(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from rich.progress import TaskID
 from torch import nn
 
 from sparsync.bench.progress import loss_progress
-from sparsync.bench.report import TrainResult
+from sparsync.bench.report import TrainResult, seconds_of_all
 from sparsync.bench.shaped import check_rate, link_bytes
 from sparsync.bench.target import Goal
 from sparsync.bench.train_hooks import dense_bytes_per_step
@@ -24,6 +24,7 @@ from sparsync.bench.train_settings import TrainSettings
 from sparsync.bench.train_spaces import make_exchange
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.workloads import Evaluation, Workload
+from sparsync.workloads.delays import parse_delay
 
 __all__ = ["BeforeStep", "dense_bytes_per_step", "train_rank"]
 
@@ -37,8 +38,8 @@ def train_rank(
 
     Args:
         settings: equal for all of them.
-        algorithms: names of presets or of PyTorch's hooks.  "dense" is plain DDP without any hook of
-            ours, so what it sends is not counted: it is the closed form of an allreduce,
+        algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
+            hook of ours, so what it sends is not counted: it is the closed form of an allreduce,
             ``dense_bytes_per_step``.
         before_step: called with (rank, step).
 
@@ -85,16 +86,18 @@ def _train(
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     exchange = make_exchange(settings, name, model)
     optimizer = exchange.make_optimizer(settings)
-    clip = None if exchange.sparse else settings.largest_norm
+    clip = None if exchange.clips else settings.largest_norm
+    delay = parse_delay(settings.delay)
     # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
-    mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse)
+    mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse, exchange.options)
     dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
     losses: list[float] = []  # over all ranks; only followed where there is a goal
     for step in range(settings.steps_of(name)):
         if before_step is not None:
             before_step(rank, step)
         link, started = _link_sent(settings), time.perf_counter()
+        time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
             loss = _step(settings, exchange.model, optimizer, workload, step, divisor, clip)
             exchange.after_step()
@@ -107,7 +110,10 @@ def _train(
             losses.append(_mean_over_ranks(loss))
             if goal.reached_by(losses):
                 break
-    mine.sent[-1] += exchange.finish()
+    started = time.perf_counter()
+    with _naming_gloo(f"rank {rank}, finish"):
+        mine.sent[-1] += exchange.finish()
+    mine.finish = time.perf_counter() - started
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
         mine.evaluate_(model, workload)
@@ -195,9 +201,11 @@ class _RankReport:
         transport: see ``Exchange``.
         counted: see ``Exchange``.
         sparse: see ``Exchange``.
+        options: see ``Exchange``.
         parameters: number of trained elements.
         loss: per step, of this rank's batch.
-        seconds: per step.
+        seconds: per step, with what the rank was delayed.
+        finish: seconds of leaving all replicas equal.
         sent: bytes, per step.
         kernel: bytes that the kernel counted on this rank's link, sent, per step.
         evaluation: of this rank's share of what is held out.
@@ -207,7 +215,9 @@ class _RankReport:
     transport: str
     counted: str
     sparse: bool
+    options: Mapping[str, object] | None
     parameters: int = 0
+    finish: float = 0.0
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -241,7 +251,8 @@ def _result(
 ) -> TrainResult:
     first = everyone[0]
     evaluation = Evaluation.total(r.evaluation for r in everyone)
-    seconds = [max(times) for times in zip(*(r.seconds for r in everyone), strict=True)]
+    seconds = seconds_of_all([r.seconds for r in everyone])
+    total = max(sum(r.seconds) + r.finish for r in everyone)
     sent = [max(nbytes) for nbytes in zip(*(r.sent for r in everyone), strict=True)]
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
     return TrainResult(
@@ -254,7 +265,7 @@ def _result(
         lr=settings.learning_rate,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=evaluation.loss,
-        seconds_total=max(sum(r.seconds) for r in everyone),
+        seconds_total=total,
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(sent),
         replicas_equal=len({r.digest for r in everyone}) == 1,
@@ -262,7 +273,7 @@ def _result(
         seed=settings.seed,
         batch_size=settings.samples,
         context=getattr(workload, "context", None),
-        warmup_steps=settings.warmup_steps if first.sparse else 0,
+        warmup_steps=settings.warmup_steps if first.sparse and first.options is None else 0,
         seconds=seconds,
         seconds_computation_median=computation,
         seconds_rest_median=max(median(seconds) - computation, 0.0),
@@ -277,4 +288,7 @@ def _result(
         nesterov=settings.nesterov,
         weight_decay=settings.decay,
         clip=settings.largest_norm,
+        options=first.options,
+        delay=settings.delay,
+        seconds_finish=max(total - sum(seconds), 0.0),
     )

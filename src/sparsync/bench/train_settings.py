@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import nn
 
+from sparsync.averaging.binding import BufferRule
 from sparsync.bench.connection import Connection
 from sparsync.bench.shaped import check_rate
 from sparsync.correction import Correction
@@ -16,12 +18,14 @@ from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
 from sparsync.transports.base import check_timeout
 from sparsync.workloads import Workload, make_workload, workload_class
+from sparsync.workloads.delays import Persistent, parse_delay
 
 __all__ = ["TrainSettings"]
 
 _SPACES = ("gradient", "update", "local")
 _ADAM_SPACES = (*_SPACES, "arrival", "frozen", "refreshed")
 _OPTIMIZERS = ("sgd", "adam", "adamw")
+_BUFFERS = get_args(BufferRule)
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,19 @@ class TrainSettings:
         weight_decay: as torch's optimizers have it: adamw's is decoupled.  Default 0.01 for adamw
             (torch's), 0 for the others.
         clip: largest 2-norm of the averaged gradient; 0: any.  Presets clip local gradients to
-            sqrt(P) times it.  Default: the workload's.
+            sqrt(P) times it, schemes of averaging clip them to it.  Default: the workload's.
         space: what presets exchange: "gradient" (``sparsync.attach``), "update", "local"
             (``LocalUpdates``); with adam also "arrival" (gradients; moments updated where entries
             arrive), and "frozen" or "refreshed" (updates; second moments shared).
-        period: of "local"; default: what the density allows.
+        period: steps between exchanges; default: of space "local" what the density allows, else the
+            scheme's.
+        group_size: of schemes that average in groups, S; default: the scheme's.
+        sync_period: steps between their global averages.
+        neighbours: of gossip schemes: how many others a rank sends to per step.
+        deadline: seconds after which a scheme goes on without a rank that does not answer.
+        buffers: of the model: schemes "average" them with the parameters, or leave them "local" until
+            the end.
+        delay: seconds that ranks wait before steps; see ``sparsync.workloads.delays``.
         lr_warmup_steps: the learning rate grows linearly over so many first steps.
         lr_decay: after that it falls linearly, to 0 behind the last step (Ok-Topk's BERT).
         warmup_steps: so many first steps are exchanged dense; "local": with growing periods.
@@ -78,6 +90,12 @@ class TrainSettings:
     clip: float | None = None
     space: str = "gradient"
     period: int | None = None
+    group_size: int | None = None
+    sync_period: int | None = None
+    neighbours: int | None = None
+    deadline: float | None = None
+    buffers: BufferRule = "average"
+    delay: str = "none"
     lr_warmup_steps: int = 20
     lr_decay: bool = False
     warmup_steps: int = 0
@@ -98,9 +116,15 @@ class TrainSettings:
         for name in ("seed", "lr_warmup_steps", "warmup_steps"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         self.make_workload()  # refuses what it does not know
+        _check("buffers", self.buffers, self.buffers in _BUFFERS, "average or local")
+        delay = parse_delay(self.delay)
+        waits = not isinstance(delay, Persistent) or delay.rank < self.ranks
+        _check("delay", self.delay, waits, f"a rank from 0 to {self.ranks - 1}")
         _check("optimizer", self.optimizer, self.optimizer in _OPTIMIZERS, "sgd, adam or adamw")
         _check("lr", self.lr, 0 < self.learning_rate < math.inf, "a number > 0")
         _check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
+        good = self.deadline is None or 0 < self.deadline < math.inf
+        _check("deadline", self.deadline, good, "seconds > 0")
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             _check(name, value, value is None or 0 <= value < math.inf, "a number >= 0")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsync.api import connect
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.bench.connection import transport_of
 from sparsync.bench.train_hooks import (
     Allreduced,
@@ -17,6 +18,7 @@ from sparsync.bench.train_hooks import (
     PowerSgd,
     dense_bytes_per_step,
 )
+from sparsync.bench.train_schemes import Averaged
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import LocalAdamW
@@ -31,9 +33,12 @@ def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Excha
 
     Args:
         settings: of the training; presets use the density, transport, and the like.
-        name: "dense" (plain DDP), "fp16" or "powersgd" (PyTorch's hooks), or a preset.
+        name: "dense" (plain DDP), "fp16" or "powersgd" (PyTorch's hooks), a preset, or a scheme of
+            averaging.
         model: of this rank.
     """
+    if name in SCHEMES:
+        return Averaged(settings, name, model)
     if name in ("dense", "fp16") and settings.space != "local":
         return Allreduced(model, half=name == "fp16")
     if name == "powersgd":

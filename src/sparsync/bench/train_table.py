@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from rich import box
 from rich.table import Table
@@ -14,6 +14,8 @@ from sparsync.workloads import workload_class
 
 __all__ = ["comparison"]
 
+_LONG_NAME = 12  # characters; with longer ones and an accuracy 80 columns do not hold two losses
+
 
 def comparison(
     results: Sequence[TrainResult], *, columns: int = 2, radius: int = 5, link: float = 1e9
@@ -22,13 +24,16 @@ def comparison(
 
     Args:
         results: of the same settings; "dense" among them is what others are compared with.
-        columns: steps at which the loss is shown, evenly spread, the last one included.
+        columns: steps at which the loss is shown, evenly spread, the last one included; 1 where
+            there is an accuracy and a name is long.
         radius: each shown loss is averaged over so many steps before and behind it, fewer in a
             run of less than 20 times as many.
         link: bits per second, for what sending alone would take on a network.
     """
     baseline = next((r for r in results if r.algorithm == "dense"), None)
-    shown = _shown_steps(results, columns)
+    accuracies = ["right\n%"] if any(r.accuracy is not None for r in results) else []
+    wide = bool(accuracies) and max(len(r.algorithm) for r in results) > _LONG_NAME
+    shown = _shown_steps(results, 1 if wide else columns)
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 0),  # of 80 columns none is to spare
@@ -38,7 +43,6 @@ def comparison(
     table.add_column("algorithm", no_wrap=True)
     ratios = ["\nto loss", "\nbytes", "s to\nloss"] if baseline else []
     losses = [f"loss\n@ {step}" for step in shown]
-    accuracies = ["right\n%"] if any(r.accuracy is not None for r in results) else []
     rest = ("sent per\nstep", "ms per\nstep", "rest\nms")
     for heading in (*ratios, *losses, "eval\nloss", *accuracies, *rest):
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
@@ -76,8 +80,11 @@ def _ratio_cells(result: TrainResult, baseline: TrainResult | None) -> list[str]
 
 
 def _bytes_per_step(result: TrainResult) -> float:
-    """Return the median: first steps may be dense (a warm-up; PowerSGD's first two)."""
-    return median(result.bytes_sent)
+    """Return the median: first steps may be dense (a warm-up; PowerSGD's first two).
+
+    Of schemes of averaging the mean: most of their steps may send nothing.
+    """
+    return median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
 
 
 def _times(ratio: float | None) -> str:
@@ -105,8 +112,12 @@ def _caption(results: Sequence[TrainResult], link: float) -> str:
     lines.append(
         f"loss in nats per {target}; sent: by the rank that sends most, in the median step"
     )
+    if any(r.options is not None for r in results):
+        lines.append("sent by schemes that average models: the mean over steps, the end included")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
         lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")
+    if first.delay != "none":
+        lines.append(f"delay {first.delay}: before steps, in all times but the computation's")
     computation = 1e3 * first.seconds_computation_median
     lines.append(
         f"computation: {computation:.0f} ms per step on all ranks at once; rest: the others"

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from sparsync.errors import ConfigurationError
 from sparsync.transports import primitives
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Ledger
+
+if TYPE_CHECKING:
+    from sparsync.transports.actors import Actor, Host
 
 __all__ = [
     "Closeable",
@@ -197,6 +200,13 @@ class Communicator(ABC):
     def work(self, nbytes: int) -> Operation:
         """Account for reducing ``nbytes``: costs virtual time in the simulator, nothing elsewhere."""
         return Finished()
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor beside this rank, on a channel of its own; all ranks call it together."""
+        raise ConfigurationError(
+            f"{type(self).__name__} cannot run what answers while a rank computes; use the "
+            "communicator of sparsync.connect()"
+        )
 
     # ---- point to point ------------------------------------------------------------------------
 

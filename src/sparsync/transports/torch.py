@@ -12,13 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.actors import Actor, Host, ThreadHost
 from sparsync.transports.base import Communicator, Operation, ReduceOp, check_timeout
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
+from sparsync.transports.torch_line import TorchLine
 
 __all__ = ["TorchCommunicator"]
 
 _LENGTH_BYTES = 8
+_FOREVER = timedelta(days=300)  # a wait that times out would end a group of gloo's
 
 
 @final
@@ -56,6 +59,15 @@ class TorchCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
         self.announce_lengths = on_gpu if announce_lengths is None else announce_lengths
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor on a thread of its own, over a process group of its own (gloo)."""
+        members = None if self.group is None else dist.get_process_group_ranks(self.group)
+        group = dist.new_group(
+            members, timeout=_FOREVER, backend="gloo", use_local_synchronization=bool(members)
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return ThreadHost(actor, TorchLine(group), self.rank, self.world_size, self.timeout)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Start ``isend``, behind the length where that is announced."""

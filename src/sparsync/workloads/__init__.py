@@ -1,4 +1,4 @@
-"""Models and data to train on: ``sparsync train --workload bytes | digits | lstm``."""
+"""Models and data to train on: ``sparsync train --workload bytes | lines | digits | lstm``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.base import Defaults, Evaluation, Workload, is_hidden_matrix
+from sparsync.workloads.base import PADDING, Defaults, Evaluation, Workload, is_hidden_matrix
 from sparsync.workloads.byte_transformer import BytesWorkload
 from sparsync.workloads.digits import DigitsWorkload
+from sparsync.workloads.lengths import LinesWorkload
 from sparsync.workloads.lstm import LstmWorkload
 
 __all__ = [
+    "PADDING",
     "WORKLOADS",
     "Defaults",
     "Evaluation",
@@ -22,7 +24,7 @@ __all__ = [
 ]
 
 WORKLOADS: MappingProxyType[str, type[Workload]] = MappingProxyType(
-    {kind.name: kind for kind in (BytesWorkload, DigitsWorkload, LstmWorkload)}
+    {kind.name: kind for kind in (BytesWorkload, LinesWorkload, DigitsWorkload, LstmWorkload)}
 )
 
 

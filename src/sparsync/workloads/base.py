@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Defaults", "Evaluation", "Workload", "is_hidden_matrix"]
+__all__ = ["PADDING", "Defaults", "Evaluation", "Workload", "is_hidden_matrix"]
+
+PADDING = -100  # a target that is none: it counts in no loss (torch's own ``ignore_index``)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Evaluation:
 class Workload(ABC):
     """What ``sparsync train`` trains.  Light until data is asked for; fields of a subclass are options.
 
-    The model returns logits `[batch, ..., classes]`; the loss is the mean cross entropy.
+    The model returns logits `[batch, ..., classes]`; the loss is the mean cross entropy.  Targets that
+    are ``PADDING`` count for nothing.
 
     Attributes:
         name: on the command line.
@@ -109,7 +112,7 @@ class Workload(ABC):
     @final
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy in nats per target."""
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=PADDING)
 
     @final
     @torch.no_grad()
@@ -122,9 +125,11 @@ class Workload(ABC):
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
             logits, expected = model(inputs[part]).flatten(0, -2), targets[part].flatten()
-            loss_sum += F.cross_entropy(logits, expected, reduction="sum").item()
+            loss_sum += F.cross_entropy(
+                logits, expected, reduction="sum", ignore_index=PADDING
+            ).item()
             hits += int((logits.argmax(-1) == expected).sum())
-        return Evaluation(loss_sum, hits, targets.numel())
+        return Evaluation(loss_sum, hits, int((targets != PADDING).sum()))
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Virtual ranks on a virtual network: the same algorithm code, deterministic and cheap."""
 
 from sparsync.transports.sim.communicator import SimCommunicator, Simulation, simulate
-from sparsync.transports.sim.network import Links
+from sparsync.transports.sim.network import Fault, Links
 
-__all__ = ["Links", "SimCommunicator", "Simulation", "simulate"]
+__all__ = ["Fault", "Links", "SimCommunicator", "Simulation", "simulate"]

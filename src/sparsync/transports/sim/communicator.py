@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.transports.actors import Actor, Host
 from sparsync.transports.base import Communicator, Operation
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Ledger
-from sparsync.transports.sim.network import Links, Network
+from sparsync.transports.sim.host import SimHost
+from sparsync.transports.sim.network import Fault, Links, Network
 
 __all__ = ["SimCommunicator", "Simulation", "simulate"]
 
 T = TypeVar("T")
+
+_ACTOR_TAG = 2**31  # a channel that nobody else has
 
 
 @final
@@ -43,6 +47,10 @@ class SimCommunicator(Communicator):
     def work(self, nbytes: int) -> Operation:
         """Charge ``gamma`` seconds per byte reduced."""
         return self.network.delay(self.network.links.gamma * nbytes, "its own reduction")
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor on this virtual rank."""
+        return SimHost(actor, self.network, self.rank, _ACTOR_TAG)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to the network."""
@@ -92,6 +100,7 @@ def simulate(
     world_size: int,
     *,
     links: Links = Links(),  # noqa: B008 (frozen)
+    faults: Sequence[Fault] = (),
 ) -> Simulation[T]:
     """Run ``program(comm)`` on ``world_size`` virtual ranks, in one thread, under a virtual clock.
 
@@ -99,6 +108,7 @@ def simulate(
         program: an ``async def`` that takes a communicator; awaits nothing but its operations.
         world_size: number of virtual ranks, >= 1.
         links: latency, bandwidth and reduction speed of the simulated network.
+        faults: ranks that stand still, or die.
 
     Raises:
         DeadlockError: ranks wait for each other; says who waits for whom, in which phase.
@@ -113,7 +123,7 @@ def simulate(
     """
     if world_size < 1:
         raise ConfigurationError(f"simulate: world_size is {world_size}; give at least 1 rank")
-    network: Network[T] = Network(world_size, links)
+    network: Network[T] = Network(world_size, links, faults)
     comms = [SimCommunicator(rank, network) for rank in range(world_size)]
     programs: list[Any] = [program(comm) for comm in comms]
     if not all(inspect.iscoroutine(p) for p in programs):

@@ -9,6 +9,7 @@ is deterministic: equal times are served in the order of scheduling.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError, DeadlockError
 from sparsync.transports.base import Operation
 
-__all__ = ["Links", "Network", "SimOperation"]
+__all__ = ["Fault", "Links", "Network", "SimOperation"]
 
 T = TypeVar("T")
 
@@ -44,6 +45,21 @@ class Links:
                 raise ConfigurationError(
                     f"Links: {name} is {getattr(self, name)}; give seconds >= 0"
                 )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank that stands still: it neither computes nor answers; what is sent to it waits.
+
+    Attributes:
+        rank: which one.
+        start: virtual seconds.
+        end: virtual seconds; infinity: it is dead, what is sent to it is lost, its result is None.
+    """
+
+    rank: int
+    start: float
+    end: float = math.inf
 
 
 @final
@@ -76,8 +92,8 @@ class _Post:
 class Network(Generic[T]):
     """The event queue, the ports and the mailboxes of one simulated group."""
 
-    def __init__(self, world_size: int, links: Links) -> None:
-        self.world_size, self.links = world_size, links
+    def __init__(self, world_size: int, links: Links, faults: Sequence[Fault] = ()) -> None:
+        self.world_size, self.links, self.faults = world_size, links, list(faults)
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -86,6 +102,7 @@ class Network(Generic[T]):
         self._receive_port_free = [0.0] * world_size
         self._mail: dict[_Link, deque[Tensor]] = {}
         self._posts: dict[_Link, deque[_Post]] = {}
+        self._served: dict[tuple[int, int], Callable[[int, Tensor], None]] = {}
 
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
@@ -121,8 +138,24 @@ class Network(Generic[T]):
     def delay(self, seconds: float, what: str) -> SimOperation:
         """Complete after ``seconds`` of virtual time."""
         operation = SimOperation(what)
-        self._at(self.now + seconds, lambda: self._complete(operation, None))
+        self._at(self.now + seconds, lambda: self.complete(operation))
         return operation
+
+    def serve(self, rank: int, tag: int, callback: Callable[[int, Tensor], None]) -> None:
+        """Call back with source and payload for every message to a rank on a channel."""
+        self._served[rank, tag] = callback
+
+    def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
+        """Do something on a rank at a time, or when the rank can again."""
+
+        def happen() -> None:
+            until = self._frozen_until(rank)
+            if until is None:
+                event()
+            elif until < math.inf:
+                self._at(until, event)
+
+        self._at(time, happen)
 
     # ---- the event loop --------------------------------------------------------------------------
 
@@ -131,10 +164,17 @@ class Network(Generic[T]):
         results: dict[int, T] = {}
         waiting: dict[int, SimOperation] = {}
         self._ready.extend(range(len(programs)))
+        for fault in self.faults:
+            if fault.end == math.inf:
+                self._at(fault.start, lambda rank=fault.rank: self._ready.append(rank))  # type: ignore[misc]
         try:
             while len(results) < len(programs):
                 while self._ready:
                     rank = self._ready.popleft()
+                    until = self._frozen_until(rank)
+                    if until is not None:
+                        self._stand_still(rank, until, results)
+                        continue
                     waiting.pop(rank, None)
                     try:
                         operation: Any = programs[rank].send(None)
@@ -159,12 +199,34 @@ class Network(Generic[T]):
                 program.close()
         return [results[rank] for rank in range(len(programs))]
 
+    def _frozen_until(self, rank: int) -> float | None:
+        for fault in self.faults:
+            if fault.rank == rank and fault.start <= self.now < fault.end:
+                return fault.end
+        return None
+
+    def _stand_still(self, rank: int, until: float, results: dict[int, Any]) -> None:
+        if until == math.inf:
+            results[rank] = None
+        else:
+            self._at(until, lambda: self._ready.append(rank))
+
     def _at(self, time: float, event: Callable[[], None]) -> None:
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event))
 
     def _deliver(self, link: _Link, payload: Tensor, sent: SimOperation) -> None:
-        self._complete(sent, None)
+        source, dest, tag = link
+        until = self._frozen_until(dest)
+        if until is not None and until < math.inf:
+            self._at(until, lambda: self._deliver(link, payload, sent))
+            return
+        self.complete(sent)
+        if until is not None:
+            return
+        if (dest, tag) in self._served:
+            self._served[dest, tag](source, payload)
+            return
         self._mail.setdefault(link, deque()).append(payload)
         self._match(link)
 
@@ -178,9 +240,10 @@ class Network(Generic[T]):
                     f"rank {link[1]} posted {post.capacity} bytes for a {post.operation.what}, "
                     f"which has {payload.numel()} bytes"
                 )
-            self._complete(post.operation, payload)
+            self.complete(post.operation, payload)
 
-    def _complete(self, operation: SimOperation, result: Tensor | None) -> None:
+    def complete(self, operation: SimOperation, result: Tensor | None = None) -> None:
+        """End an operation; who awaits it goes on."""
         operation.done, operation.result = True, result
         if operation.waiter is not None:
             self._ready.append(operation.waiter)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sparsync.errors import ConfigurationError
+from sparsync.transports.actors import Actor, Host, ThreadHost
 from sparsync.transports.base import Communicator, Finished, Operation, check_timeout
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
@@ -126,6 +127,7 @@ class ZmqCommunicator(Communicator):
         curve_keys: Path | str | None,
     ) -> None:
         """Bind, tell the others where, and learn where they are."""
+        self._interface, self._curve_keys = interface, curve_keys
         keys: CurveKeys | None = None
         if curve_keys is not None:
             keys = load_curve_keys(curve_keys, self.rank, self.world_size)
@@ -149,6 +151,20 @@ class ZmqCommunicator(Communicator):
         twin = copy.copy(self)
         twin.tag = tag
         return twin
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
+        from sparsync.transports.zmq.line import ZmqLine  # which is built on this class
+
+        twin = ZmqCommunicator.over(
+            self,
+            interface=self._interface,
+            timeout=self.timeout,
+            curve_keys=self._curve_keys,
+            settings=self.mesh.settings,
+        )
+        line = ZmqLine(twin)
+        return ThreadHost(actor, line, self.rank, self.world_size, self.timeout)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send without waiting; a CUDA payload is staged through pinned memory."""

@@ -182,6 +182,8 @@ class Mesh:
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Look at a message, and give it to whom it is for."""
+        if len(frames) == 1 and not len(frames[0].buffer):
+            return  # somebody woke this thread
         self._came = True
         try:
             self._judge(frames)

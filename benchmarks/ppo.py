@@ -1,0 +1,139 @@
+"""PPO whose ranks collect for unequal times: schemes of averaging, their return and their time.
+
+    python benchmarks/ppo.py     (writes benchmarks/ppo.md, .json)
+    python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
+
+CartPole stands for the navigation in Habitat of WAGMA's section 5.4, which is out of reach (see
+``sparsync.workloads.ppo``).  A step of CartPole takes microseconds, one of a rendered task milliseconds:
+``--step-seconds`` sleeps that long per step, so that ranks which wait do not lend others their core.
+Rows are written as they come, so a run can be cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+import torch.distributed as dist
+
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.bench.launch import launch
+from sparsync.bench.progress import progress
+from sparsync.errors import ConfigurationError
+from sparsync.workloads.ppo import Ppo
+
+# ours, but for 8: WAGMA's synchronization period in 5.4
+OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}
+
+
+def train(algorithm: str, seed: int, args: argparse.Namespace) -> dict:
+    """Train on this rank, with all others; return what they measured together."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    task = Ppo(environment=args.environment, episodes=args.episodes)
+    model = task.make_model(seed)
+    optimizer = torch.optim.Adam(model.parameters(), task.lr)
+    scheme, options, steps = SCHEMES[algorithm], OPTIONS.get(algorithm, {}), []
+    with (
+        progress(shown=rank == 0) as rows,
+        rows(f"{algorithm}, run {seed}") as bar,
+        scheme(model, **options) as averager,
+    ):
+        dist.barrier()
+        started = time.perf_counter()
+        for iteration in range(args.iterations):
+            place = {"seed": seed, "iteration": iteration, "rank": rank}
+            experience = task.collect(model, **place)
+            time.sleep(experience.steps * args.step_seconds)
+            task.update_(model, optimizer, experience, **place)
+            averager.step()
+            steps.append(experience.steps)
+            bar(args.iterations)
+        averager.finish()
+        seconds = time.perf_counter() - started
+    final = task.collect(
+        model, seed=seed, iteration=args.iterations, rank=rank, episodes=args.final_episodes
+    )
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    everyone: list = [None] * ranks
+    dist.all_gather_object(everyone, (seconds, steps, final.returns, weights))
+    all_seconds, all_steps, all_returns, all_weights = zip(*everyone, strict=True)
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "return": fmean(value for values in all_returns for value in values),
+        "seconds": max(all_seconds),
+        "ms_per_step": 1e3 * max(all_seconds) / fmean(map(sum, all_steps)),
+        "imbalance": fmean(max(now) / fmean(now) for now in zip(*all_steps, strict=True)),
+        "replicas_equal": all(theirs == weights for theirs in all_weights),
+    }
+
+
+def table(rows: list[dict], args: argparse.Namespace) -> str:
+    """Return the runs as Markdown."""
+    lines = [
+        f"# PPO on {args.environment}, {args.ranks} ranks",
+        "",
+        f"`python benchmarks/ppo.py --ranks {args.ranks} --runs {args.runs} --iterations "
+        f"{args.iterations} --episodes {args.episodes} --step-seconds {args.step_seconds:g}` on "
+        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}. Mean and standard "
+        f"deviation over runs. Every rank collects {args.episodes} whole episodes per iteration, learns "
+        f"from them, and averages its model; {args.iterations} iterations. *Return*: of "
+        f"{args.final_episodes} new episodes per rank with the model behind `finish()`; the steps of an "
+        "episode, of at most 500 in CartPole. *Time*: of the slowest rank, through `finish()`. A policy "
+        "that lives longer takes longer, hence *per step*: that time over the steps that a rank collects "
+        "on average. *Imbalance*: steps of the rank that collects most in an iteration, over the mean. "
+        "Habitat, the paper's task, is out of reach.",
+        "",
+        "| algorithm | runs | return | time, s | per step, ms | imbalance | replicas equal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        runs = [row for row in rows if row["algorithm"] == algorithm]
+        keys = ("return", "seconds", "ms_per_step", "imbalance")
+        cells = [_spread([run[key] for run in runs]) for key in keys]
+        equal = "yes" if all(run["replicas_equal"] for run in runs) else "NO"
+        lines.append(f"| {algorithm} | {len(runs)} | {' | '.join(cells)} | {equal} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: list[float]) -> str:
+    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def main() -> None:
+    """Train every scheme as often as is asked for, seeds in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithm", default="wagma,allreduce,local", help=", ".join(SCHEMES))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--episodes", type=int, default=4, help="per rank and iteration")
+    parser.add_argument("--final-episodes", type=int, default=10, help="per rank, to evaluate")
+    parser.add_argument("--environment", default="CartPole-v1")
+    parser.add_argument("--step-seconds", type=float, default=5e-4, help="sleep per step")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
+    args = parser.parse_args()
+    algorithms = args.algorithm.split(",")
+    if unknown := set(algorithms) - set(SCHEMES):
+        parser.error(f"unknown algorithm {', '.join(unknown)}; choose of {', '.join(SCHEMES)}")
+    try:
+        Ppo(args.environment, args.episodes).make_environment()
+    except ConfigurationError as error:
+        parser.error(str(error))
+    rows = []
+    for seed in range(args.runs):
+        for algorithm in algorithms:
+            rows.append(launch(train, args.ranks, algorithm, seed, args))
+            args.output.write_text(table(rows, args))
+            args.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+            print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Local steps with a compressed outer step: what Qsparse-local-SGD, DiLoCo and SparseLoCo share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.base import Averager, mean
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.reducer import Reducer
+from sparsync.selection.shares import SharesState
+from sparsync.transports.base import Communicator
+from sparsync.units import plan_units
+
+__all__ = ["OuterState", "OuterStep"]
+
+_REST = "(buffers and moments)"  # parentheses: no parameter has this name
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """What is carried from exchange to exchange.
+
+    Attributes:
+        refused: exchanges in a row that were refused because of NaN or Inf.
+    """
+
+    refused: int = 0
+
+
+@final
+class OuterStep(Averager):
+    """Exchanges what ``period`` local steps did, compressed; an outer SGD applies it to shared weights.
+
+    ::
+
+        accumulated = decay * residual + (shared - weights)    every ``period`` steps
+        delivered, total = exchange(accumulated)               select, encode, sum
+        residual = accumulated - delivered
+        shared = SGD(shared, gradient = total / P)             bit-identical on all ranks
+        weights = shared
+
+    ``LocalUpdates`` leaves the residual in the rank's own weights, where the next gradients see it, and
+    has no outer optimizer; here all ranks continue from equal weights, as the papers have it.
+
+    Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
+
+    When NaN or Inf is in the sum, no rank applies it: all return to the shared weights, residuals stay as
+    they were.  A second time in a row raises: then an optimizer's moments are broken, too.
+
+    Args:
+        model: as for ``Averager``; its parameters are the units' names, without it there is one unit.
+        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
+        density: what is sent per exchange, as k / n.
+        period: local steps between exchanges, H; ours, as ``LocalSgd``'s.
+        outer_lr: the outer learning rate, > 0; 1 is averaging.
+        momentum: of the outer optimizer, in [0, 1).
+        nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
+        residual_decay: of the residual at every exchange, in [0, 1]; below 1 the law holds for what is
+            left of it.
+        binding: the other arguments of ``Averager``, but for ``nonfinite``.
+
+    Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
+    elements, and n with momentum.
+    State: in ``memory`` the vectors ``shared`` and ``momentum``, saved with ``residual``; ``OuterState``;
+    thresholds and boundaries of the algorithm.
+    Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
+    residuals and a period that it falls into.
+
+    Raises:
+        ConfigurationError: an argument outside its range.
+        NonFiniteGradientError: from ``step``, for the second exchange in a row.
+
+    Example:
+        >>> from sparsync import simulate
+        >>> async def program(comm):
+        ...     averager, shared = OuterStep(density=0.5, period=1), torch.zeros(2)
+        ...     await averager.begin(comm, shared, 0)
+        ...     local = shared + torch.tensor([1.0, 4.0 * comm.rank])
+        ...     return (await averager.average(comm, local, 0)).tolist()
+        >>> simulate(program, world_size=2).results
+        [[0.5, 2.0], [0.5, 2.0]]
+
+    References: Basu et al., Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023,
+    Algorithm 1; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        algorithm: str | Algorithm = "allgather",
+        density: float = 0.01,
+        period: int = 8,
+        outer_lr: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        residual_decay: float = 1.0,
+        **binding: Any,
+    ) -> None:
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise ConfigurationError(f"OuterStep: period is {period!r}; give at least 1 step")
+        if not 0 < outer_lr < float("inf"):
+            raise ConfigurationError(f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
+        if not 0 <= momentum < 1:
+            raise ConfigurationError(f"OuterStep: momentum is {momentum}; give one in [0, 1)")
+        if nesterov and not momentum:
+            raise ConfigurationError("OuterStep: nesterov=True needs a momentum > 0, as 0.9")
+        if not 0 <= residual_decay <= 1:
+            raise ConfigurationError(
+                f"OuterStep: residual_decay is {residual_decay}; give a factor in [0, 1]"
+            )
+        # sums that are not divided, as SparCML's, would be an outer_lr of world_size
+        self._chosen = replace(resolve(algorithm), average=True)
+        self.algorithm = f"{self._chosen.name} {self._chosen.options}"  # ranks compare it
+        self.density, self.period = check_density(density), period
+        self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
+        self.residual_decay, self.state = residual_decay, OuterState()
+        named = model.named_parameters() if model is not None else ()
+        self._trained = {  # in the order in which they travel
+            name: torch.view_as_real(p) if p.is_complex() else p
+            for name, p in named
+            if p.requires_grad
+        }
+        self._reducer: Reducer | None = None
+        self._saved: Mapping[str, Any] | None = None
+        super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Plan the units; take over what was loaded, or share what all ranks begin with."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            self.memory = {"shared": vector}
+        if self.memory["shared"].shape != vector.shape:
+            raise ConfigurationError(
+                f"the saved state is of {self.memory['shared'].numel()} elements, this model has "
+                f"{vector.numel()}; load it into the model that it was saved with"
+            )
+        if not self._trained:
+            self._trained = {"model": vector.to("meta")}  # its size and dtype
+        compress = self._chosen.compress
+        pieces = {
+            name: piece.view(self._trained[name].shape) if name in self._trained else piece
+            for name, piece in self._pieces(vector).items()
+        }
+        units = plan_units(
+            pieces.items(),
+            self._chosen.unit_bytes,
+            lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
+        )
+        self._reducer = Reducer(comm, units, self._chosen, self.density)
+        if saved is not None:
+            self._restore(self._reducer, saved)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the new shared weights when the period closes, the model itself otherwise."""
+        if (step + 1) % self.period:
+            return vector
+        reducer = self._made()
+        deltas = self._divided(self._moved(vector))
+        for delta, residual in zip(deltas, reducer.residuals, strict=True):
+            if residual.value is not None and self.residual_decay < 1:
+                # here and not in the residual, which a refused exchange must leave as it is
+                delta.sub_(residual.value, alpha=1 - self.residual_decay)
+        try:
+            await reducer.reduce(deltas)  # in place: they become averages
+        except NonFiniteGradientError as error:
+            reducer.skip()
+            self.state = OuterState(self.state.refused + 1)
+            if self.state.refused > 1:
+                raise NonFiniteGradientError(
+                    f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
+                    "lower the learning rate, or give optimizer= and moments='reset'"
+                ) from error
+            return self.memory["shared"]
+        except BaseException:
+            reducer.refuse()
+            raise
+        self.state = OuterState()
+        return self._apply(self._joined(deltas), self.momentum)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the shared weights behind all that was not delivered; without it, if that is NaN."""
+        missing = self._moved(vector) + self._joined(self._residuals()).to(vector.dtype)
+        average = await mean(comm, missing)
+        if not bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
+            return self.memory["shared"]
+        for residual in self._made().residuals:
+            residual.load(None)
+        return self._apply(average, momentum=0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to be saved per rank beside its own model and optimizer."""
+        state = {**super().state_dict(), "reducer": None}
+        if self._reducer is not None:
+            reducer = self._reducer
+            state["memory"]["residual"] = self._joined(self._residuals())
+            state["reducer"] = {
+                "step": reducer.step,
+                "skipped": reducer.skipped,
+                "quotas": list(reducer.shares.quotas),
+                "quota_key": reducer.shares.key,
+                "parts": [p.state_dict() for p in (*reducer.selectors, *reducer.collectives)],
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
+        super().load_state_dict(state)
+        self._saved = state["reducer"]
+
+    # ---- the exchange -----------------------------------------------------------------------------
+
+    def _moved(self, vector: Tensor) -> Tensor:
+        """Return ``shared - weights``, the gradient of the outer step.
+
+        A model of 16 bits began with the shared weights rounded.  Rounding is no move: fed back, it would
+        be added to the residual at every exchange.
+        """
+        began = [
+            piece.to(self._trained[name].dtype) if name in self._trained else piece
+            for name, piece in self._pieces(self.memory["shared"]).items()
+        ]
+        return torch.cat([piece.to(vector.dtype) for piece in began]).sub_(vector)
+
+    def _apply(self, average: Tensor, momentum: float) -> Tensor:
+        """Return the shared weights behind an outer step."""
+        shared = self.memory["shared"]
+        trained = sum(tensor.numel() for tensor in self._trained.values())
+        update = average.clone()
+        gradient = update[:trained]
+        if momentum:
+            velocity = gradient.clone()
+            if "momentum" in self.memory:
+                velocity.add_(self.memory["momentum"], alpha=momentum)
+            self.memory["momentum"] = velocity
+            gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
+        gradient.mul_(self.outer_lr)
+        self.memory["shared"] = shared - update
+        return self.memory["shared"]
+
+    def _made(self) -> Reducer:
+        if self._reducer is None:
+            raise ConfigurationError("OuterStep: await begin() before average() and conclude()")
+        return self._reducer
+
+    def _residuals(self) -> list[Tensor]:
+        kept = self._made().residuals
+        return [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+
+    # ---- vectors and units ------------------------------------------------------------------------
+
+    def _pieces(self, vector: Tensor) -> dict[str, Tensor]:
+        """Cut a vector into its parameters, and the rest of it if there is any."""
+        sizes = {name: tensor.numel() for name, tensor in self._trained.items()}
+        rest = vector.numel() - sum(sizes.values())
+        if rest:
+            sizes[_REST] = rest
+        return dict(zip(sizes, torch.split(vector, list(sizes.values())), strict=True))
+
+    def _divided(self, vector: Tensor) -> list[Tensor]:
+        """Return copies of what the units hold of a vector."""
+        pieces = self._pieces(vector)
+        return [torch.cat([pieces[s.name] for s in unit.slots]) for unit in self._made().units]
+
+    def _joined(self, flats: Sequence[Tensor]) -> Tensor:
+        """Put a vector together again."""
+        reducer = self._made()
+        pieces = {
+            slot.name: flat[slot.start : slot.start + slot.size]
+            for unit, flat in zip(reducer.units, flats, strict=True)
+            for slot in unit.slots
+        }
+        return torch.cat([pieces[name] for name in self._pieces(self.memory["shared"])])
+
+    # ---- saved ------------------------------------------------------------------------------------
+
+    def _place(self) -> dict[str, Any]:
+        """Add what a saved residual depends on."""
+        place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
+        return super()._place() | place
+
+    def _restore(self, reducer: Reducer, saved: Mapping[str, Any]) -> None:
+        parts = [*reducer.selectors, *reducer.collectives]
+        for part, state in zip(parts, saved["parts"], strict=True):
+            part.load_state_dict(state)
+        values = self._divided(self.memory.pop("residual"))
+        for residual, value in zip(reducer.residuals, values, strict=True):
+            residual.load(value)
+        reducer.step, reducer.skipped = int(saved["step"]), int(saved["skipped"])
+        reducer.shares = SharesState(tuple(saved["quotas"]), saved["quota_key"])
+        reducer.settle()

@@ -1,0 +1,107 @@
+"""Injected delays: who waits, the same on every rank; text that is none of them is one clear line."""
+
+import math
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.errors import ConfigurationError
+from sparsync.workloads.delays import HeavyTail, NoDelay, Persistent, RandomRanks, parse_delay
+
+
+def waits(text, world_size, steps, seed=0):
+    delay = parse_delay(text)
+    return [
+        [delay.seconds(step, rank, world_size, seed) for rank in range(world_size)]
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "delay"),
+    [
+        ("none", NoDelay()),
+        ("random:2:0.32", RandomRanks(2, 0.32)),
+        ("persistent:3:1", Persistent(3, 1.0)),
+        ("heavytail:1.7:43.5", HeavyTail(1.7, 43.5)),
+    ],
+)
+def test_text_is_read(text, delay):
+    assert parse_delay(text) == delay
+
+
+def test_none_waits_nowhere():
+    assert waits("none", 3, 2) == [[0.0] * 3] * 2
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 5))
+def test_random_delays_count_distinct_ranks_on_every_step(count, world_size, seed):
+    for row in waits(f"random:{count}:0.32", world_size, 5, seed):
+        assert sorted(row, reverse=True)[: min(count, world_size)] == [0.32] * min(
+            count, world_size
+        )
+        assert sum(seconds > 0 for seconds in row) == min(count, world_size)
+
+
+def test_random_delays_other_ranks_every_step_and_all_alike():
+    rows = waits("random:2:1", 8, 4_000)
+    per_rank = [sum(column) for column in zip(*rows, strict=True)]
+    assert all(abs(total - 1_000) < 5 * math.sqrt(750) for total in per_rank)  # binomial, P = 1/4
+    assert len({tuple(row) for row in rows}) == 28  # all pairs of 8
+    assert waits("random:2:1", 8, 9, seed=1) != rows[:9] == waits("random:2:1", 8, 9)
+
+
+def test_persistent_delays_one_rank():
+    assert waits("persistent:1:0.5", 3, 2) == [[0.0, 0.5, 0.0]] * 2
+
+
+def test_heavytail_is_figure_9_of_wagma():
+    delay = parse_delay("heavytail:1.7:43.5")
+    seconds = [delay.seconds(step, rank, 50, seed=3) for step in range(400) for rank in range(50)]
+    assert 1.7 <= min(seconds) < 1.71
+    assert median(seconds) == pytest.approx(1.7 + 41.8 / 250, abs=0.01)
+    assert median(seconds) < 2 and max(seconds) == 43.5
+    assert 1 <= sum(s == 43.5 for s in seconds) <= 12  # 4 expected
+    assert len(set(seconds)) > 19_900  # each rank and step has its own
+
+
+def test_heavytail_may_have_no_tail():
+    assert waits("heavytail:0.5:0.5", 2, 2) == [[0.5] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "delay is ''; give none, random:COUNT:SECONDS"),
+        ("random", "delay is 'random'; give"),
+        ("random:2", "as random:2:0.32"),
+        ("random:2.5:1", "as random:2:0.32"),
+        ("none:1", "delay is 'none:1'"),
+        ("slow:1:2", "delay is 'slow:1:2'"),
+        ("random:0:1", "COUNT is 0; give at least 1 rank"),
+        ("random:1:nan", "SECONDS is nan; give seconds from 0 to a day's"),
+        ("persistent:-1:1", "RANK is -1; give one from 0 on"),
+        ("persistent:1:1e9", "SECONDS is 1000000000.0"),
+        ("heavytail:2:1", "MAX is 1.0; give at least MIN, 2"),
+    ],
+)
+def test_bad_text_is_one_clear_line(text, said):
+    with pytest.raises(ConfigurationError) as raised:
+        parse_delay(text)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+numbers = st.one_of(st.integers(), st.floats()).map(str) | st.text(max_size=5)
+kinds = st.sampled_from(["none", "random", "persistent", "heavytail"]) | st.text(max_size=5)
+
+
+@given(st.text() | st.builds(lambda k, n: ":".join([k, *n]), kinds, st.lists(numbers, max_size=3)))
+def test_any_text_is_a_delay_or_a_configuration_error(text):
+    try:
+        delay = parse_delay(text)
+    except ConfigurationError as error:
+        assert "\n" not in str(error)
+        return
+    assert 0 <= delay.seconds(step=7, rank=0, world_size=3, seed=1) <= 86_400

@@ -1,0 +1,299 @@
+"""Local steps with a compressed outer step: against plain averaging, torch's SGD and its own law."""
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsync import ConfigurationError, NonFiniteGradientError, simulate
+from sparsync.averaging.local import LocalSgd
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.outer_settings import OUTER_SETTINGS, sparseloco
+from sparsync.presets import resolve
+from sparsync.testing import check_averager
+
+from .small_training import backward, flat, model
+
+SIZE, WORLD_SIZE = 40, 3
+
+
+def update(rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(SIZE, generator=generator, dtype=torch.float64)
+
+
+def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
+    """Models `[steps, P, n]` behind every step; ``watch`` sees averager, model and result of each."""
+
+    async def program(comm):
+        averager, vector, models = make(), torch.ones(SIZE, dtype=torch.float64), []
+        await averager.begin(comm, vector, 0)
+        for step in range(steps):
+            if step == reload_at:
+                saved, averager = through_a_file(averager.state_dict()), make()
+                averager.load_state_dict(saved)
+                await averager.begin(comm, vector, step)
+            local = vector + update(comm.rank, step)
+            before = local.clone()
+            vector = await averager.average(comm, local, step)
+            torch.testing.assert_close(
+                local, before, rtol=0, atol=0, equal_nan=True
+            )  # left as it was
+            if watch is not None:
+                watch(comm.rank, step, averager, local)
+            models.append(vector)
+        models.append(await averager.conclude(comm, vector, steps))
+        return torch.stack(models)
+
+    return torch.stack(simulate(program, world_size).results, dim=1)
+
+
+def through_a_file(value):
+    """As a user saves and loads it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def residual(averager):
+    return averager.state_dict()["memory"]["residual"]
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "allgather", resolve("sparcml", bits=None)])
+@pytest.mark.parametrize("period", [1, 3])
+def test_everything_delivered_is_averaging(algorithm, period):
+    check_averager(lambda: OuterStep(algorithm=algorithm, density=1.0, period=period))
+    outer = on_all_ranks(lambda: OuterStep(algorithm=algorithm, density=1.0, period=period), 7)
+    plain = on_all_ranks(lambda: LocalSgd(period=period), 7)
+    torch.testing.assert_close(outer, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *OUTER_SETTINGS.values(),
+        {"algorithm": "oktopk", "density": 0.3},
+        {"algorithm": "budgeted", "momentum": 0.5},
+        {"algorithm": "signs"},
+        {"algorithm": "sparcml"},
+    ],
+)
+def test_the_contract(chosen):
+    def make():
+        return OuterStep(**{**chosen, "period": 4})
+
+    check_averager(make, world_sizes=(2, 3, 4, 7), preserves_mean=False)
+
+
+@pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
+def test_replicas_are_equal_behind_every_exchange(name):
+    models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS[name], "period": 2}), 9)
+    behind = [1, 3, 5, 7, 9]  # the last: conclude, in the middle of a period
+    assert torch.equal(models[behind], models[behind][:, :1].expand_as(models[behind]))
+    assert not torch.equal(models[8, 0], models[8, 1])
+
+
+@pytest.mark.parametrize("algorithm", ["allgather", "oktopk", "budgeted", "signs", sparseloco()])
+@settings(max_examples=5)
+@given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
+def test_nothing_is_lost(algorithm, decay, density, seed):
+    """Residuals before and what ranks moved is what was applied, and residuals behind."""
+    movements, kept = {}, {}
+
+    def watch(rank, step, averager, local):
+        movements[step, rank] = local
+        kept[step, rank] = residual(averager)
+
+    def make():
+        return OuterStep(algorithm=algorithm, density=density, period=1, residual_decay=decay)
+
+    def over_ranks(values, step):
+        return sum(values[step, rank] for rank in range(WORLD_SIZE))
+
+    models = on_all_ranks(make, 6, watch=watch, update=lambda rank, step: update(rank, step + seed))
+    shared = torch.cat([torch.ones(1, SIZE, dtype=torch.float64), models[:, 0]])
+    for step in range(6):
+        moved = WORLD_SIZE * shared[step] - over_ranks(movements, step)
+        before = decay * over_ranks(kept, step - 1) if step else 0
+        total = WORLD_SIZE * (shared[step] - shared[step + 1])
+        torch.testing.assert_close(before + moved, total + over_ranks(kept, step))
+        assert over_ranks(kept, step).abs().max() > 0.1
+    # conclude delivers all of it
+    torch.testing.assert_close(shared[-1], shared[-2] - over_ranks(kept, 5) / WORLD_SIZE)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_outer_step_is_that_of_torch(nesterov):
+    moving = {"momentum": 0.9, "nesterov": nesterov}
+    models = on_all_ranks(
+        lambda: OuterStep(algorithm="dense", density=1.0, period=2, outer_lr=0.7, **moving), 8
+    )
+    weights = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weights], lr=0.7, **moving)
+    for step in range(1, 8, 2):
+        moves = [update(rank, s) for rank in range(WORLD_SIZE) for s in (step - 1, step)]
+        weights.grad = -sum(moves) / WORLD_SIZE
+        optimizer.step()
+        torch.testing.assert_close(models[step, 0], weights.detach())
+    torch.testing.assert_close(models[8], models[7])  # nothing was missing: no momentum either
+
+
+def test_a_quadratic_is_solved_at_a_tenth_of_the_volume():
+    """Ranks pull to points of their own; a tenth of the entries leads to the mean of the points."""
+    points = torch.stack([update(rank, 99) for rank in range(WORLD_SIZE)])
+
+    def distance(**chosen):
+        async def program(comm):
+            averager, vector = OuterStep(**chosen), torch.zeros(SIZE, dtype=torch.float64)
+            await averager.begin(comm, vector, 0)
+            for step in range(600):
+                vector = vector + 2 / (step + 100) * (points[comm.rank] - vector)
+                vector = await averager.average(comm, vector, step)
+            return vector
+
+        vector = simulate(program, WORLD_SIZE).results[0]
+        return float((vector - points.mean(0)).norm() / points.mean(0).norm())
+
+    assert distance(algorithm="dense", density=1.0, period=4) < 0.03
+    assert distance(density=0.1, period=4) < 0.04
+    assert distance(algorithm=sparseloco(), density=0.1, period=4) < 0.04
+    assert distance(density=0.1, period=4, residual_decay=0.0) > 0.6  # no error feedback
+
+
+@pytest.mark.parametrize("algorithm", ["allgather", "oktopk-paper", "budgeted", sparseloco()])
+@pytest.mark.parametrize("reload_at", [4, 5])
+def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
+    def make():
+        return OuterStep(algorithm=algorithm, density=0.1, period=2, momentum=0.9)
+
+    def broken(rank, step):  # the first exchange behind the reload is refused
+        return update(rank, step) * (math.nan if (rank, step) == (1, 5) else 1)
+
+    through = on_all_ranks(make, 11, update=broken)
+    assert torch.equal(on_all_ranks(make, 11, update=broken, reload_at=reload_at), through)
+
+
+def test_states_of_other_set_ups_are_refused():
+    state = OuterStep(model(), density=0.1).state_dict()
+    for what, other in (("density", 0.2), ("period", 2), ("algorithm", "signs")):
+        with pytest.raises(ConfigurationError, match=f"the saved state has {what}"):
+            OuterStep(model(), **{"density": 0.1, what: other}).load_state_dict(state)
+
+
+def test_nan_on_one_rank_is_skipped_by_all_and_residuals_stay():
+    kept = {}
+
+    def broken(rank, step):
+        return update(rank, step) * (math.nan if (rank, step) == (1, 4) else 1)
+
+    def watch(rank, step, averager, local):
+        kept[step, rank] = residual(averager)
+        assert averager.state.refused == (step in (5, 6))
+
+    def make():
+        return OuterStep(density=0.1, period=2, momentum=0.9, residual_decay=0.5)
+
+    models = on_all_ranks(make, 8, update=broken, watch=watch)
+    assert torch.equal(models[5], models[3])
+    for rank in range(WORLD_SIZE):
+        assert torch.equal(kept[5, rank], kept[3, rank]) and kept[3, rank].any()
+        assert not torch.equal(kept[7, rank], kept[3, rank])
+    assert models[5:].isfinite().all() and not torch.equal(models[7], models[5])
+
+
+def test_a_second_refusal_in_a_row_raises():
+    def broken(rank, step):
+        return update(rank, step) * (math.nan if rank == 1 and step >= 2 else 1)
+
+    with pytest.raises(NonFiniteGradientError, match=r"step 3: a second exchange in a row"):
+        on_all_ranks(lambda: OuterStep(density=0.1, period=1), 5, update=broken)
+
+
+def test_what_is_broken_at_the_end_is_left_out():
+    def broken(rank, step):
+        return update(rank, step) * (math.inf if (rank, step) == (2, 2) else 1)
+
+    models = on_all_ranks(lambda: OuterStep(density=0.1, period=2), 3, update=broken)
+    assert torch.equal(models[3], models[1])
+
+
+def train(net, averager, steps):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in steps:
+        backward(net, step)
+        optimizer.step()
+        averager.step()
+
+
+def test_units_follow_the_names_of_a_model():
+    net = model()
+    averager = OuterStep(net, algorithm="sparcml", density=0.1, period=2)  # layer by layer
+    train(net, averager, range(3))
+    units = [[slot.name for slot in unit.slots] for unit in averager._reducer.units]
+    assert units == [[name] for name, _ in net.named_parameters()]
+    before, kept = flat(net), residual(averager)
+    averager.finish()
+    shared = averager.memory["shared"]
+    torch.testing.assert_close(flat(net), before - kept)
+    averager.finish()
+    assert torch.equal(flat(net), shared)
+
+
+def test_a_model_resumes_bit_for_bit():
+    through = model()
+    averager = OuterStep(through, density=0.1, period=4, momentum=0.5)
+    train(through, averager, range(10))
+    saved = through_a_file([through.state_dict(), averager.state_dict()])
+    train(through, averager, range(10, 22))
+    resumed = model()
+    resumed.load_state_dict(saved[0])
+    second = OuterStep(resumed, density=0.1, period=4, momentum=0.5)
+    second.load_state_dict(saved[1])
+    train(resumed, second, range(10, 22))
+    assert torch.equal(flat(resumed), flat(through))
+
+
+def test_buffers_are_averaged_without_the_outer_optimizer():
+    net = nn.BatchNorm1d(3)
+    averager = OuterStep(net, **{**OUTER_SETTINGS["diloco"], "period": 1})
+    for _ in range(4):
+        net(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+        mean, variance = net.running_mean.clone(), net.running_var.clone()
+        averager.step()
+        torch.testing.assert_close(net.running_mean, mean)
+        torch.testing.assert_close(net.running_var, variance)
+
+
+def test_rounding_to_16_bits_is_no_move():
+    net = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
+    averager = OuterStep(net, density=1.0, period=1, outer_lr=0.3)
+    with torch.no_grad():
+        net.weight += torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    averager.step()
+    shared = averager.memory["shared"].clone()
+    assert not torch.equal(shared, shared.bfloat16().float())
+    for _ in range(3):
+        averager.step()  # no local step between
+    assert torch.equal(averager.memory["shared"], shared)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"period": 0}, "period is 0"),
+        ({"outer_lr": math.nan}, "outer_lr is nan"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"nesterov": True}, "needs a momentum"),
+        ({"residual_decay": 1.1}, "residual_decay is 1.1"),
+        ({"density": 0}, "density is 0"),
+        ({"algorithm": "topk"}, "unknown algorithm"),
+    ],
+)
+def test_bad_arguments_are_refused(bad, message):
+    with pytest.raises(ConfigurationError, match=message):
+        OuterStep(**bad)

@@ -1,0 +1,47 @@
+"""Schemes by name: the command line's table, and what it asks of them."""
+
+import pytest
+
+from sparsync.averaging.base import Averager
+from sparsync.averaging.local import LocalSgd
+from sparsync.averaging.schemes import SCHEMES, options_of
+from sparsync.bench.train_hooks import HOOKS
+from sparsync.bench.train_schemes import Averaged, check_schemes
+from sparsync.bench.train_settings import TrainSettings
+from sparsync.errors import ConfigurationError
+from sparsync.presets import PRESETS
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
+    averager = SCHEMES[name]()
+    assert isinstance(averager, Averager)
+    assert not set(options_of(name)) & {"model", "comm", "buffers", "optimizer", "moments"}
+    check_schemes(TrainSettings(), [name])
+
+
+def test_a_name_means_one_thing():
+    assert not set(SCHEMES) & {*PRESETS, *HOOKS}
+
+
+def test_an_option_goes_to_the_schemes_that_have_it():
+    settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
+    check_schemes(settings, ["dense", "allreduce", "local"])  # one of them has a period
+    model = settings.make_workload().make_model(0)
+    made = {
+        name: Averaged(settings, name, model) for name in ("allreduce", "local", "qsparse-local")
+    }
+    assert isinstance(made["local"].averager, LocalSgd)
+    assert made["allreduce"].options == {"buffers": "average"}
+    assert made["local"].options == {"buffers": "average", "period": 3}
+    chosen = made["qsparse-local"].options
+    assert (chosen["period"], chosen["density"]) == (3, 0.1)
+    assert [made[name].sparse for name in made] == [False, False, True]
+
+
+def test_an_option_that_no_algorithm_has_is_refused():
+    check_schemes(TrainSettings(period=3, space="local"), ["oktopk"])
+    with pytest.raises(
+        ConfigurationError, match="period is 3, but none of oktopk, allreduce has it"
+    ):
+        check_schemes(TrainSettings(period=3), ["oktopk", "allreduce"])

@@ -51,10 +51,14 @@ ALGORITHMS = (
     "reducer",
     "residual",
 )
-SEAM = {"base", "flight", "framing", "ledger", "primitives"}
+SEAM = {"actors", "base", "flight", "framing", "ledger", "primitives"}
 
 # the only imports that are not done at run time (for annotations; they would close a circle)
-TYPE_CHECKING_ONLY = {("sparsync.transports.primitives", "sparsync.transports.base")}
+TYPE_CHECKING_ONLY = {
+    ("sparsync.transports.primitives", "sparsync.transports.base"),
+    ("sparsync.transports.base", "sparsync.transports.actors"),
+    ("sparsync.transports.zmq.line", "sparsync.transports.zmq.communicator"),
+}
 
 SEAM_CLASSES = {"Selector", "Codec", "DenseCodec", "Collective", "Averager"}
 

@@ -7,83 +7,30 @@ root is the activator, and with the round's own messages.  Nothing here knows th
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Coroutine
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from sparsync.averaging.membership import Membership
 from sparsync.averaging.rounds import (
-    Delivery,
-    GroupComm,
+    Answer,
     Header,
     Kind,
     Round,
     Rounds,
+    Welcome,
     step_of,
+    tree_children,
 )
+from sparsync.averaging.runner import Runner
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.actors import Actor, Signal
-from sparsync.transports.base import Operation
-from sparsync.transports.ledger import Ledger, Parts, Traffic
+from sparsync.transports.ledger import Ledger, Parts
 
-__all__ = ["Agent", "Answer", "Welcome", "tree_children"]
+_LONG_AGO = 64  # versions: word of an older round is not remembered
 
-
-def tree_children(rank: int, root: int, world_size: int) -> list[int]:
-    """Return whom a rank forwards to in the binomial tree of ``root``, nearest first.
-
-    Example:
-        >>> tree_children(1, 1, 4), tree_children(2, 1, 4), tree_children(3, 1, 4)
-        ([2, 3], [0], [])
-    """
-    place = (rank - root) % world_size
-    first = place.bit_length()
-    hops = [1 << i for i in range(first, world_size.bit_length())]
-    return [(rank + hop) % world_size for hop in hops if place + hop < world_size]
-
-
-class Welcome(NamedTuple):
-    """What a rank that was left out is given when it comes back: go on with this step and model."""
-
-    step: int
-    model: Tensor
-
-
-class Answer(NamedTuple):
-    """What a rank gets when it arrives.
-
-    Attributes:
-        came: the newest round, or a welcome.
-        traffic: of the agent since the last answer.
-        left_out: see ``Agent``.
-    """
-
-    came: Round | Welcome | None
-    traffic: Traffic
-    left_out: tuple[tuple[int, int, str], ...]
-
-
-@dataclass
-class _Attempt:
-    """A round under way among those that were present when it began."""
-
-    members: list[int]
-    contributed: int
-    program: Coroutine[Operation, None, Tensor]
-    waits_for: Delivery | None = None
-    since: float = 0.0
-
-
-@dataclass
-class _Arrival:
-    """A rank that waits for its round."""
-
-    version: int
-    signal: Signal
+__all__ = ["Agent"]
 
 
 @final
@@ -98,8 +45,6 @@ class Agent(Actor):
             is waited for.
 
     Attributes:
-        version: number of the round to execute next.
-        done: number of the last round executed.
         left_out: ranks that were left out: step and reason, in order.
         ledger: of this agent's messages; taken over by the rank when it arrives.
     """
@@ -108,16 +53,12 @@ class Agent(Actor):
         self, rounds: Rounds, first: int, model: Tensor, deadline: float | None = None
     ) -> None:
         self.rounds, self.deadline = rounds, deadline
-        self.version, self.done = first, first - 1
+        self._runner = Runner(rounds, first, model, self._post)
         self.left_out: list[tuple[int, int, str]] = []
         self.ledger = Ledger()
         self._arrived = self._called = first - 1
-        self._waiting: _Arrival | None = None
-        self._attempt: _Attempt | None = None
-        self._mail: dict[tuple[int, int], dict[int, deque[Tensor]]] = {}
+        self._waiting: tuple[int, Signal] | None = None  # version, and what waits for it
         self._told: dict[int, set[int]] = {}  # version -> whom this rank has told
-        self._last: Round | None = None
-        self._kept = Round(first - 1, model, 1, first - 1)  # of the last synchronous round
         self._welcome: Welcome | None = None
         self._members: Membership | None = None
 
@@ -137,13 +78,13 @@ class Agent(Actor):
             signal.set(self._answer(welcome))
             return
         self.rounds.publish(version, vector)
-        if version <= self.done:
-            signal.set(self._answer(self._last))
+        if version <= self._runner.done:
+            signal.set(self._answer(self._runner.last))
             return
-        self._arrived, self._waiting = version, _Arrival(version, signal)
+        self._arrived, self._waiting = version, (version, signal)
         if version < self.version:  # ``finish``: the round before the next one of a step
-            self.version = version
-        alone = self.rounds.synchronous(version) or self._called >= version
+            self._runner.version = version
+        alone = self._runner.whole(version) or self._called >= version
         if not alone and self.rounds.activates(version, self.port.rank):
             self._called = version
             self._tell(version, self.port.rank)
@@ -167,6 +108,8 @@ class Agent(Actor):
             self._on_result(header, body)
         elif header.kind == Kind.PING:
             self._post(source, Header(Kind.PONG, 0, self.version, 0))
+            if header.version <= self._runner.done:  # it waits in a round that has ended here
+                self._repeat(source, header.version)
         elif header.kind == Kind.VIEW:
             self._merge(body.clone().view(torch.int64).tolist())
         elif header.kind == Kind.WELCOME:
@@ -179,11 +122,12 @@ class Agent(Actor):
             self._advance()
 
     def _on_data(self, source: int, header: Header, body: Tensor) -> None:
-        if header.version <= self.done:  # the sender begins a round anew that has ended here
+        if (
+            header.version <= self._runner.done
+        ):  # the sender begins a round anew that has ended here
             self._repeat(source, header.version)
             return
-        key = header.version, header.view
-        self._mail.setdefault(key, {}).setdefault(source, deque()).append(body)
+        self._runner.deliver(source, header, body)
         self._called = max(self._called, header.version)
         self._advance()
 
@@ -192,85 +136,52 @@ class Agent(Actor):
         return Answer(came, traffic, tuple(self.left_out))
 
     def _repeat(self, source: int, version: int) -> None:
-        result = self._kept if self._kept.version == version else self._last
+        result = self._runner.kept if self._runner.kept.version == version else self._runner.last
         if result is not None:
             header = Header(Kind.RESULT, result.models, version, 0)
             self._post(source, header, result.total)
 
     def _on_result(self, header: Header, body: Tensor) -> None:
-        if header.version == self.version and self._attempt is not None:
-            total = body.clone().view(self._kept.total.dtype)
-            mine = self._attempt.contributed
+        attempt = self._runner.attempt
+        if header.version == self.version and attempt is not None:
+            total = body.clone().view(self._runner.kept.total.dtype)
+            mine = attempt.contributed
             self._end(Round(header.version, total, header.number, mine))
             self._advance()
 
     # ---- rounds -----------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:
+        """Number of the round to execute next."""
+        return self._runner.version
+
     def _advance(self) -> None:
         """Execute rounds as far as they come."""
-        while True:
-            if self._attempt is None:
-                if not self._may_begin():
-                    break
-                self._begin()
-            if not self._drive():
+        runner, members = self._runner, self.membership
+        while runner.attempt is not None or self._may_begin():
+            if runner.attempt is None:
+                runner.begin(members.present, self.port.rank, members.view)
+            result = runner.run(self.port.now)
+            if result is None:
                 break
+            self._end(result)
         self._plan_tick()
 
     def _may_begin(self) -> bool:
         version = self.version
         if not self.membership.is_present(self.port.rank):
             return False
-        if version % 2 == 0 or self.rounds.synchronous(version):
+        if self._runner.whole(version):
             return self._arrived >= version
         return max(self._arrived, self._called) >= version
 
-    def _begin(self) -> None:
-        version, view = self.version, self.membership.view
-        present, rank = self.membership.present, self.port.rank
-        whole = version % 2 == 0
-        members = list(present if whole else self.rounds.members(version, present, rank))
-        mail = self._mail.setdefault((version, view), {})
-
-        def post(dest: int, body: Tensor) -> None:
-            self._post(dest, Header(Kind.DATA, 0, version, view), body)
-
-        comm = GroupComm(members, rank, post, mail)
-        program = self.rounds.reduce(comm, self.rounds.contribution(version))
-        self._attempt = _Attempt(members, self.rounds.published, program)
-
-    def _drive(self) -> bool:
-        """Run the round as far as it comes; tell whether it ended."""
-        attempt = self._attempt
-        assert attempt is not None
-        if attempt.waits_for is not None and not attempt.waits_for.poll():
-            return False
-        try:
-            awaited: Any = attempt.program.send(None)
-        except StopIteration as stop:
-            count = len(attempt.members)
-            self._end(Round(self.version, stop.value, count, attempt.contributed))
-            return True
-        attempt.waits_for, attempt.since = awaited, self.port.now
-        return False if not awaited.poll() else self._drive()
-
     def _end(self, result: Round) -> None:
-        version = result.version
-        self._drop_attempt()
-        if version % 2 == 0 or self.rounds.synchronous(version):
-            self._kept = result
-        self._last, self.done = result, version
-        self.version = self.rounds.following(version)
-        self._mail = {key: mail for key, mail in self._mail.items() if key[0] > version}
-        self._told = {v: told for v, told in self._told.items() if v > version - 64}
-        if self._waiting is not None and version >= self._waiting.version:
+        self._runner.end(result)
+        self._told = {v: told for v, told in self._told.items() if v > result.version - _LONG_AGO}
+        if self._waiting is not None and result.version >= self._waiting[0]:
             waiting, self._waiting = self._waiting, None
-            waiting.signal.set(self._answer(result))
-
-    def _drop_attempt(self) -> None:
-        if self._attempt is not None:
-            self._attempt.program.close()
-            self._attempt = None
+            waiting[1].set(self._answer(result))
 
     def _tell(self, version: int, root: int) -> None:
         """Pass the word on down the tree of ``root``, to whom this rank has not told yet."""
@@ -291,7 +202,7 @@ class Agent(Actor):
     def tick(self) -> None:
         """Ask a rank that keeps this one waiting whether it is there; leave it out if it is silent."""
         now, due = self.port.now, self.due
-        attempt, deadline = self._attempt, self.deadline
+        attempt, deadline = self._runner.attempt, self.deadline
         self.due = None
         if attempt is None or attempt.waits_for is None or deadline is None:
             return
@@ -308,7 +219,7 @@ class Agent(Actor):
         self._plan_tick()
 
     def _plan_tick(self) -> None:
-        attempt, deadline = self._attempt, self.deadline
+        attempt, deadline = self._runner.attempt, self.deadline
         self.due = None
         if attempt is None or attempt.waits_for is None:
             return
@@ -344,9 +255,9 @@ class Agent(Actor):
         if peer in self.membership.gone:
             return
         self._merge(self.membership.toggled(peer))
-        header = Header(Kind.WELCOME, self._kept.models, self.version, 0)
-        generations = torch.tensor(self.membership.generations)
-        self._post(peer, header, torch.cat([_bytes(generations), _bytes(self._kept.total)]))
+        header = Header(Kind.WELCOME, self._runner.kept.models, self.version, 0)
+        parts = torch.tensor(self.membership.generations), self._runner.kept.total.contiguous()
+        self._post(peer, header, torch.cat([part.view(torch.uint8) for part in parts]))
 
     def _merge(self, generations: list[int]) -> None:
         """Take over what is news about who is present; a round under way begins anew among them."""
@@ -356,7 +267,7 @@ class Agent(Actor):
         for peer in self.membership.present:
             if peer != self.port.rank:
                 self._post(peer, Header(Kind.VIEW, 0, self.version, 0), news)
-        self._drop_attempt()
+        self._runner.drop()
         if not self.membership.is_present(self.port.rank):
             for peer in self.membership.present:  # any word makes them readmit this rank
                 self._post(peer, Header(Kind.PING, 0, self.version, 0))
@@ -369,18 +280,13 @@ class Agent(Actor):
         if header.version <= self.version and self.membership.is_present(self.port.rank):
             self._merge(generations)
             return
-        total = body[cut:].clone().view(self._kept.total.dtype)
-        self._drop_attempt()
-        self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= header.version}
-        self.version, self.done = header.version, header.version - 1
-        self._arrived = self.done
-        self._last = self._kept = Round(self.done, total, header.number, self.done)
-        model = total / header.number
-        self.rounds.publish(self.done, model)
+        total = body[cut:].clone().view(self._runner.kept.total.dtype)
+        model = self._runner.jump(header.version, total, header.number)
+        self._arrived = self._runner.done
         welcome = Welcome(step_of(header.version), model)
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            waiting.signal.set(self._answer(welcome))
+            waiting[1].set(self._answer(welcome))
         else:
             self._welcome = welcome
         self._merge(generations)
@@ -392,7 +298,3 @@ class Agent(Actor):
         parts = Parts(header=message.numel() - values, value=values)
         self.ledger.sent("average", message.numel(), parts)
         self.port.send(dest, message)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)

@@ -13,8 +13,21 @@ from torch import Tensor
 
 from sparsync.transports.base import Communicator, Finished, Operation
 from sparsync.transports.framing import Framing
+from sparsync.transports.ledger import Traffic
 
-__all__ = ["GroupComm", "Header", "Kind", "Round", "Rounds", "round_of", "step_of"]
+__all__ = [
+    "Answer",
+    "Delivery",
+    "GroupComm",
+    "Header",
+    "Kind",
+    "Round",
+    "Rounds",
+    "Welcome",
+    "round_of",
+    "step_of",
+    "tree_children",
+]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
 
@@ -93,6 +106,40 @@ class Round(NamedTuple):
     total: Tensor
     models: int
     contributed: int
+
+
+class Welcome(NamedTuple):
+    """What a rank that was left out is given when it comes back: go on with this step and model."""
+
+    step: int
+    model: Tensor
+
+
+class Answer(NamedTuple):
+    """What a rank gets when it arrives.
+
+    Attributes:
+        came: the newest round, or a welcome.
+        traffic: of the agent since the last answer.
+        left_out: see ``Agent``.
+    """
+
+    came: Round | Welcome | None
+    traffic: Traffic
+    left_out: tuple[tuple[int, int, str], ...]
+
+
+def tree_children(rank: int, root: int, world_size: int) -> list[int]:
+    """Return whom a rank forwards to in the binomial tree of ``root``, nearest first.
+
+    Example:
+        >>> tree_children(1, 1, 4), tree_children(2, 1, 4), tree_children(3, 1, 4)
+        ([2, 3], [0], [])
+    """
+    place = (rank - root) % world_size
+    first = place.bit_length()
+    hops = [1 << i for i in range(first, world_size.bit_length())]
+    return [(rank + hop) % world_size for hop in hops if place + hop < world_size]
 
 
 class Rounds(ABC):

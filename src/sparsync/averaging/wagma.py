@@ -7,9 +7,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from sparsync.averaging import groups
-from sparsync.averaging.agent import Welcome
 from sparsync.averaging.base import Averager
-from sparsync.averaging.rounds import round_of
+from sparsync.averaging.rounds import Welcome, round_of
 from sparsync.averaging.wait_avoiding import Grouping, ModelRounds, WaitAvoiding
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging import groups
-from sparsync.averaging.agent import Agent, Answer, Welcome
-from sparsync.averaging.rounds import Round, Rounds, round_of, step_of
+from sparsync.averaging.agent import Agent
+from sparsync.averaging.rounds import Answer, Round, Rounds, Welcome, round_of, step_of
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator
 from sparsync.transports.framing import Raw

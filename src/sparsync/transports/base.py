@@ -2,9 +2,8 @@
 
 Algorithms are ``async def`` over these calls and never learn who drives them:
 
-* ``run(coroutine)`` blocks until each awaited operation is done (real transports);
-* the engine (``transports/engine.py``) does the same on one ordered background thread;
-* the simulator (``transports/sim``) interleaves many ranks on one event queue.
+``run(coroutine)`` blocks until each awaited operation is done (real transports), the engine does the
+same on one ordered background thread, the simulator interleaves many ranks on one event queue.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from sparsync.transports.ledger import Ledger
 
 if TYPE_CHECKING:
     from sparsync.transports.actors import Actor, Host
-
 __all__ = [
     "Closeable",
     "Communicator",
@@ -198,15 +196,12 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int) -> Operation:
-        """Account for reducing ``nbytes``: costs virtual time in the simulator, nothing elsewhere."""
+        """Account for reducing ``nbytes``: virtual time in the simulator, nothing elsewhere."""
         return Finished()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor beside this rank, on a channel of its own; all ranks call it together."""
-        raise ConfigurationError(
-            f"{type(self).__name__} cannot run what answers while a rank computes; use the "
-            "communicator of sparsync.connect()"
-        )
+        """Run an actor beside this rank, on its own channel; all ranks call it together."""
+        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq or torch (gloo)")
 
     # ---- point to point ------------------------------------------------------------------------
 

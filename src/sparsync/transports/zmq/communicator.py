@@ -21,6 +21,7 @@ from sparsync.transports.zmq import rendezvous
 from sparsync.transports.zmq.curve import CurveKeys, load_curve_keys
 from sparsync.transports.zmq.header import APART, TAGS, pack
 from sparsync.transports.zmq.incoming import Incoming
+from sparsync.transports.zmq.line import ZmqLine
 from sparsync.transports.zmq.mailbox import Expected
 from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.operations import Gathered, Receive, Send, staged
@@ -154,8 +155,6 @@ class ZmqCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
-        from sparsync.transports.zmq.line import ZmqLine  # which is built on this class
-
         twin = ZmqCommunicator.over(
             self,
             interface=self._interface,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import zmq
 from torch import Tensor
@@ -13,8 +13,10 @@ from sparsync.errors import CommunicationError
 from sparsync.transports.actors import Line
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
-from sparsync.transports.zmq.communicator import ZmqCommunicator
 from sparsync.transports.zmq.operations import Receive
+
+if TYPE_CHECKING:
+    from sparsync.transports.zmq.communicator import ZmqCommunicator
 
 __all__ = ["ZmqLine"]
 
@@ -74,9 +76,9 @@ class ZmqLine(Line):
 
     def wake(self) -> None:
         """Send an empty message to this rank's own socket."""
-        with self._lock:
-            with suppress(zmq.ZMQError):  # it has been woken often enough, or the line is closed
-                self._waker.send(b"", zmq.NOBLOCK)
+        # refused: it has been woken often enough, or the line is closed
+        with self._lock, suppress(zmq.ZMQError):
+            self._waker.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """Deliver what is left, and close."""

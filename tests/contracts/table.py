@@ -5,9 +5,11 @@ from functools import partial
 from sparsync import testing
 from sparsync.averaging import (
     OUTER_SETTINGS,
+    AdPsgd,
     AllreduceAverage,
     Bmuf,
     Dpsgd,
+    EagerSgd,
     LocalSgd,
     OuterStep,
     Sgp,
@@ -189,6 +191,9 @@ AVERAGERS = {
     "sgp": Sgp,
     "sgp, 2 neighbours": partial(Sgp, neighbours=2),
     "wagma": Wagma,
+    "adpsgd": AdPsgd,
+    "eager, solo": partial(EagerSgd, quorum="solo"),
+    "eager, majority": EagerSgd,
     "wagma, synchronous": partial(Wagma, grouping="synchronous", sync_period=None),
     "wagma, fixed groups": partial(Wagma, dynamic=False),
     "outer step, dense": partial(OuterStep, algorithm="allgather", density=1.0, period=3),

@@ -132,8 +132,9 @@ class Agent(Actor):
         self._advance()
 
     def _answer(self, came: Round | Welcome | None) -> Answer:
-        traffic, self.ledger = self.ledger.total(), Ledger()
-        return Answer(came, traffic, tuple(self.left_out))
+        books, self.ledger = self.ledger, Ledger()
+        came = self.rounds.collected(came) if isinstance(came, Round) else came
+        return Answer(came, books, tuple(self.left_out))
 
     def _repeat(self, source: int, version: int) -> None:
         result = self._runner.kept if self._runner.kept.version == version else self._runner.last
@@ -174,7 +175,7 @@ class Agent(Actor):
             return False
         if self._runner.whole(version):
             return self._arrived >= version
-        return max(self._arrived, self._called) >= version
+        return self._called >= version
 
     def _end(self, result: Round) -> None:
         self._runner.end(result)

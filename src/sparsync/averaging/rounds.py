@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsync.transports.base import Communicator, Finished, Operation
 from sparsync.transports.framing import Framing
-from sparsync.transports.ledger import Traffic
+from sparsync.transports.ledger import Ledger
 
 __all__ = [
     "Answer",
@@ -120,12 +120,12 @@ class Answer(NamedTuple):
 
     Attributes:
         came: the newest round, or a welcome.
-        traffic: of the agent since the last answer.
+        books: of the agent, since the last answer.
         left_out: see ``Agent``.
     """
 
     came: Round | Welcome | None
-    traffic: Traffic
+    books: Ledger
     left_out: tuple[tuple[int, int, str], ...]
 
 
@@ -174,6 +174,13 @@ class Rounds(ABC):
     @abstractmethod
     def contribution(self, version: int) -> Tensor:
         """Return what this rank contributes; a round that begins anew asks again."""
+
+    def end(self, result: Round) -> None:  # noqa: B027 (most keep nothing)
+        """Take a round's result."""
+
+    def collected(self, newest: Round) -> Round:
+        """Return what a rank gets that arrives: by default the newest round."""
+        return newest
 
     @abstractmethod
     def reduce(self, comm: Communicator, vector: Tensor) -> Coroutine[Operation, None, Tensor]:

@@ -101,6 +101,7 @@ class Runner:
     def end(self, result: Round) -> None:
         """Take a round's result, its own or another rank's, and go on to the next."""
         self.drop()
+        self.rounds.end(result)
         if self.whole(result.version):
             self.kept = result
         self.last, self.done = result, result.version

@@ -8,10 +8,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from sparsync.averaging.adpsgd import AdPsgd
 from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import Averager
 from sparsync.averaging.bmuf import Bmuf
 from sparsync.averaging.dpsgd import Dpsgd
+from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.outer_settings import OUTER_SETTINGS
@@ -29,6 +31,9 @@ SCHEMES: Mapping[str, Callable[..., Averager]] = MappingProxyType(
         "sgp": Sgp,
         "bmuf": Bmuf,
         "wagma": Wagma,
+        "adpsgd": AdPsgd,
+        "eager-solo": partial(EagerSgd, quorum="solo"),
+        "eager-majority": partial(EagerSgd, quorum="majority"),
         **{name: partial(OuterStep, **settings) for name, settings in OUTER_SETTINGS.items()},
     }
 )

@@ -19,7 +19,6 @@ from sparsync.averaging.rounds import Answer, Round, Rounds, Welcome, round_of, 
 from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator
 from sparsync.transports.framing import Raw
-from sparsync.transports.ledger import Traffic
 
 __all__ = ["Grouping", "ModelRounds", "WaitAvoiding", "group_allreduce"]
 
@@ -151,7 +150,7 @@ class WaitAvoiding:
         self._host.call(lambda: self._agent.arrive(version, vector, signal))
         await signal
         answer: Answer = signal.value
-        self._book(answer.traffic)
+        comm.ledger.take(answer.books)
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
         self.left_out = answer.left_out
@@ -168,13 +167,6 @@ class WaitAvoiding:
         if result.version == version == result.contributed:
             return result.total / result.models
         return (result.total + vector) / (result.models + 1)
-
-    def _book(self, traffic: Traffic) -> None:
-        ledger = self.comm.ledger
-        if traffic.messages_sent:
-            ledger.sent("average", traffic.sent, traffic.parts, traffic.messages_sent)
-        if traffic.messages_received:
-            ledger.received("average", traffic.received, traffic.messages_received)
 
 
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ class Ledger:
         """Record what this rank received."""
         self._of(phase).add(Traffic(received=nbytes, messages_received=messages))
 
+    def take(self, other: Ledger) -> None:
+        """Add what another one recorded in its current step."""
+        for phase, traffic in other.phases.items():
+            self._of(phase).add(traffic)
+
     def spent(self, stage: str, seconds: float) -> None:
         """Record time: of the machine, or virtual in the simulator."""
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds

@@ -1,0 +1,177 @@
+"""AD-PSGD: an agent beside the training averages with one random partner at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.base import Averager, mean
+from sparsync.errors import ConfigurationError, PeerError
+from sparsync.transports.actors import Actor, Host, Signal
+from sparsync.transports.base import Communicator
+from sparsync.transports.ledger import Ledger, Parts
+
+__all__ = ["AdPsgd", "PairAgent"]
+
+_ASK, _REPLY = 0, 1
+_HEAD = 8  # bytes, so that values behind it are aligned
+
+
+@final
+class PairAgent(Actor):
+    """Holds a rank's model, and averages it with one partner at a time.
+
+    Who asks sends x and gets the partner's y: it adds (y - x) / 2 and the partner (x - y) / 2, to what
+    either has by then; so the sum of all models never changes, whatever comes between.
+
+    Args:
+        model: of this rank.
+        seed: of the partners.
+    """
+
+    def __init__(self, model: Tensor, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.ledger = Ledger()
+        self._asked: Tensor | None = None  # what was sent and has no answer yet
+        self._idle: Signal | None = None
+        self._count = 0
+
+    def update(self, change: Tensor, signal: Signal, *, ask: bool) -> None:
+        """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
+        self.model = self.model + change
+        if ask and self._asked is None and self.port.world_size > 1:
+            self._ask()
+        signal.set((self.model, self._traffic()))
+
+    def rest(self, signal: Signal) -> None:
+        """Set ``signal`` when nothing is asked."""
+        if self._asked is None:
+            signal.set((self.model, self._traffic()))
+        else:
+            self._idle = signal
+
+    def receive(self, source: int, payload: Tensor) -> None:
+        """Answer a partner, or take its answer."""
+        self.ledger.received("average", payload.numel())
+        theirs = payload[_HEAD:].clone().view(self.model.dtype)
+        if int(payload[0]) == _ASK:
+            self._post(source, _REPLY, self.model)
+            self.model = self.model + (theirs - self.model) / 2
+            return
+        assert self._asked is not None, "an answer follows a question"
+        self.model = self.model + (theirs - self._asked) / 2
+        self._asked = None
+        if self._idle is not None:
+            idle, self._idle = self._idle, None
+            idle.set((self.model, self._traffic()))
+
+    def tick(self) -> None:
+        """Nothing is ever due."""
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Fail, if its answer is waited for."""
+        if self._asked is not None and peer == self._partner:
+            raise PeerError(f"rank {self.port.rank}, phase 'average': rank {peer}: {reason}")
+
+    def _ask(self) -> None:
+        self._count += 1
+        draw = random.Random(f"{self.seed} {self.port.rank} {self._count}")
+        hop = 1 + draw.randrange(self.port.world_size - 1)
+        self._partner = (self.port.rank + hop) % self.port.world_size
+        self._asked = self.model
+        self._post(self._partner, _ASK, self.model)
+
+    def _post(self, dest: int, kind: int, vector: Tensor) -> None:
+        head = torch.zeros(_HEAD, dtype=torch.uint8)
+        head[0] = kind
+        message = torch.cat([head, vector.contiguous().view(torch.uint8)])
+        parts = Parts(header=_HEAD, value=message.numel() - _HEAD)
+        self.ledger.sent("average", message.numel(), parts)
+        self.port.send(dest, message)
+
+    def _traffic(self) -> Ledger:
+        ledger, self.ledger = self.ledger, Ledger()
+        return ledger
+
+
+@final
+class AdPsgd(Averager):
+    """Averages pairs of models in the background; no rank ever waits for one that computes.
+
+    After each local step a rank takes its model as its agent has it by then, and the agent asks a
+    random partner's agent for an average, unless the last one has not been answered yet.
+
+    Args:
+        model: as for ``Averager``.
+        seed: of the partners.
+        binding: the other arguments of ``Averager``.
+
+    Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
+    3 n.   State: the last model taken.
+    Differs from the paper: any rank may ask any other: agents answer at once, so there is no deadlock
+    and the graph need not be bipartite; exchanges are begun once per step, not as often as possible.
+
+    Example:
+        >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
+
+    References: Lian et al., Asynchronous Decentralized Parallel SGD, ICML 2018; WAGMA-SGD, IEEE TPDS
+    2021, section 2.2.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
+        self.seed = seed
+        self._host: Host | None = None
+        super().__init__(model, **binding)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        self._agent = PairAgent(vector, self.seed)
+        old = comm.companions.pop("averaging", None)
+        if old is not None:
+            old.close()
+        self._host = comm.companions["averaging"] = comm.host(self._agent)
+        self.memory["taken"] = vector
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Hand over what the local step did; take the model as it is by now."""
+        return await self._exchange(comm, vector, step, ask=True)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean of all models, once no exchange is under way."""
+        await self._exchange(comm, vector, step, ask=False)
+        await self._call(comm, step, rest=None)
+        await comm.barrier()  # all have their answers: nobody asks any more
+        self.memory["taken"] = await mean(comm, self._agent.model)
+        final = self.memory["taken"]
+        assert self._host is not None
+        self._host.call(lambda: setattr(self._agent, "model", final))
+        return final
+
+    async def _exchange(
+        self, comm: Communicator, vector: Tensor, step: int, *, ask: bool
+    ) -> Tensor:
+        change = vector - self.memory["taken"]
+        self.memory["taken"] = await self._call(comm, step, rest=(change, ask))
+        return self.memory["taken"]
+
+    async def _call(
+        self, comm: Communicator, step: int, rest: tuple[Tensor, bool] | None
+    ) -> Tensor:
+        """Hand over a change, or with None wait until nothing is asked."""
+        if self._host is None:
+            raise ConfigurationError("AdPsgd: call begin() first")
+        agent = self._agent
+        signal = self._host.signal(lambda: f"rank {comm.rank}, step {step}: phase 'average'")
+        if rest is None:
+            self._host.call(lambda: agent.rest(signal))
+        else:
+            change, ask = rest
+            self._host.call(lambda: agent.update(change, signal, ask=ask))
+        await signal
+        model, ledger = signal.value
+        comm.ledger.take(ledger)
+        taken: Tensor = model
+        return taken

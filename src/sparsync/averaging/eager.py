@@ -1,0 +1,165 @@
+"""Eager-SGD: partial allreduces of all ranks' updates, which begin before the last rank is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.agent import Agent
+from sparsync.averaging.base import Averager
+from sparsync.averaging.rounds import Answer, Round, Rounds, round_of, step_of
+from sparsync.errors import ConfigurationError
+from sparsync.transports.actors import Host
+from sparsync.transports.base import Communicator
+
+__all__ = ["EagerRounds", "EagerSgd", "Quorum"]
+
+Quorum = Literal["solo", "majority"]
+
+
+@final
+class EagerRounds(Rounds):
+    """Rounds that sum updates; one that comes too late is in a later sum.
+
+    Args:
+        quorum: see ``EagerSgd``.
+        seed: of the ranks that begin.
+        world_size: P.
+        shared: what the sums are added to, one by one: equal bits on ranks that have the same sums.
+    """
+
+    def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
+        self.quorum, self.seed, self.world_size = quorum, seed, world_size
+        self.shared = shared
+        self.published = -1
+        self._kept: Tensor | None = None  # updates that are in no sum yet
+        self._given: Tensor | None = None  # those of the round under way
+
+    def following(self, version: int) -> int:
+        """Return the round of the next step."""
+        return round_of(step_of(version) + version % 2)
+
+    def synchronous(self, version: int) -> bool:
+        """No step waits for all."""
+        return False
+
+    def activates(self, version: int, rank: int) -> bool:
+        """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
+        if self.quorum == "solo" or version % 2 == 0:
+            return True
+        return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
+
+    def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
+        """Return all ranks."""
+        return present
+
+    def publish(self, version: int, vector: Tensor) -> None:
+        """Add an update to what waits."""
+        self.published = version
+        self._kept = vector if self._kept is None else self._kept + vector
+
+    def contribution(self, version: int) -> Tensor:
+        """Return all that waits; nothing is zeros."""
+        assert self._kept is not None, "published at the beginning"
+        self._given = self._kept
+        return self._given
+
+    def end(self, result: Round) -> None:
+        """Apply a sum; what this rank gave waits no more."""
+        assert self._kept is not None and self._given is not None, "contributed"
+        self._kept = self._kept - self._given
+        self.shared = self.shared + result.total / self.world_size
+
+    def collected(self, newest: Round) -> Round:
+        """Return the shared model."""
+        return newest._replace(total=self.shared)
+
+    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
+        """Sum over all ranks."""
+        return await comm.allreduce(vector, "average")
+
+
+@final
+class EagerSgd(Averager):
+    """Sums the updates of all ranks on every step; late ranks' are in a later sum.
+
+    ::
+
+        waiting = waiting + (W' - shared)      what this rank's local step did
+        sum     = partial allreduce(waiting)   begun by the first rank, or by one that is drawn
+        shared  = shared + sum / P             W = shared, equal on ranks that have the same sums
+
+    Args:
+        model: as for ``Averager``.
+        quorum: "solo": the first rank that arrives begins the sum; "majority": one that is drawn per
+            step does, so that half of the ranks are there on average.
+        seed: of the draw.
+        binding: the other arguments of ``Averager``.
+
+    Cost: one dense allreduce per step; memory: 3 n.
+    State: the shared model; updates that wait are in no state: ``finish`` before you save.
+    Differs from the paper: updates of local optimizers travel, not gradients: the same for SGD with
+    and without momentum.  A late rank takes all sums that it missed, so replicas stay equal and need no
+    periodic synchronisation.
+
+    Example:
+        >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
+
+    References: Li et al., Taming unbalanced training workloads in deep learning with partial
+    collective operations, PPoPP 2020; WAGMA-SGD, IEEE TPDS 2021, section 2.2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        quorum: Quorum = "majority",
+        seed: int = 0,
+        **binding: Any,
+    ) -> None:
+        if quorum not in ("solo", "majority"):
+            raise ConfigurationError(f"quorum is {quorum!r}; choose solo or majority")
+        self.quorum, self.seed = quorum, seed
+        self._host: Host | None = None
+        super().__init__(model, **binding)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        self.memory.setdefault("shared", vector)
+        shared = self.memory["shared"]
+        rounds = EagerRounds(self.quorum, self.seed, comm.world_size, shared)
+        rounds.publish(2 * step, torch.zeros_like(vector))
+        self._agent = Agent(rounds, round_of(step), torch.zeros_like(vector))
+        old = comm.companions.pop("averaging", None)
+        if old is not None:
+            old.close()
+        self._host = comm.companions["averaging"] = comm.host(self._agent)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Hand over what the local step did; take the sums that are there."""
+        return await self._sum(comm, round_of(step), vector)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Sum what waits on all ranks; they wait for each other."""
+        return await self._sum(comm, 2 * step, vector)
+
+    async def _sum(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
+        if self._host is None:
+            raise ConfigurationError("EagerSgd: call begin() first")
+        agent, update = self._agent, vector - self.memory["shared"]
+
+        def where() -> str:
+            return f"rank {comm.rank}, step {step_of(version)}: phase 'average'"
+
+        signal = self._host.signal(where)
+        self._host.call(lambda: agent.arrive(version, update, signal))
+        await signal
+        answer: Answer = signal.value
+        comm.ledger.take(answer.books)
+        assert isinstance(answer.came, Round), "nobody is left out without a deadline"
+        self.memory["shared"] = answer.came.total
+        return self.memory["shared"]

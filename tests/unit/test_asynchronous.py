@@ -1,0 +1,76 @@
+"""AD-PSGD and Eager-SGD: who waits for whom, and that nothing that was learnt is lost."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsync.averaging import AdPsgd, AllreduceAverage, EagerSgd
+from sparsync.errors import ConfigurationError
+from sparsync.transports.sim import Links, simulate
+
+from .averager_models import add_, linear
+from .test_wagma import COMPUTE, late, models, train
+from .zmq_group import together
+
+SCHEMES = {
+    "adpsgd": AdPsgd,
+    "eager, solo": partial(EagerSgd, quorum="solo"),
+    "eager, majority": partial(EagerSgd, quorum="majority"),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 16])
+@given(seed=st.integers(0, 10**6), seconds=st.sampled_from([0.01, 0.3, 2]))
+@settings(max_examples=6, deadline=None)
+def test_whatever_is_late_every_update_arrives_once(scheme, world_size, seed, seconds):
+    delay = late(world_size, seconds, 1, seed)
+    everyone = models(simulate(train(SCHEMES[scheme], 15, delay), world_size))
+    mean = 15 * (world_size + 1) / 2  # every rank adds rank + 1 per step
+    for vector in everyone:
+        torch.testing.assert_close(vector, torch.full((6,), mean, dtype=torch.float64))
+        assert torch.equal(vector, everyone[0])
+
+
+def seconds_of(make, world_size=8):
+    delay = late(world_size, 0.3, 2)
+    return simulate(train(make, 30, delay), world_size, links=Links(alpha=1e-6)).seconds
+
+
+def test_whoever_waits_less_ends_earlier():
+    """Per step two of eight ranks are late: allreduce waits for both, a drawn rank is late at times."""
+    allreduce, majority = seconds_of(AllreduceAverage), seconds_of(SCHEMES["eager, majority"])
+    solo, pairs = seconds_of(SCHEMES["eager, solo"]), seconds_of(AdPsgd)
+    assert allreduce == pytest.approx(30 * (COMPUTE + 0.3), rel=0.01)
+    assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
+
+
+def test_the_drawn_ranks_begin_equally_often():
+    from sparsync.averaging.eager import EagerRounds
+
+    rounds = EagerRounds("majority", 3, 4, torch.zeros(1))
+    begun = [sum(rounds.activates(v, rank) for v in range(1, 801, 2)) for rank in range(4)]
+    assert sum(begun) == 400 and min(begun) > 70
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_runs_beside_real_threads(scheme):
+    def rank(comm):
+        model = linear()
+        before = model.weight.detach().clone()
+        with SCHEMES[scheme](model, comm=comm) as averager:
+            for _ in range(6):
+                add_(model, comm.rank)
+                averager.step()
+        return model.weight.detach() - before
+
+    for moved in together(rank, 3):
+        torch.testing.assert_close(moved, torch.full_like(moved, 6.0))
+
+
+def test_an_unknown_quorum_is_refused():
+    with pytest.raises(ConfigurationError, match="choose solo or majority"):
+        EagerSgd(quorum="half")

@@ -24,7 +24,7 @@ from sparsync.averaging.rounds import (
     tree_children,
 )
 from sparsync.averaging.runner import Runner
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import PeerError
 from sparsync.transports.actors import Actor, Signal
 from sparsync.transports.ledger import Ledger, Parts
 
@@ -45,7 +45,7 @@ class Agent(Actor):
             is waited for.
 
     Attributes:
-        left_out: ranks that were left out: step and reason, in order.
+        left_out: rank, step and reason, in order.
         ledger: of this agent's messages; taken over by the rank when it arrives.
     """
 
@@ -134,7 +134,7 @@ class Agent(Actor):
     def _answer(self, came: Round | Welcome | None) -> Answer:
         books, self.ledger = self.ledger, Ledger()
         came = self.rounds.collected(came) if isinstance(came, Round) else came
-        return Answer(came, books, tuple(self.left_out))
+        return Answer(came, books, tuple(self.left_out), self.membership.present)
 
     def _repeat(self, source: int, version: int) -> None:
         result = self._runner.kept if self._runner.kept.version == version else self._runner.last
@@ -146,8 +146,7 @@ class Agent(Actor):
         attempt = self._runner.attempt
         if header.version == self.version and attempt is not None:
             total = body.clone().view(self._runner.kept.total.dtype)
-            mine = attempt.contributed
-            self._end(Round(header.version, total, header.number, mine))
+            self._end(Round(header.version, total, header.number, attempt.contributed))
             self._advance()
 
     # ---- rounds -----------------------------------------------------------------------------------
@@ -243,13 +242,10 @@ class Agent(Actor):
             self._leave_out(peer, reason)
 
     def _leave_out(self, peer: int, reason: str) -> None:
-        step = step_of(self.version)
-        what = f"rank {peer} left out at step {step}: {reason}"
         if self.deadline is None or not self.port.survives:
-            kind = DeadlineError if "silent" in reason else PeerError
-            raise kind(f"rank {self.port.rank}, phase 'average': {what}")
-        self.left_out.append((peer, step, reason))
-        self._merge(self.membership.toggled(peer))
+            where = f"rank {self.port.rank}, step {step_of(self.version)}, phase 'average'"
+            raise PeerError(f"{where}: rank {peer}: {reason}")
+        self._merge(self.membership.toggled(peer), reason)
 
     def _readmit(self, peer: int) -> None:
         """Welcome a rank that was left out and has spoken: it gets the last common model."""
@@ -260,10 +256,13 @@ class Agent(Actor):
         parts = torch.tensor(self.membership.generations), self._runner.kept.total.contiguous()
         self._post(peer, header, torch.cat([part.view(torch.uint8) for part in parts]))
 
-    def _merge(self, generations: list[int]) -> None:
+    def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
         """Take over what is news about who is present; a round under way begins anew among them."""
+        before = set(self.membership.present) - {self.port.rank}
         if not self.membership.merge(generations):
             return
+        step, out = step_of(self.version), sorted(before - set(self.membership.present))
+        self.left_out += [(peer, step, reason) for peer in out]
         news = torch.tensor(self.membership.generations)
         for peer in self.membership.present:
             if peer != self.port.rank:

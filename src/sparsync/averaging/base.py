@@ -105,6 +105,10 @@ class Averager(Stateful):
         """Return the model that all ranks share behind ``step`` steps: by default the mean."""
         return await mean(comm, vector)
 
+    def survivors(self, comm: Communicator) -> Communicator:
+        """Return the ranks that have not been left out: by default all of them."""
+        return comm
+
     # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
@@ -122,7 +126,7 @@ class Averager(Stateful):
         binding = self._bound()
         vector = binding.read()
         binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
-        run(binding.settle())
+        run(binding.settle(self.survivors(binding.comm)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank beside its own model and optimizer."""

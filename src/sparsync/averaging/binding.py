@@ -139,23 +139,23 @@ class Binding:
         return start
 
     @torch.no_grad()
-    async def settle(self) -> None:
+    async def settle(self, comm: Communicator) -> None:
         """Make equal on all ranks what of the model does not travel; what is equal stays untouched.
 
-        Floating-point tensors become their mean, others what rank 0 has.
+        Floating-point tensors become their mean, others what the first rank of ``comm`` has.
 
         Cost: 8 bytes per tensor from every rank; an allreduce or allgather of each that differs.
         """
         rest = [t for name, t in self._tensors().items() if name not in self._shapes]
         digests = torch.tensor([_digest(tensor) for tensor in rest], dtype=torch.int64)
-        everyone = torch.stack(await self.comm.allgather(digests, "settle"))
+        everyone = torch.stack(await comm.allgather(digests, "settle"))
         for tensor, equal in zip(rest, (everyone == digests).all(0).tolist(), strict=True):
             if not equal and tensor.is_floating_point():
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-                total = await self.comm.allreduce(tensor.to(wide).reshape(-1), "settle")
-                tensor.copy_((total / self.comm.world_size).view(tensor.shape))
+                total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")
+                tensor.copy_((total / comm.world_size).view(tensor.shape))
             elif not equal:
-                first = (await self.comm.allgather(_bytes(tensor), "settle"))[0]
+                first = (await comm.allgather(_bytes(tensor), "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
     # ---- what travels -----------------------------------------------------------------------------

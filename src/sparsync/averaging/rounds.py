@@ -122,11 +122,13 @@ class Answer(NamedTuple):
         came: the newest round, or a welcome.
         books: of the agent, since the last answer.
         left_out: see ``Agent``.
+        present: ranks that take part, ascending.
     """
 
     came: Round | Welcome | None
     books: Ledger
     left_out: tuple[tuple[int, int, str], ...]
+    present: list[int]
 
 
 def tree_children(rank: int, root: int, world_size: int) -> list[int]:

@@ -11,7 +11,7 @@ from sparsync.averaging.base import Averager
 from sparsync.averaging.rounds import Welcome, round_of
 from sparsync.averaging.wait_avoiding import Grouping, ModelRounds, WaitAvoiding
 from sparsync.errors import ConfigurationError
-from sparsync.transports.base import Communicator
+from sparsync.transports.base import Communicator, Subgroup
 
 __all__ = ["Wagma"]
 
@@ -91,6 +91,12 @@ class Wagma(Averager):
     def left_out(self) -> tuple[tuple[int, int, str], ...]:
         """The ranks that were left out so far: rank, step, reason."""
         return () if self._way is None else self._way.left_out
+
+    def survivors(self, comm: Communicator) -> Communicator:
+        """Return the ranks that have not been left out, or have come back."""
+        if self._way is None or len(self._way.present) == comm.world_size:
+            return comm
+        return Subgroup(comm, self._way.present)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""

@@ -116,6 +116,7 @@ class WaitAvoiding:
 
     Attributes:
         left_out: ranks that were left out: rank, step and reason.
+        present: ranks that take part, ascending.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class WaitAvoiding:
         rounds.publish(first - 1, model)
         self.comm, self.rounds = comm, rounds
         self.left_out: tuple[tuple[int, int, str], ...] = ()
+        self.present = list(range(comm.world_size))
         self._agent = Agent(rounds, first, model, deadline)
         old = comm.companions.pop("averaging", None)
         if old is not None:
@@ -153,7 +155,7 @@ class WaitAvoiding:
         comm.ledger.take(answer.books)
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
-        self.left_out = answer.left_out
+        self.left_out, self.present = answer.left_out, answer.present
         came = answer.came
         if isinstance(came, Round):
             return self._mixed(came, version, vector)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import sparsync
 from sparsync import CommunicationError, ConfigurationError, testing
+from sparsync.averaging import Wagma
 from sparsync.transports.base import run
 from sparsync.transports.connect import connect_group
 from sparsync.transports.engine import Engine
@@ -23,6 +24,22 @@ RAW = Raw("value")
 FIRST_POINT_TO_POINT = 32  # channels below have native collectives
 
 
+def averaged() -> list[float]:
+    """Train with wait-avoiding averages while rank 0 is late at times; return all ranks' models."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    with MpiCommunicator(timeout=60) as comm:
+        averager = Wagma(model, comm=comm, sync_period=4)
+        for step in range(10):
+            time.sleep(0.05 if comm.rank == 0 and step in (1, 5) else 0.0)
+            with torch.no_grad():
+                model.weight += comm.rank
+            averager.step()
+        averager.finish()
+        weight = model.weight.detach().sum().reshape(1)
+        return [float(one) for one in run(comm.allgather(weight, "verify"))]
+
+
 def everything(names: list[str], algorithms: list[str]) -> dict:
     """Run the contracts and the rest on one set of ranks: starting them is what takes long."""
     with MpiCommunicator(timeout=60) as comm:
@@ -34,6 +51,7 @@ def everything(names: list[str], algorithms: list[str]) -> dict:
     for name in names:
         digests[name], result["booked"][name] = digests_and_books(name)
     result["digests"] = digests
+    result["averaged"] = averaged()
     result["calls"] = calls("mpi")
     result["part"] = everywhere(part_of_the_ranks())
     result["errors"] = errors()

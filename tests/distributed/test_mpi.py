@@ -73,6 +73,10 @@ def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
         assert mpi["digests"][name] == simulate(whole, RANKS).results[0], name
 
 
+def test_agents_average_models_beside_the_training(mpi):
+    assert len(set(mpi["averaged"])) == 1 and len(mpi["averaged"]) == RANKS
+
+
 def test_calls_without_a_model_overlap(mpi):
     assert all(mpi["calls"].values()), mpi["calls"]
 

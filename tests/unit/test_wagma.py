@@ -215,6 +215,15 @@ def test_bad_options_are_refused(options):
         Wagma(**options)
 
 
+def test_one_rank_over_zeromq_averages_with_itself():
+    def rank(comm):
+        with Wagma(linear(), comm=comm) as averager:
+            averager.step()
+        return averager.steps
+
+    assert together(rank, 1) == [1]
+
+
 def test_ranks_with_threads_train_and_one_may_be_late():
     """Real threads over ZeroMQ: rank 0 sleeps at some steps, and all end with equal models."""
 

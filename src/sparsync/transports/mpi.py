@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, PeerError
+from sparsync.transports.actors import Actor, Host, ThreadHost
 from sparsync.transports.base import Communicator, Finished, Operation, ReduceOp, check_timeout, run
 from sparsync.transports.framing import Framing, Raw
 from sparsync.transports.ledger import Parts
+from sparsync.transports.mpi_line import MpiLine
 from sparsync.transports.mpi_requests import Patience, Request, Session, load_mpi, native_type
 from sparsync.transports.primitives import rounds
 
@@ -115,6 +117,14 @@ class MpiCommunicator(Communicator):
         twin = copy.copy(self)
         twin.tag = tag
         return twin
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor on a thread of its own, over an MPI communicator of its own."""
+        session = self._session
+        twin = run(self._duplicate(session.comm, "all ranks to start an actor"))
+        return ThreadHost(
+            actor, MpiLine(session.mpi, twin), self.rank, self.world_size, session.timeout
+        )
 
     # ---- point to point ------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from sparsync.transports.actors import Actor, Host, Signal
 from sparsync.transports.base import Communicator, Operation
 from sparsync.transports.framing import Framing
 
-__all__ = ["SoloCommunicator"]
+__all__ = ["SoloCommunicator", "SoloHost"]
 
 
 @final
@@ -26,7 +26,7 @@ class SoloCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor that nobody writes to."""
-        return _SoloHost(actor)
+        return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Never reached: there is no rank to send to (``isend`` refuses first)."""
@@ -38,8 +38,8 @@ class SoloCommunicator(Communicator):
 
 
 @final
-class _SoloHost(Host):
-    """Calls an actor at once."""
+class SoloHost(Host):
+    """Calls an actor at once; nobody writes to it."""
 
     rank, world_size = 0, 1
 
@@ -48,15 +48,19 @@ class _SoloHost(Host):
 
     @property
     def now(self) -> float:
+        """Read the monotonic clock."""
         return time.monotonic()
 
     def send(self, dest: int, payload: Tensor) -> None:
+        """Never reached."""
         raise AssertionError("a world of one sends nothing")
 
     def call(self, function: Callable[[], None]) -> None:
+        """Call at once."""
         function()
 
     def signal(self, where: Callable[[], str]) -> Signal:
+        """Return a signal that must be set before it is awaited."""
         return _SoloSignal(where)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from sparsync.transports.actors import Actor, Host, ThreadHost
 from sparsync.transports.base import Communicator, Finished, Operation, check_timeout
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
+from sparsync.transports.solo import SoloHost
 from sparsync.transports.zmq import rendezvous
 from sparsync.transports.zmq.curve import CurveKeys, load_curve_keys
 from sparsync.transports.zmq.header import APART, TAGS, pack
@@ -155,6 +156,8 @@ class ZmqCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
+        if self.world_size == 1:
+            return SoloHost(actor)
         twin = ZmqCommunicator.over(
             self,
             interface=self._interface,

@@ -75,10 +75,10 @@ class ZmqLine(Line):
         return found
 
     def wake(self) -> None:
-        """Send an empty message to this rank's own socket."""
+        """Send a word to this rank's own socket."""
         # refused: it has been woken often enough, or the line is closed
         with self._lock, suppress(zmq.ZMQError):
-            self._waker.send(b"", zmq.NOBLOCK)
+            self._waker.send(self._comm.mesh.wake_word, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Deliver what is left, and close."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -39,6 +40,7 @@ def train(rank: int, world_size: int, store_file: str, transport: str, dies: int
     out = [entry[0] for entry in averager.left_out]
     sys.stdout.write(f"{averager.steps} {out} {model.weight.sum().item():.6f}\n")
     sys.stdout.flush()
+    time.sleep(2.0)  # the others' last messages are under way
     os._exit(0)  # the group has a dead member: nothing is taken down
 
 

@@ -147,9 +147,10 @@ class Binding:
         Cost: 8 bytes per tensor from every rank; an allreduce or allgather of each that differs.
         """
         rest = [t for name, t in self._tensors().items() if name not in self._shapes]
-        digests = torch.tensor([_digest(tensor) for tensor in rest], dtype=torch.int64)
+        # one number more: with no tensors, too, nobody leaves before all have concluded
+        digests = torch.tensor([0, *map(_digest, rest)], dtype=torch.int64)
         everyone = torch.stack(await comm.allgather(digests, "settle"))
-        for tensor, equal in zip(rest, (everyone == digests).all(0).tolist(), strict=True):
+        for tensor, equal in zip(rest, (everyone == digests).all(0).tolist()[1:], strict=True):
             if not equal and tensor.is_floating_point():
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
                 total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsync.averaging import LocalSgd
-from sparsync.launchers import detect, init_process_group
+from sparsync.launchers import destroy_process_group, detect, init_process_group
 
 
 def arguments() -> argparse.Namespace:
@@ -72,4 +72,4 @@ if __name__ == "__main__":
     else:
         here = init_process_group("gloo")
         train(arguments(), here.rank, here.world_size)
-        dist.destroy_process_group()
+        destroy_process_group()

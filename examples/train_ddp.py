@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.launchers import init_process_group
+from sparsync.launchers import destroy_process_group, init_process_group
 
 
 def arguments() -> argparse.Namespace:
@@ -110,7 +110,7 @@ def main() -> None:
     try:
         train(options, here.rank, here.world_size)
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,15 @@ from sparsync.transports.base import Communicator, check_timeout, run
 from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.mpi_requests import load_mpi
 
-__all__ = ["Placement", "connect_mpi", "detect", "first_host", "init_process_group", "slurm_port"]
+__all__ = [
+    "Placement",
+    "connect_mpi",
+    "destroy_process_group",
+    "detect",
+    "first_host",
+    "init_process_group",
+    "slurm_port",
+]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # rank, world size, rank on its host: what MPI's launchers tell their processes
@@ -179,6 +188,17 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             f"{timeout:g} s ({str(error).splitlines()[0]}); were all started by one command?"
         ) from error
     return here
+
+
+def destroy_process_group() -> None:
+    """Leave ``torch.distributed``, at the end of a program.
+
+    gloo's threads drop the tensors of the last call a moment after it has returned, for which they
+    need the interpreter: one that is about to exit would abort the process ("terminate called without
+    an active exception").  PyTorch does not wait for them; this does, for a tenth of a second.
+    """
+    dist.destroy_process_group()
+    time.sleep(0.1)
 
 
 def _meet(here: Placement, timeout: float) -> TCPStore:

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from sparsync.bench.mpiexec import in_group, run_under_mpiexec
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
 from sparsync.lab import Lab, Seat
-from sparsync.launchers import detect
+from sparsync.launchers import destroy_process_group, detect
 from sparsync.transports.base import check_timeout
 
 __all__ = ["RankError", "launch", "launched", "launched_ranks", "leads"]
@@ -159,7 +159,7 @@ def _child(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=wait_at_most
         )
         result = function(*args)
-        dist.destroy_process_group()
+        destroy_process_group()
         pipe.send(("done", result if rank == 0 else None))
     except KeyboardInterrupt:
         os._exit(130)

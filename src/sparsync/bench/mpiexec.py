@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sparsync.errors import ConfigurationError, SparsyncError
-from sparsync.launchers import detect, init_process_group
+from sparsync.launchers import destroy_process_group, detect, init_process_group
 
 __all__ = ["in_group", "main", "mpiexec_command", "run_under_mpiexec"]
 
@@ -38,7 +38,7 @@ def in_group(function: Callable[..., Any], args: tuple[Any, ...], timeout: float
         result = function(*args)
         return result if dist.get_rank() == 0 else None
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def mpiexec_command(ranks: int) -> list[str]:

@@ -202,6 +202,8 @@ AVERAGERS = {
 # their mean moves: an outer optimizer, or what compression keeps back
 DRIFTING_AVERAGERS = {
     "bmuf": partial(Bmuf, period=4, momentum=0.5),
+    "wagma, int8": partial(Wagma, values="int8"),
+    "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
     "qsparse-local": partial(OuterStep, **{**OUTER_SETTINGS["qsparse-local"], "period": 3}),
     "diloco": partial(OuterStep, **{**OUTER_SETTINGS["diloco"], "period": 3}),
 }

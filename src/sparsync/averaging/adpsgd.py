@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
+from sparsync.averaging.companion import Companion
 from sparsync.errors import ConfigurationError, PeerError
-from sparsync.transports.actors import Actor, Host, Signal
+from sparsync.transports.actors import Actor, Signal
 from sparsync.transports.base import Communicator
 from sparsync.transports.ledger import Ledger, Parts
 
@@ -123,55 +125,43 @@ class AdPsgd(Averager):
 
     def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
         self.seed = seed
-        self._host: Host | None = None
+        self._companion: Companion | None = None
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
         self._agent = PairAgent(vector, self.seed)
-        old = comm.companions.pop("averaging", None)
-        if old is not None:
-            old.close()
-        self._host = comm.companions["averaging"] = comm.host(self._agent)
+        self._companion = Companion(comm, self._agent)
         self.memory["taken"] = vector
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over what the local step did; take the model as it is by now."""
-        return await self._exchange(comm, vector, step, ask=True)
+        return await self._exchange(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models, once no exchange is under way."""
-        await self._exchange(comm, vector, step, ask=False)
-        await self._call(comm, step, rest=None)
+        await self._exchange(vector, step, ask=False)
+        agent = self._agent
+        await self._ask(step, agent.rest)
         await comm.barrier()  # all have their answers: nobody asks any more
-        self.memory["taken"] = await mean(comm, self._agent.model)
-        final = self.memory["taken"]
-        assert self._host is not None
-        self._host.call(lambda: setattr(self._agent, "model", final))
+        self.memory["taken"] = final = await mean(comm, agent.model)
+        self._begun_companion().tell(lambda: setattr(agent, "model", final))
         return final
 
-    async def _exchange(
-        self, comm: Communicator, vector: Tensor, step: int, *, ask: bool
-    ) -> Tensor:
+    async def _exchange(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
         change = vector - self.memory["taken"]
-        self.memory["taken"] = await self._call(comm, step, rest=(change, ask))
-        return self.memory["taken"]
-
-    async def _call(
-        self, comm: Communicator, step: int, rest: tuple[Tensor, bool] | None
-    ) -> Tensor:
-        """Hand over a change, or with None wait until nothing is asked."""
-        if self._host is None:
-            raise ConfigurationError("AdPsgd: call begin() first")
-        agent = self._agent
-        signal = self._host.signal(lambda: f"rank {comm.rank}, step {step}: phase 'average'")
-        if rest is None:
-            self._host.call(lambda: agent.rest(signal))
-        else:
-            change, ask = rest
-            self._host.call(lambda: agent.update(change, signal, ask=ask))
-        await signal
-        model, ledger = signal.value
-        comm.ledger.take(ledger)
-        taken: Tensor = model
+        taken = await self._ask(step, lambda signal: self._agent.update(change, signal, ask=ask))
+        self.memory["taken"] = taken
         return taken
+
+    async def _ask(self, step: int, function: Callable[[Signal], None]) -> Tensor:
+        companion = self._begun_companion()
+        taken: Tensor
+        taken, traffic = await companion.ask(step, function)
+        companion.comm.ledger.take(traffic)
+        return taken
+
+    def _begun_companion(self) -> Companion:
+        if self._companion is None:
+            raise ConfigurationError("AdPsgd: call begin() first")
+        return self._companion

@@ -122,9 +122,7 @@ class Agent(Actor):
             self._advance()
 
     def _on_data(self, source: int, header: Header, body: Tensor) -> None:
-        if (
-            header.version <= self._runner.done
-        ):  # the sender begins a round anew that has ended here
+        if header.version <= self._runner.done:  # begun anew by the sender, ended here
             self._repeat(source, header.version)
             return
         self._runner.deliver(source, header, body)
@@ -294,7 +292,7 @@ class Agent(Actor):
 
     def _post(self, dest: int, header: Header, body: Tensor | None = None) -> None:
         message = header.join(body)
-        values = 0 if body is None else message.numel() - 24
+        values = 0 if body is None else body.numel() * body.element_size()
         parts = Parts(header=message.numel() - values, value=values)
         self.ledger.sent("average", message.numel(), parts)
         self.port.send(dest, message)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sparsync.averaging.agent import Agent
 from sparsync.averaging.base import Averager
+from sparsync.averaging.companion import Companion
 from sparsync.averaging.rounds import Answer, Round, Rounds, round_of, step_of
 from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Host
 from sparsync.transports.base import Communicator
 
 __all__ = ["EagerRounds", "EagerSgd", "Quorum"]
@@ -38,10 +38,6 @@ class EagerRounds(Rounds):
         self.published = -1
         self._kept: Tensor | None = None  # updates that are in no sum yet
         self._given: Tensor | None = None  # those of the round under way
-
-    def following(self, version: int) -> int:
-        """Return the round of the next step."""
-        return round_of(step_of(version) + version % 2)
 
     def synchronous(self, version: int) -> bool:
         """No step waits for all."""
@@ -124,7 +120,7 @@ class EagerSgd(Averager):
         if quorum not in ("solo", "majority"):
             raise ConfigurationError(f"quorum is {quorum!r}; choose solo or majority")
         self.quorum, self.seed = quorum, seed
-        self._host: Host | None = None
+        self._companion: Companion | None = None
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
@@ -134,10 +130,7 @@ class EagerSgd(Averager):
         rounds = EagerRounds(self.quorum, self.seed, comm.world_size, shared)
         rounds.publish(2 * step, torch.zeros_like(vector))
         self._agent = Agent(rounds, round_of(step), torch.zeros_like(vector))
-        old = comm.companions.pop("averaging", None)
-        if old is not None:
-            old.close()
-        self._host = comm.companions["averaging"] = comm.host(self._agent)
+        self._companion = Companion(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over what the local step did; take the sums that are there."""
@@ -148,17 +141,12 @@ class EagerSgd(Averager):
         return await self._sum(comm, 2 * step, vector)
 
     async def _sum(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
-        if self._host is None:
+        if self._companion is None:
             raise ConfigurationError("EagerSgd: call begin() first")
         agent, update = self._agent, vector - self.memory["shared"]
-
-        def where() -> str:
-            return f"rank {comm.rank}, step {step_of(version)}: phase 'average'"
-
-        signal = self._host.signal(where)
-        self._host.call(lambda: agent.arrive(version, update, signal))
-        await signal
-        answer: Answer = signal.value
+        answer: Answer = await self._companion.ask(
+            step_of(version), lambda signal: agent.arrive(version, update, signal)
+        )
         comm.ledger.take(answer.books)
         assert isinstance(answer.came, Round), "nobody is left out without a deadline"
         self.memory["shared"] = answer.came.total

@@ -153,9 +153,9 @@ class Rounds(ABC):
 
     published: int
 
-    @abstractmethod
     def following(self, version: int) -> int:
         """Return the number of the next round behind ``version`` that belongs to a step."""
+        return round_of(step_of(version) + version % 2)
 
     @abstractmethod
     def synchronous(self, version: int) -> bool:
@@ -172,6 +172,10 @@ class Rounds(ABC):
     @abstractmethod
     def publish(self, version: int, vector: Tensor) -> None:
         """Take what this rank contributes from now on."""
+
+    def restart(self, version: int, model: Tensor) -> None:
+        """Begin behind ``version`` with a model that all ranks have."""
+        self.publish(version, model)
 
     @abstractmethod
     def contribution(self, version: int) -> Tensor:

@@ -121,5 +121,5 @@ class Runner:
         self.version, self.done = version, version - 1
         self.last = self.kept = Round(self.done, total, models, self.done)
         model = total / models
-        self.rounds.publish(self.done, model)
+        self.rounds.restart(self.done, model)
         return model

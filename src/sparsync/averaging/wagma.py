@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging import groups
 from sparsync.averaging.base import Averager
+from sparsync.averaging.coded import Values, codec_of
 from sparsync.averaging.rounds import Welcome, round_of
 from sparsync.averaging.wait_avoiding import Grouping, ModelRounds, WaitAvoiding
 from sparsync.errors import ConfigurationError
@@ -38,6 +39,8 @@ class Wagma(Averager):
         grouping: "wait-avoiding" (alpha of section 4), "synchronous" (beta: a group waits for its
             members), or "none" (neither: local SGD).
         dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
+        values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; what rounding
+            takes away is contributed later.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported;
             training goes on.  When it is heard again it is given the last global average and goes on
             with the others' step (``resume_at``).  None: it is waited for.
@@ -48,8 +51,9 @@ class Wagma(Averager):
         DeadlineError: a rank does not come to a global average within the communicator's timeout.
 
     Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n where
-    that is cheaper, and at most log2 P activations; memory: the published model and the newest result.
-    State: none but the step: a resumed run begins as after a global average.
+    that is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory:
+    the published model and the newest result; rounded: the last global average and the error, too.
+    State: the step and the error: a resumed run begins as after a global average.
     Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
     deadline.
 
@@ -69,6 +73,7 @@ class Wagma(Averager):
         sync_period: int | None = 10,
         grouping: Grouping = "wait-avoiding",
         dynamic: bool = True,
+        values: Values = "fp32",
         deadline: float | None = None,
         **binding: Any,
     ) -> None:
@@ -83,7 +88,8 @@ class Wagma(Averager):
         if deadline is not None and not deadline > 0:
             raise ConfigurationError(f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
-        self.dynamic, self.deadline = dynamic, deadline
+        self.dynamic, self.values, self.deadline = dynamic, values, deadline
+        self._codec = codec_of(values)
         self._way: WaitAvoiding | None = None
         super().__init__(model, **binding)
 
@@ -106,8 +112,14 @@ class Wagma(Averager):
                 f"group_size is {size} of {comm.world_size} ranks; give at most all of them"
             )
         rounds = ModelRounds(
-            comm.world_size, size, self.sync_period, self.grouping, dynamic=self.dynamic
+            comm.world_size,
+            size,
+            self.sync_period,
+            self.grouping,
+            dynamic=self.dynamic,
+            codec=self._codec,
         )
+        rounds.error = self.memory.get("error")
         self._way = WaitAvoiding(comm, rounds, vector, step, self.deadline)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -116,15 +128,17 @@ class Wagma(Averager):
             raise ConfigurationError("Wagma.average: call begin() first")
         if not self._way.rounds.has(step):
             return vector
-        return self._taken(await self._way.average(round_of(step), vector))
+        return self._taken(await self._way.average(round_of(step), vector), self._way.rounds)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models; ranks wait for each other."""
         if self._way is None:
             raise ConfigurationError("Wagma.conclude: call begin() first")
-        return self._taken(await self._way.average(2 * step, vector))
+        return self._taken(await self._way.average(2 * step, vector), self._way.rounds)
 
-    def _taken(self, came: Tensor | Welcome) -> Tensor:
+    def _taken(self, came: Tensor | Welcome, rounds: ModelRounds) -> Tensor:
+        error = rounds.error
+        self.memory = {} if error is None else {"error": error}
         if isinstance(came, Welcome):
             self.resume_at = came.step
             return came.model

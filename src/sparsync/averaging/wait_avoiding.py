@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sparsync.averaging import groups
 from sparsync.averaging.agent import Agent
+from sparsync.averaging.coded import coded_allreduce
+from sparsync.averaging.companion import Companion
 from sparsync.averaging.rounds import Answer, Round, Rounds, Welcome, round_of, step_of
-from sparsync.errors import ConfigurationError
 from sparsync.transports.base import Communicator
 from sparsync.transports.framing import Raw
+from sparsync.wire import DenseCodec
 
 __all__ = ["Grouping", "ModelRounds", "WaitAvoiding", "group_allreduce"]
 
@@ -39,6 +41,17 @@ class ModelRounds(Rounds):
         sync_period: tau; None: never.
         grouping: group averages are "wait-avoiding", or "synchronous", or there are "none".
         dynamic: groups change from step to step.
+        codec: of group averages; None: values travel as they are.
+
+    With a codec, what travels is how far a model is from the last global average, which all ranks
+    have.  What rounding takes away is added to what a rank contributes next::
+
+        p = W' + error;   q = C(p - base);   error = p - base - q
+
+    So the mean over ranks of W + error stays what it is while nobody is late.
+
+    Attributes:
+        error: `[n]`, None without a codec.
     """
 
     def __init__(
@@ -49,11 +62,13 @@ class ModelRounds(Rounds):
         grouping: Grouping,
         *,
         dynamic: bool,
+        codec: DenseCodec | None = None,
     ) -> None:
         self.world_size, self.group_size, self.sync_period = world_size, group_size, sync_period
-        self.grouping, self.dynamic = grouping, dynamic
-        self.published = -1
-        self._vector = torch.empty(0)
+        self.grouping, self.dynamic, self.codec = grouping, dynamic, codec
+        self.error: Tensor | None = None
+        self.published = self._round = -1
+        self._vector = self._base = torch.empty(0)
 
     def has(self, step: int) -> bool:
         """Tell whether something is averaged behind a step."""
@@ -65,12 +80,13 @@ class ModelRounds(Rounds):
 
     def following(self, version: int) -> int:
         """Return the next round of a step."""
-        step = step_of(version) + version % 2
-        if not self.has(step):
-            if self.sync_period is None:
-                return round_of(2**61)  # never
-            step += self.sync_period - 1 - step % self.sync_period
-        return round_of(step)
+        following = super().following(version)
+        step = step_of(following)
+        if self.has(step):
+            return following
+        if self.sync_period is None:
+            return round_of(2**61)  # never
+        return round_of(step + self.sync_period - 1 - step % self.sync_period)
 
     def synchronous(self, version: int) -> bool:
         """Tell whether a rank takes part only when it has arrived itself."""
@@ -90,17 +106,39 @@ class ModelRounds(Rounds):
         mine = groups.group_of(place, count, size, step if self.dynamic else 0)
         return [present[i] for i in mine]
 
+    def restart(self, version: int, model: Tensor) -> None:
+        """Begin with a model that all ranks have."""
+        self._base = model
+        if self.published >= 0:
+            self.error = None  # it belonged to the model that is given up
+        self.publish(version, model)
+
     def publish(self, version: int, vector: Tensor) -> None:
         """Contribute ``vector`` from now on; nobody changes it."""
-        self.published, self._vector = version, vector
+        self.published = version
+        self._vector = vector if self.error is None else vector + self.error
 
     def contribution(self, version: int) -> Tensor:
         """Return what was published last."""
+        self._round = version
         return self._vector
+
+    def end(self, result: Round) -> None:
+        """Behind a global average: its mean is what ranks differ from; nothing is owed any more."""
+        if result.version % 2 == 0 or self.closes(step_of(result.version)):
+            self._base, self.error = result.total / result.models, None
 
     async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
         """Sum over the group."""
-        return await group_allreduce(comm, vector)
+        version = self._round
+        if self.codec is None or version % 2 == 0 or self.closes(step_of(version)):
+            return await group_allreduce(comm, vector)
+        base, stale = self._base, self.published < version
+        coded = await coded_allreduce(comm, vector - base, self.codec, version)
+        # a stale model is an extra one: what rounding took from it is owed to nobody
+        owed = self.error if stale else coded.lost
+        self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
+        return base * comm.world_size + coded.total
 
 
 @final
@@ -127,32 +165,21 @@ class WaitAvoiding:
         step: int,
         deadline: float | None,
     ) -> None:
-        if deadline is not None and not deadline > 0:
-            raise ConfigurationError(f"deadline is {deadline}; give seconds > 0, or None")
         first = rounds.following(2 * step)
-        rounds.publish(first - 1, model)
+        rounds.restart(first - 1, model)
         self.comm, self.rounds = comm, rounds
         self.left_out: tuple[tuple[int, int, str], ...] = ()
         self.present = list(range(comm.world_size))
         self._agent = Agent(rounds, first, model, deadline)
-        old = comm.companions.pop("averaging", None)
-        if old is not None:
-            old.close()
-        self._host = comm.companions["averaging"] = comm.host(self._agent)
+        self._companion = Companion(comm, self._agent)
         self._taken = first - 1
 
     async def average(self, version: int, vector: Tensor) -> Tensor | Welcome:
         """Arrive at a round; return the model that this rank goes on with, or a welcome."""
-        comm = self.comm
-
-        def where() -> str:
-            return f"rank {comm.rank}, step {step_of(version)}: phase 'average'"
-
-        signal = self._host.signal(where)
-        self._host.call(lambda: self._agent.arrive(version, vector, signal))
-        await signal
-        answer: Answer = signal.value
-        comm.ledger.take(answer.books)
+        answer: Answer = await self._companion.ask(
+            step_of(version), lambda signal: self._agent.arrive(version, vector, signal)
+        )
+        self.comm.ledger.take(answer.books)
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
         self.left_out, self.present = answer.left_out, answer.present

@@ -40,7 +40,7 @@ class TrainResult:
         seconds_per_step_median: median of ``seconds``.
         bytes_sent_per_step_max: the most that any rank sent in any step, headers included.
         replicas_equal: whether all ranks ended with bit-identical parameters.
-        bytes_sent: the most that any rank sent, per step.
+        bytes_sent: per step, by the rank that sent most in all.
         seed: of the initial weights and of the data.
         batch_size: windows or images per rank and step.
         context: bytes per window.

@@ -68,7 +68,10 @@ class DenseCodec(ABC):
 class Whole(DenseCodec):
     """Header, then all values as they are (SparCML's dense form: the count equals the size).
 
-    Cost: 8 + 4 n bytes for float32.   State: none.
+    Args:
+        dtype: values are rounded to it; finite ones stay finite.  None: they travel as they are.
+
+    Cost: 8 + 4 n bytes for float32, 8 + 2 n for bfloat16.   State: none.
     Differs from the paper: the header names the form; there it is told by the count alone.
 
     Example:
@@ -80,17 +83,24 @@ class Whole(DenseCodec):
 
     format = 3
 
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dtype or ''})"
+
     def encode(self, values: Tensor) -> EncodedDense:
-        """Encode; ``decoded`` are the values themselves."""
+        """Encode; ``decoded`` are the values themselves, or rounded ones in their dtype."""
         if values.dim() != 1:
             raise ConfigurationError(f"a dense message of shape {tuple(values.shape)}; flatten it")
-        header = pack_header(Header(self.format, values.dtype, values.numel()))
+        sent = values if self.dtype is None else _rounded(values, self.dtype)
+        header = pack_header(Header(self.format, sent.dtype, sent.numel()))
         start = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        body = values.contiguous().view(torch.uint8)
-        return EncodedDense(torch.cat([start.to(values.device), body]), values)
+        body = sent.contiguous().view(torch.uint8)
+        return EncodedDense(torch.cat([start.to(values.device), body]), sent.to(values.dtype))
 
     def decode(self, payload: Tensor, size: int) -> Tensor:
-        """Decode and check the count.
+        """Decode and check the count; values have the dtype that travelled.
 
         Raises:
             WireFormatError: the payload is not a dense message of ``size`` elements.
@@ -106,7 +116,7 @@ class Whole(DenseCodec):
 
     def parts(self, size: int, dtype: torch.dtype) -> Parts:
         """Return 8 bytes of header and the dtype's width per element."""
-        return Parts(header=HEADER_BYTES, value=dtype.itemsize * size)
+        return Parts(header=HEADER_BYTES, value=(self.dtype or dtype).itemsize * size)
 
     def measure(self, buffer: Tensor) -> Parts:
         """Read count and dtype.
@@ -120,8 +130,14 @@ class Whole(DenseCodec):
                 f"a message has format {header.format}, expected dense ({self.format}); "
                 "do all ranks use the same codec?"
             )
-        return self.parts(header.count, header.dtype)
+        return Parts(header=HEADER_BYTES, value=header.dtype.itemsize * header.count)
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Say that nothing is rounded."""
-        return True
+        """Say whether nothing is rounded."""
+        return self.dtype in (None, dtype)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round; what is finite is cut to what ``dtype`` can hold."""
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(dtype)

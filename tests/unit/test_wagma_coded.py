@@ -1,0 +1,104 @@
+"""Group averages whose values are rounded: nothing is lost, replicas end equal, fewer bytes travel."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.averaging import Wagma
+from sparsync.averaging.coded import codec_of, coded_allreduce
+from sparsync.errors import ConfigurationError
+from sparsync.transports.sim import Links, simulate
+
+ROUNDED = ("bf16", "int8")
+
+
+def drift(step, rank, size):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+def trained(make, world_size, steps, size=301, delay=None, seen=None):
+    async def program(comm):
+        averager, vector = make(), torch.zeros(size, dtype=torch.float64)
+        await averager.begin(comm, vector, 0)
+        for step in range(steps):
+            await comm.compute(0.1 + (delay(step, comm.rank) if delay else 0.0))
+            mine = vector + drift(step, comm.rank, size)
+            vector = await averager.average(comm, mine, step)
+            if seen is not None:
+                error = averager.memory.get("error", torch.zeros(size))
+                seen.setdefault(step, {})[comm.rank] = mine, vector, error
+        return await averager.conclude(comm, vector, steps), comm.ledger
+
+    # messages take no time: nobody is late because of how many there are
+    return simulate(program, world_size, links=Links(0.0, 0.0))
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.sampled_from(ROUNDED), st.integers(0, 99))
+def test_a_sum_and_what_it_lost_make_the_exact_sum(world_size, size, values, seed):
+    vectors = [drift(seed, rank, size) for rank in range(world_size)]
+
+    async def program(comm):
+        return await coded_allreduce(comm, vectors[comm.rank], codec_of(values), seed)
+
+    sums = simulate(program, world_size).results
+    assert all(torch.equal(one.total, sums[0].total) for one in sums)
+    lost = sum(one.lost + one.lost_of_sum for one in sums)
+    torch.testing.assert_close(sums[0].total + lost, sum(vectors), rtol=1e-12, atol=1e-12)
+    if world_size > 1 and size:
+        assert all(one.lost.abs().max() < 0.1 for one in sums)
+
+
+@pytest.mark.parametrize("values", ROUNDED)
+@pytest.mark.parametrize(("world_size", "group_size"), [(8, 4), (6, 2), (7, 3)])
+def test_the_mean_of_models_and_errors_is_preserved_on_every_step(values, world_size, group_size):
+    seen = {}
+    make = partial(Wagma, group_size=group_size, sync_period=5, values=values)
+    trained(make, world_size, 12, seen=seen)
+    owed = 0
+    for step, ranks in seen.items():
+        # all are fresh, and groups of 3 and of 2 weigh ranks alike only within themselves
+        before = sum(mine for mine, _, _ in ranks.values()) + owed
+        after = sum(vector for _, vector, _ in ranks.values())
+        owed = sum(error for _, _, error in ranks.values())
+        torch.testing.assert_close(after + owed, before, rtol=1e-12, atol=1e-10)
+        closes = (step + 1) % 5 == 0
+        assert (owed.abs().max() == 0) if closes else (0 < owed.abs().max() < 1)
+
+
+@pytest.mark.parametrize("values", ROUNDED)
+def test_late_ranks_and_rounded_values_end_equal_near_the_exact_mean(values):
+    def delay(step, rank):
+        return 0.35 if rank == step % 8 else 0.0
+
+    rounded = trained(partial(Wagma, sync_period=6, values=values), 8, 16, delay=delay).results
+    exact = trained(partial(Wagma, sync_period=6), 8, 16, delay=delay).results
+    assert all(torch.equal(model, rounded[0][0]) for model, _ in rounded)
+    scale = exact[0][0].abs().max()
+    assert (rounded[0][0] - exact[0][0]).abs().max() < 0.1 * scale
+
+
+@pytest.mark.parametrize(("values", "less"), [("bf16", 1.9), ("int8", 3.6)])
+def test_fewer_bytes_travel(values, less):
+    async def program(comm, values):
+        averager, vector = (
+            Wagma(group_size=4, sync_period=None, values=values),
+            torch.zeros(1 << 15),
+        )
+        await averager.begin(comm, vector, 0)
+        for step in range(3):
+            await comm.compute(0.1)
+            vector = await averager.average(comm, vector + 1, step)
+
+    def sent(values):
+        return simulate(partial(program, values=values), 8).ledgers[0].total().sent
+
+    assert sent("fp32") / sent(values) > less
+
+
+def test_unknown_values_are_refused():
+    with pytest.raises(ConfigurationError, match="values is 'fp8'; choose fp32, bf16 or int8"):
+        Wagma(values="fp8")

@@ -13,11 +13,13 @@ from torch import nn
 from sparsync.averaging import Wagma
 from sparsync.transports.connect import connect_group
 
-STEPS = 30
+STEPS, BREAKS_AT = 60, 7
 
 
-def train(rank: int, world_size: int, store_file: str, transport: str, dies: int) -> None:
-    """Train; rank ``dies`` kills itself at step 7; the others say whom they left out."""
+def train(
+    rank: int, world_size: int, store_file: str, transport: str, breaks: int, how: signal.Signals
+) -> None:
+    """Train; rank ``breaks`` sends itself a signal at step 7; all say whom they left out."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -30,19 +32,30 @@ def train(rank: int, world_size: int, store_file: str, transport: str, dies: int
     model = nn.Linear(8, 4)
     comm = connect_group(transport=transport, timeout=60.0)
     averager = Wagma(model, comm=comm, sync_period=5, deadline=2.0)
-    for step in range(STEPS):
-        if rank == dies and step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
+    done = 0
+    while averager.steps < STEPS:
+        if rank == breaks and averager.steps == BREAKS_AT:
+            os.kill(os.getpid(), how)
+        time.sleep(0.1)
         with torch.no_grad():
             model.weight += rank
         averager.step()
+        done += 1
     averager.finish()
     out = [entry[0] for entry in averager.left_out]
-    sys.stdout.write(f"{averager.steps} {out} {model.weight.sum().item():.6f}\n")
+    total = model.weight.sum().item()
+    sys.stdout.write(f"{averager.steps} steps, left out {out}, {total:.6f}\n{done}\n")
     sys.stdout.flush()
     time.sleep(2.0)  # the others' last messages are under way
-    os._exit(0)  # the group has a dead member: nothing is taken down
+    os._exit(0)  # the group may have a dead member: nothing is taken down
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    train(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        sys.argv[4],
+        int(sys.argv[5]),
+        signal.Signals(int(sys.argv[6])),
+    )

@@ -1,6 +1,7 @@
 """A rank that averages models, as a process of its own."""
 
 import os
+import random
 import signal
 import sys
 import time
@@ -48,6 +49,26 @@ def train(
     sys.stdout.flush()
     time.sleep(2.0)  # the others' last messages are under way
     os._exit(0)  # the group may have a dead member: nothing is taken down
+
+
+def many_steps(steps: int) -> tuple[bool, int]:
+    """Train beside random delays; return whether all ended equal, and how many steps they did."""
+    rank, drawn = dist.get_rank(), random.Random(dist.get_rank())
+    model = nn.Linear(8, 4)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    with Wagma(model, comm=connect_group(transport="torch", timeout=60.0)) as averager:
+        for _ in range(steps):
+            if drawn.random() < 0.05:
+                time.sleep(drawn.choice([0.001, 0.01, 0.05]))
+            with torch.no_grad():
+                model.weight += rank
+            averager.step()
+        averager.finish()
+        everyone = [torch.empty_like(model.weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, model.weight.detach())
+        return all(torch.equal(everyone[0], other) for other in everyone), averager.steps
 
 
 if __name__ == "__main__":

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from sparsync.bench.launch import launch
+
+from .averaging_programs import many_steps
+
 pytestmark = pytest.mark.gloo
 
 RANKS, BREAKS = 4, 2
@@ -70,3 +74,8 @@ def test_a_rank_that_stands_still_is_left_out_and_comes_back(tmp_path):
             assert int(done) < 60, ends  # it was given the others' step
         else:
             assert said.startswith(f"60 steps, left out [{BREAKS}], ") and done == "60", ends
+
+
+@pytest.mark.slow
+def test_nobody_hangs_in_10000_steps_with_random_delays():
+    assert launch(many_steps, 8, 10_000, timeout=60.0) == (True, 10_000)

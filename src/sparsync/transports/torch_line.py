@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final, final
 
@@ -16,6 +18,7 @@ __all__ = ["TorchLine"]
 
 _HEAD: Final = 3  # tags: lengths, then bodies
 _BODY: Final = 4
+_FAREWELL: Final = 5.0  # seconds; a thread left in gloo may abort the process at its exit
 
 
 @final
@@ -34,12 +37,12 @@ class TorchLine(Line):
         self._inbox: SimpleQueue[tuple[int, Tensor] | None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self._outboxes: dict[int, SimpleQueue[Tensor | None]] = {}
-        self._senders: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         rank = dist.get_rank(group)
         for peer in range(dist.get_world_size(group)):
             if peer != rank:
                 self._outboxes[peer] = SimpleQueue()
-                self._senders.append(self._start(self._send_all, peer))
+                self._start(self._send_all, peer)
                 self._start(self._receive_all, peer)
 
     def send(self, dest: int, payload: Tensor) -> None:
@@ -70,19 +73,19 @@ class TorchLine(Line):
         self._inbox.put(None)
 
     def close(self) -> None:
-        """Send what is queued and a farewell; receivers end with their peers'."""
+        """Send what is queued and a farewell, and wait a while for the peers' own."""
         for outbox in self._outboxes.values():
             outbox.put(None)
-        for thread in self._senders:
-            thread.join(timeout=5.0)
+        until = time.monotonic() + _FAREWELL
+        for thread in self._threads:
+            thread.join(timeout=max(until - time.monotonic(), 0.0))
 
-    def _start(self, work: object, peer: int) -> threading.Thread:
-        assert callable(work)
+    def _start(self, work: Callable[[int], None], peer: int) -> None:
         thread = threading.Thread(
             target=work, args=(peer,), name=f"sparsync-peer-{peer}", daemon=True
         )
         thread.start()
-        return thread
+        self._threads.append(thread)
 
     def _send_all(self, peer: int) -> None:
         outbox = self._outboxes[peer]
@@ -94,7 +97,7 @@ class TorchLine(Line):
                 if payload is None:
                     return
                 dist.send(payload, group=self._group, group_dst=peer, tag=_BODY)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             self._end(peer, error)
 
     def _receive_all(self, peer: int) -> None:
@@ -109,9 +112,9 @@ class TorchLine(Line):
                 body = torch.empty(int(head), dtype=torch.uint8)
                 dist.recv(body, group=self._group, group_src=peer, tag=_BODY)
                 self._inbox.put((peer, body))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             self._end(peer, error)
 
-    def _end(self, peer: int, error: RuntimeError) -> None:
+    def _end(self, peer: int, error: Exception) -> None:
         self._ended.put((peer, f"its connection ended ({str(error).splitlines()[0][:80]})"))
         self.wake()

@@ -1,0 +1,76 @@
+"""WAGMA-SGD, section 4: what the switches alpha and beta turn it into, by mixing matrices."""
+
+import pytest
+import torch
+
+from sparsync.averaging import Dpsgd, LocalSgd, Wagma, groups
+from sparsync.averaging.graphs import Exponential, RandomPairs, Ring, mixing_matrix, spectral_gap
+from sparsync.transports.sim import simulate
+
+P = 16
+PHASES = 4  # log2 P
+
+
+def product(matrices):
+    total = torch.eye(P, dtype=torch.float64)
+    for matrix in matrices:
+        total = matrix @ total
+    return total
+
+
+def of_groups(size, start=0):
+    return product(groups.mixing_matrix(P, size, step) for step in range(start, start + PHASES))
+
+
+def of_graph(graph, start=0):
+    return product(mixing_matrix(graph, P, step) for step in range(start, start + PHASES))
+
+
+def matrix_of(make, steps):
+    """What a scheme does to the models of ranks that are never late, as a matrix."""
+
+    async def program(comm):
+        averager, vector = make(), torch.eye(P, dtype=torch.float64)[comm.rank]
+        await averager.begin(comm, torch.zeros(P, dtype=torch.float64), 0)
+        for step in range(steps):
+            await comm.compute(1.0)
+            vector = await averager.average(comm, vector, step)
+        return vector
+
+    return torch.stack(simulate(program, P).results)
+
+
+def test_neither_is_local_sgd():
+    def wagma():
+        return Wagma(grouping="none", sync_period=3)
+
+    for steps in (2, 3):
+        assert torch.equal(matrix_of(wagma, steps), matrix_of(lambda: LocalSgd(period=3), steps))
+
+
+@pytest.mark.parametrize("grouping", ["wait-avoiding", "synchronous"])
+def test_what_runs_is_what_the_matrices_say(grouping):
+    def make():
+        return Wagma(grouping=grouping, group_size=2, sync_period=None)
+
+    torch.testing.assert_close(matrix_of(make, PHASES), of_groups(2))
+
+
+@pytest.mark.parametrize("start", range(PHASES))
+def test_pairs_mix_as_sgp_with_one_neighbour(start):
+    """Different matrices (but for one), the same finite mixing: all have the mean after log2 P steps."""
+    mean = torch.full((P, P), 1 / P, dtype=torch.float64)
+    assert torch.equal(of_groups(2, start), mean)
+    assert torch.equal(of_graph(Exponential(), start), mean)
+    same = torch.equal(groups.mixing_matrix(P, 2, start), mixing_matrix(Exponential(), P, start))
+    assert same == (start == PHASES - 1)  # a hop of P / 2 is the same there and back
+
+
+def test_the_ring_of_dpsgd_and_the_random_pairs_of_adpsgd_mix_more_slowly():
+    """ "Similar" holds for what a step sends (O(1) models), not for how far it reaches."""
+    ring, pairs = spectral_gap(of_graph(Ring())), spectral_gap(of_graph(RandomPairs()))
+    assert spectral_gap(of_groups(2)) == pytest.approx(1.0)
+    assert ring == pytest.approx(1 - ((1 + 2 * torch.cos(torch.tensor(2 * torch.pi / P))) / 3) ** 4)
+    assert 0.15 < ring < 0.25
+    assert pairs < 0.8
+    torch.testing.assert_close(matrix_of(Dpsgd, PHASES), of_graph(Ring()))

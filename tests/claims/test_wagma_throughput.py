@@ -35,19 +35,22 @@ def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(world_siz
     assert local >= ratio * step_seconds("wagma", world_size, delay)
 
 
-def test_balanced_schemes_are_within_7_percent():
-    """Section 5.2: 1.51 to 1.61 steps per second on 64 ranks, nobody late."""
+def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
+    """Section 5.2: 1.51 to 1.57 steps per second on 64 ranks, nobody late; AD-PSGD 1.61."""
     schemes = {"local": {"period": 1}, "allreduce": {}, "dpsgd": {}, "sgp": {"neighbours": 2}}
-    schemes |= {"adpsgd": {}, "wagma": {}}
-    seconds = [step_seconds(s, 64, NoDelay(), steps=10, **o) for s, o in schemes.items()]
-    assert 1.04 * min(seconds) < max(seconds) <= 1.07 * min(seconds)
+    schemes |= {"wagma": {}}
+    seconds = {s: step_seconds(s, 64, NoDelay(), steps=10, **o) for s, o in schemes.items()}
+    assert max(seconds.values()) <= 1.07 * min(seconds.values())
+    assert min(seconds.values()) > 1.03 * COMPUTE, "communication is charged"
+    assert step_seconds("adpsgd", 64, NoDelay(), steps=10) == pytest.approx(COMPUTE, rel=1e-3)
+    assert seconds["local"] <= 1.07 * COMPUTE
 
 
 def test_wagma_is_twice_as_fast_on_a_heavy_tail():
     """Section 5.4, there on 1,024 ranks: 2.33 x; a group that waits is little better than all."""
     delay = HeavyTail(1.7, 43.5)
     local, avoiding, waiting = (
-        step_seconds(scheme, 64, delay, 0, 24, **options)
+        step_seconds(scheme, 64, delay, 0, 16, **options)
         for scheme, options in (
             ("local", {"period": 1}),
             ("wagma", {"sync_period": 8}),

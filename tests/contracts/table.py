@@ -7,7 +7,6 @@ from sparsync.averaging import (
     OUTER_SETTINGS,
     AdPsgd,
     AllreduceAverage,
-    Bmuf,
     Dpsgd,
     EagerSgd,
     LocalSgd,
@@ -201,7 +200,7 @@ AVERAGERS = {
 
 # their mean moves: an outer optimizer, or what compression keeps back
 DRIFTING_AVERAGERS = {
-    "bmuf": partial(Bmuf, period=4, momentum=0.5),
+    "bmuf": partial(OuterStep, **{**OUTER_SETTINGS["bmuf"], "period": 4}),
     "wagma, int8": partial(Wagma, values="int8"),
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
     "qsparse-local": partial(OuterStep, **{**OUTER_SETTINGS["qsparse-local"], "period": 3}),

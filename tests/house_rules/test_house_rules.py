@@ -29,6 +29,7 @@ LAYERS = (
         "launchers",
         "presets",
         "reducer",
+        "reducer_state",
         "residual",
         "units",
         "vectors",
@@ -49,6 +50,7 @@ ALGORITHMS = (
     "averaging",
     "correction",
     "reducer",
+    "reducer_state",
     "residual",
 )
 SEAM = {"actors", "base", "flight", "framing", "ledger", "primitives"}

@@ -9,9 +9,10 @@ import torch
 
 from sparsync.correction import Clipper, Correction, Velocity
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.base import load_reducer_state, reducer_state
 from sparsync.presets import Algorithm, allgather, resolve
 from sparsync.reducer import Reducer
+from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.transports.base import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 from sparsync.warmup import DGC_RAMP, Warmup
@@ -198,7 +199,7 @@ def test_saved_velocity_continues_bit_for_bit(name):
             pieces = gradient(comm.rank, step, torch.zeros(SIZE)).split([20, 40])
             if step == 4:
                 resumed = make()
-                load_reducer_state(resumed, reducer_state(straight))
+                run(restore_reducer(resumed, reducer_state(straight)))
             one = await straight.reduce([p.clone() for p in pieces])
             if step >= 4:
                 two = await resumed.reduce([p.clone() for p in pieces])
@@ -214,7 +215,8 @@ def test_a_state_without_momentum_is_refused():
         units = plan_units([("a", torch.zeros(SIZE))])
         state = reducer_state(Reducer(comm, units, allgather(), 0.1))
         with pytest.raises(ConfigurationError, match=r"momentum 0\.0, this run has 0\.9"):
-            load_reducer_state(Reducer(comm, units, allgather(), 0.1, None, Correction(0.9)), state)
+            bad = Reducer(comm, units, allgather(), 0.1, None, Correction(0.9))
+            run(restore_reducer(bad, state))
 
     simulate(program, 1)
 
@@ -247,7 +249,7 @@ def test_a_ramp_resumes_in_its_middle():
         ]
         for gradient in gradients[:3]:
             await first.reduce([gradient.clone()])
-        load_reducer_state(second, reducer_state(first))
+        run(restore_reducer(second, reducer_state(first)))
         for gradient in gradients[3:]:
             (one,), (two,) = [await r.reduce([gradient.clone()]) for r in (first, second)]
             assert torch.equal(one.to_dense(), two.to_dense())

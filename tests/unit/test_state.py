@@ -7,9 +7,9 @@ import torch
 
 from sparsync import ConfigurationError, UpdateSpaceSGD, connect
 from sparsync.averaging import LocalSgd
-from sparsync.integrations.base import load_reducer_state, reducer_state
 from sparsync.presets import oktopk
 from sparsync.reducer import Reducer
+from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.base import run
 from sparsync.units import plan_units
 
@@ -44,7 +44,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     before, broken = copy.deepcopy(reducer_state(reducer)), reducer_state(reducer_after(5))
     BROKEN[name](broken)
     with pytest.raises(ConfigurationError) as caught:
-        load_reducer_state(reducer, broken)
+        run(restore_reducer(reducer, broken))
     assert "\n" not in str(caught.value)
     after = reducer_state(reducer)
     assert all(torch.equal(after["residual"][n], before["residual"][n]) for n in "ab")

@@ -4,7 +4,6 @@ from sparsync.averaging import graphs, groups
 from sparsync.averaging.adpsgd import AdPsgd
 from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import Averager
-from sparsync.averaging.bmuf import Bmuf
 from sparsync.averaging.dpsgd import Dpsgd
 from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.local import LocalSgd
@@ -18,7 +17,6 @@ __all__ = [
     "AdPsgd",
     "AllreduceAverage",
     "Averager",
-    "Bmuf",
     "Dpsgd",
     "EagerSgd",
     "LocalSgd",

@@ -1,4 +1,4 @@
-"""Local steps with a compressed outer step: what Qsparse-local-SGD, DiLoCo and SparseLoCo share."""
+"""Local steps with an outer step: what BMUF, Qsparse-local-SGD, DiLoCo and SparseLoCo share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsync.averaging.base import Averager, mean
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
-from sparsync.selection.shares import SharesState
+from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.base import Communicator
 from sparsync.units import plan_units
 
@@ -59,7 +59,7 @@ class OuterStep(Averager):
         density: what is sent per exchange, as k / n.
         period: local steps between exchanges, H; ours, as ``LocalSgd``'s.
         outer_lr: the outer learning rate, > 0; 1 is averaging.
-        momentum: of the outer optimizer, in [0, 1).
+        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1]; below 1 the law holds for what is
             left of it.
@@ -67,8 +67,8 @@ class OuterStep(Averager):
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
-    State: in ``memory`` the vectors ``shared`` and ``momentum``, saved with ``residual``; ``OuterState``;
-    thresholds and boundaries of the algorithm.
+    State: in ``memory`` the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer:
+    residuals, thresholds and boundaries of the algorithm.
     Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
     residuals and a period that it falls into.
 
@@ -86,8 +86,9 @@ class OuterStep(Averager):
         >>> simulate(program, world_size=2).results
         [[0.5, 2.0], [0.5, 2.0]]
 
-    References: Basu et al., Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023,
-    Algorithm 1; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+    References: Chen and Huo, blockwise model-update filtering (BMUF), ICASSP 2016; Basu et al.,
+    Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023, Algorithm 1; Sarfi et
+    al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class OuterStep(Averager):
         density: float = 0.01,
         period: int = 8,
         outer_lr: float = 1.0,
-        momentum: float = 0.0,
+        momentum: float | None = 0.0,
         nesterov: bool = False,
         residual_decay: float = 1.0,
         **binding: Any,
@@ -107,9 +108,11 @@ class OuterStep(Averager):
             raise ConfigurationError(f"OuterStep: period is {period!r}; give at least 1 step")
         if not 0 < outer_lr < float("inf"):
             raise ConfigurationError(f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
-        if not 0 <= momentum < 1:
-            raise ConfigurationError(f"OuterStep: momentum is {momentum}; give one in [0, 1)")
-        if nesterov and not momentum:
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ConfigurationError(
+                f"OuterStep: momentum is {momentum}; give one in [0, 1), or None"
+            )
+        if nesterov and momentum == 0:
             raise ConfigurationError("OuterStep: nesterov=True needs a momentum > 0, as 0.9")
         if not 0 <= residual_decay <= 1:
             raise ConfigurationError(
@@ -155,7 +158,7 @@ class OuterStep(Averager):
         )
         self._reducer = Reducer(comm, units, self._chosen, self.density)
         if saved is not None:
-            self._restore(self._reducer, saved)
+            await restore_reducer(self._reducer, saved)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the new shared weights when the period closes, the model itself otherwise."""
@@ -182,7 +185,8 @@ class OuterStep(Averager):
             reducer.refuse()
             raise
         self.state = OuterState()
-        return self._apply(self._joined(deltas), self.momentum)
+        momentum = 1 - 1 / comm.world_size if self.momentum is None else self.momentum
+        return self._apply(self._joined(deltas), momentum)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights behind all that was not delivered; without it, if that is NaN."""
@@ -196,18 +200,8 @@ class OuterStep(Averager):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank beside its own model and optimizer."""
-        state = {**super().state_dict(), "reducer": None}
-        if self._reducer is not None:
-            reducer = self._reducer
-            state["memory"]["residual"] = self._joined(self._residuals())
-            state["reducer"] = {
-                "step": reducer.step,
-                "skipped": reducer.skipped,
-                "quotas": list(reducer.shares.quotas),
-                "quota_key": reducer.shares.key,
-                "parts": [p.state_dict() for p in (*reducer.selectors, *reducer.collectives)],
-            }
-        return state
+        saved = None if self._reducer is None else reducer_state(self._reducer)
+        return {**super().state_dict(), "reducer": saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit."""
@@ -284,14 +278,3 @@ class OuterStep(Averager):
         """Add what a saved residual depends on."""
         place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         return super()._place() | place
-
-    def _restore(self, reducer: Reducer, saved: Mapping[str, Any]) -> None:
-        parts = [*reducer.selectors, *reducer.collectives]
-        for part, state in zip(parts, saved["parts"], strict=True):
-            part.load_state_dict(state)
-        values = self._divided(self.memory.pop("residual"))
-        for residual, value in zip(reducer.residuals, values, strict=True):
-            residual.load(value)
-        reducer.step, reducer.skipped = int(saved["step"]), int(saved["skipped"])
-        reducer.shares = SharesState(tuple(saved["quotas"]), saved["quota_key"])
-        reducer.settle()

@@ -1,7 +1,9 @@
-"""Published settings of ``OuterStep``: Qsparse-local-SGD, DiLoCo, SparseLoCo.
+"""Published settings of ``OuterStep``: BMUF, Qsparse-local-SGD, DiLoCo, SparseLoCo.
 
-References: Basu et al., "Qsparse-local-SGD", NeurIPS 2019; Douillard et al., "DiLoCo", 2023; Sarfi et
-al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025.
+References: Chen and Huo, "Scalable training of deep learning machines by incremental block training with
+intra-block parallel optimization and blockwise model-update filtering", ICASSP 2016; Basu et al.,
+"Qsparse-local-SGD", NeurIPS 2019; Douillard et al., "DiLoCo", 2023; Sarfi et al.,
+`SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ def sparseloco(*, bits: int = 4) -> Algorithm:
 # ``OuterStep(model, **OUTER_SETTINGS["diloco"])``
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "bmuf": MappingProxyType(  # its block learning rate is 1; nesterov=True: NBM rather than CBM
+            {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None}  # period: ours
+        ),
         "qsparse-local": MappingProxyType(  # Algorithm 1 with Top_k; its experiments have H = 1, 4, 8
             {"algorithm": "allgather", "density": 0.01, "period": 8}  # density: ours
         ),

@@ -11,7 +11,6 @@ from typing import Any
 from sparsync.averaging.adpsgd import AdPsgd
 from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import Averager
-from sparsync.averaging.bmuf import Bmuf
 from sparsync.averaging.dpsgd import Dpsgd
 from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.local import LocalSgd
@@ -29,7 +28,6 @@ SCHEMES: Mapping[str, Callable[..., Averager]] = MappingProxyType(
         "local": LocalSgd,
         "dpsgd": Dpsgd,
         "sgp": Sgp,
-        "bmuf": Bmuf,
         "wagma": Wagma,
         "adpsgd": AdPsgd,
         "eager-solo": partial(EagerSgd, quorum="solo"),

@@ -21,15 +21,14 @@ from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.integrations.backward import Round, call_after_backward, deliver_to_unused_, write_
 from sparsync.integrations.base import (
     agree_on_reducer,
-    load_reducer_state,
-    reducer_state,
     reducer_stats,
 )
 from sparsync.integrations.checks import check_model, check_optimizer, check_output_layer
 from sparsync.integrations.wires import Wires, own_group
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
-from sparsync.transports.base import Communicator, check_timeout
+from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.transports.base import Communicator, check_timeout, run
 from sparsync.transports.connect import check_transport
 from sparsync.transports.engine import Engine
 from sparsync.units import Slot, plan_units
@@ -170,7 +169,7 @@ class DdpSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
-        load_reducer_state(self.reducer, state)
+        run(restore_reducer(self.reducer, state))
 
     def close(self) -> None:
         """End the engine thread and its process group.  The hook stays: use the model no more."""

@@ -19,14 +19,13 @@ from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.integrations.base import (
     agree_on_reducer,
-    load_reducer_state,
-    reducer_state,
     reducer_stats,
     weights_digest,
 )
 from sparsync.integrations.checks import output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
+from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.base import Communicator, run
 from sparsync.units import Unit, plan_units
 from sparsync.warmup import Warmup
@@ -229,7 +228,7 @@ class LocalUpdates:
         names = [slot.name for unit in self.reducer.units for slot in unit.slots]
         if sorted(state["shared"]) != sorted(names):
             raise ConfigurationError("the saved shared weights are of other parameters")
-        load_reducer_state(self.reducer, state["sparsync"])
+        run(restore_reducer(self.reducer, state["sparsync"]))
         self.steps, self.since = int(state["steps"]), int(state["since"])
         for unit, whole in zip(self.reducer.units, self._shared, strict=True):
             whole.copy_(torch.cat([state["shared"][slot.name] for slot in unit.slots]))

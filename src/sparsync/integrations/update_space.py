@@ -16,14 +16,13 @@ from sparsync.api import connect
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.integrations.base import (
     agree_on_reducer,
-    load_reducer_state,
-    reducer_state,
     reducer_stats,
     weights_digest,
 )
 from sparsync.integrations.checks import output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
+from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.base import Communicator, run
 from sparsync.units import Unit, plan_units
 from sparsync.warmup import Warmup
@@ -157,5 +156,5 @@ class UpdateSpace(torch.optim.Optimizer):
                 "the saved state has no 'sparsync' part; load what this optimizer's state_dict() "
                 "returned"
             )
-        load_reducer_state(self.reducer, rest.pop("sparsync"))
+        run(restore_reducer(self.reducer, rest.pop("sparsync")))
         super().load_state_dict(rest)

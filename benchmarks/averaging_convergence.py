@@ -1,0 +1,439 @@
+"""Schemes of averaging after equal steps: 8 ranks, real training, virtual time (WAGMA, section 5.2).
+
+    python benchmarks/averaging_convergence.py          (two hours of a core; .md, .json, .png)
+    python benchmarks/averaging_convergence.py --only digits --seeds 1
+
+All ranks of a run are coroutines of one process, in the simulator: gradients, models and messages are
+real, computation, delays and the network take virtual time.  So who is late, whose model is stale and
+what comes out of it is the same on every machine.  Finished runs stand in the .json and are not made
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+from sparsync.averaging.base import Averager
+from sparsync.averaging.binding import Binding
+from sparsync.averaging.schemes import SCHEMES, options_of
+from sparsync.bench.progress import RowBar, progress
+from sparsync.bench.train_settings import TrainSettings
+from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync.workloads.delays import parse_delay
+
+RANKS, STEPS = 8, 300
+LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
+BETWEEN = 295  # steps: five behind a global average, five before the next
+# name -> who is late for 320 ms (section 5.2), and on which steps: every so many
+DELAYS = {
+    "two of eight late on every step": ("random:2:0.32", 1),  # as many as 5.2 has among 64
+    "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step: 5.2's rate
+    "one of eight late on every step": ("random:1:0.32", 1),
+    "nobody late": ("none", 1),
+}
+TRAINED = tuple(DELAYS)[:2]  # the others are simulated without a model
+SMALL = 8192  # parameters of a model that is not trained: large enough to be summed as others are
+COMPUTATION = 0.621  # seconds of a step (ours: section 5.2 gives the delay alone)
+ALPHA = 2e-6  # seconds per message (ours: MPI on Aries)
+BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (ours); ResNet-50 (5.2)
+LIMIT = 0.01
+# Allreduce-SGD's best serves all
+LRS = {"digits": (0.025, 0.05, 0.1, 0.2), "bytes": (0.1, 0.2, 0.4, 0.8)}
+# 16 images: 128 in all, as 4 ranks have by default; a transformer that costs an hour, not a day
+WORKLOAD_OPTIONS = {"digits": {"batch_size": 16}, "bytes": {"layers": 2, "width": 96}}
+# row -> scheme and its options; in the order in which they are made
+ROWS = {
+    "Allreduce-SGD": ("allreduce", {}),
+    "WAGMA, S = 2 (default)": ("wagma", {}),
+    "WAGMA, S = 4": ("wagma", {"group_size": 4}),
+    "no group collectives": ("wagma", {"grouping": "none"}),
+    "fixed groups, S = 2": ("wagma", {"dynamic": False}),
+    "fixed groups, S = 4": ("wagma", {"dynamic": False, "group_size": 4}),
+    "S = P = 8": ("wagma", {"group_size": 8}),
+    "Allreduce-SGD, lr x 0.7": ("allreduce", {}),
+    "local SGD, H = 1": ("local", {"period": 1}),
+    "D-PSGD": ("dpsgd", {}),
+    "SGP, 2 neighbours": ("sgp", {"neighbours": 2}),
+    "AD-PSGD": ("adpsgd", {}),
+    "Eager-SGD, solo": ("eager-solo", {}),
+    "Eager-SGD, majority": ("eager-majority", {}),
+    "Qsparse-local-SGD, H = 8": ("qsparse-local", {}),
+}
+BASE, ESSENTIAL = next(iter(ROWS)), tuple(ROWS)[:8]
+LR_SCALE = {"Allreduce-SGD, lr x 0.7": 0.7}  # as much as WAGMA keeps of its updates
+AVOIDING = set(ROWS) - {
+    BASE, *LR_SCALE, "no group collectives", "local SGD, H = 1", "D-PSGD", "SGP, 2 neighbours",
+    "Qsparse-local-SGD, H = 8",
+}  # fmt: skip
+
+
+WHY = ""
+
+
+# ---- one run ---------------------------------------------------------------------------------------
+
+
+def train(spec: dict, bar: RowBar) -> dict:
+    """Train one scheme on all virtual ranks; return what came of it."""
+    settings = TrainSettings(
+        ranks=RANKS,
+        steps=STEPS,
+        workload=spec["workload"],
+        seed=spec["seed"],
+        lr=spec["lr"],
+        **WORKLOAD_OPTIONS[spec["workload"]],
+    )
+    workload, late = settings.make_workload(), lateness(spec["delay"], spec["seed"])
+    sums, own = dict.fromkeys(LOOKS, 0), []
+
+    async def program(comm: SimCommunicator) -> Tensor:
+        model = workload.make_model(settings.seed)
+        optimizer = settings.make_optimizer(model)
+        binding = bind(model, comm)
+        averager = make(spec, model, comm)
+        await averager.begin(comm, binding.read(), 0)
+        for step in range(STEPS):
+            await comm.compute(COMPUTATION + late(step, comm.rank))
+            descend(settings, workload, model, optimizer, step, comm.rank)
+            binding.write_(await averager.average(comm, binding.read(), step))
+            if step + 1 in LOOKS:
+                sums[step + 1] += binding.read()
+            if step + 1 == BETWEEN:
+                own.append(binding.read())
+            if comm.rank == 0:
+                bar(STEPS)
+        return await averager.conclude(comm, binding.read(), STEPS)
+
+    model = workload.make_model(settings.seed)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    models = simulate(program, RANKS, links=links(size)).results
+
+    def evaluate(vectors: list[Tensor]) -> tuple[float | None, float]:
+        """Return loss and accuracy; of several models each has its share of what is held out."""
+        binding, shares = bind(model, None), []
+        for rank, vector in enumerate(vectors):
+            binding.write_(vector)
+            shares.append(workload.evaluate(model, rank=rank, world_size=len(vectors)))
+        whole = shares[0].total(shares)
+        return whole.loss if math.isfinite(whole.loss) else None, whole.accuracy
+
+    between = torch.stack(own).mean(0)
+    loss, accuracy = evaluate(models[:1])
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "curve": [evaluate([total / RANKS])[0] for total in sums.values()],
+        "own_loss": evaluate(own)[0],
+        "between_loss": evaluate([between])[0],
+        "parameters": size,
+        "replicas_equal": all(torch.equal(other, models[0]) for other in models),
+    }
+
+
+def play(spec: dict, bar: RowBar) -> dict:
+    """Run a scheme without a model: what it costs, and what becomes of the ranks' updates."""
+    late = lateness(spec["delay"], spec["seed"])
+
+    async def program(comm: SimCommunicator) -> tuple[Tensor, int]:
+        vector, averager = torch.zeros(SMALL), make(spec, None, comm)
+        await averager.begin(comm, vector, 0)
+        for step in range(STEPS):
+            await comm.compute(COMPUTATION + late(step, comm.rank))
+            vector = await averager.average(comm, vector + 1, step)
+            if comm.rank == 0:
+                bar(STEPS)
+        sent = comm.ledger.total().sent
+        return await averager.conclude(comm, vector, STEPS), sent
+
+    simulation = simulate(program, RANKS, links=links(SMALL))
+    return {
+        "kept": float(simulation.results[0][0].mean()) / STEPS,
+        "virtual_seconds": simulation.seconds,
+        "models_sent_per_step": max(sent for _, sent in simulation.results) / 4 / SMALL / STEPS,
+    }
+
+
+def make(spec: dict, model: torch.nn.Module | None, comm: SimCommunicator) -> Averager:
+    """Make the scheme of a row."""
+    scheme, options = ROWS[spec["row"]]
+    seed = {"seed": spec["seed"]} if "seed" in options_of(scheme) else {}
+    return SCHEMES[scheme](model, comm=comm, **seed, **options)
+
+
+def links(size: int) -> Links:
+    """Return links on which this many parameters take as long as ResNet-50's on the paper's."""
+    return Links(ALPHA, BETA * PARAMETERS / size)
+
+
+def lateness(name: str, seed: int) -> Callable[[int, int], float]:
+    """Return by how many seconds a rank is late at a step."""
+    text, period = DELAYS[name]
+    delay = parse_delay(text)
+    return lambda step, rank: delay.seconds(step, rank, RANKS, seed) * (step % period == 0)
+
+
+def bind(model: torch.nn.Module, comm: SimCommunicator | None) -> Binding:
+    """Return a model as a vector; it may diverge."""
+    return Binding(
+        model, comm, buffers="average", optimizer=None, moments="local", nonfinite="spread"
+    )
+
+
+def descend(settings, workload, model, optimizer, step: int, rank: int) -> None:
+    """Do one local step, as ``sparsync train`` does."""
+    for group in optimizer.param_groups:
+        group["lr"] = settings.learning_rate_at(step)
+    inputs, targets = workload.batch(
+        seed=settings.seed,
+        step=step,
+        rank=rank,
+        world_size=RANKS,
+        batch_size=settings.samples,
+    )
+    optimizer.zero_grad()
+    workload.loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+# ---- all runs --------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Finished runs, in a file that is written after each."""
+
+    def __init__(self, path: Path, wanted: str) -> None:
+        self.path, self.wanted = path, wanted
+        self.done: list[dict] = json.loads(path.read_text()) if path.exists() else []
+
+    def find(self, spec: dict) -> dict | None:
+        """Return the run of a specification, or None."""
+        return next((run for run in self.done if run["settings"] == spec), None)
+
+    def make(self, spec: dict) -> None:
+        """Train, unless that is done or not wanted."""
+        name = " ".join(map(str, spec.values()))
+        if self.wanted not in name or self.find(spec):
+            return
+        started = time.perf_counter()
+        with progress(shown=True) as rows, rows(name) as bar:
+            run = train(spec, bar) if "workload" in spec else play(spec, bar)
+        self.done.append({"settings": spec, **run})
+        partial = self.path.with_suffix(".partial")  # who is cut short here loses one run only
+        partial.write_text(json.dumps(self.done, indent=1) + "\n")
+        partial.replace(self.path)
+        result = next(iter(run.items()))
+        print(f"{name}: {result}, {time.perf_counter() - started:.0f} s", flush=True)
+
+    def best_lr(self, workload: str) -> float:
+        """Return Allreduce-SGD's best learning rate with seed 0, of those that were run."""
+        tried = {
+            lr: run["loss"] or math.inf
+            for lr in LRS[workload]
+            if (run := self.find(specify(workload, BASE, 0, lr)))
+        }
+        return min(tried, key=tried.__getitem__) if tried else LRS[workload][0]
+
+
+def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[0]) -> dict:
+    """Return what tells a training apart; who waits for all others does so whoever is late."""
+    if row not in AVOIDING:
+        delay = TRAINED[0]
+    lr = round(lr * LR_SCALE.get(row, 1), 6)
+    return {"workload": workload, "row": row, "seed": seed, "lr": lr, "delay": delay}
+
+
+def run_all(cache: Cache, seeds: int) -> Iterator[None]:
+    """Make what is not done, what decides first; yield after each."""
+    for delay in DELAYS:
+        for row in (row for row in ROWS if row not in LR_SCALE):
+            yield cache.make({"row": row, "seed": 0, "delay": delay})
+    for workload in WORKLOAD_OPTIONS:
+        for lr in LRS[workload]:
+            yield cache.make(specify(workload, BASE, 0, lr))
+    for rows in (ESSENTIAL, tuple(ROWS)):
+        for seed in range(seeds):
+            for workload in WORKLOAD_OPTIONS:
+                for delay in TRAINED:
+                    for row in rows:
+                        lr = cache.best_lr(workload)
+                        yield cache.make(specify(workload, row, seed, lr, delay))
+
+
+# ---- what is shown ---------------------------------------------------------------------------------
+
+
+def found(cache: Cache, workload: str, row: str, seeds: int, delay: str) -> dict[int, dict]:
+    """Return the runs of a row by seed, as many as there are."""
+    lr = cache.best_lr(workload)
+    runs = {s: cache.find(specify(workload, row, s, lr, delay)) for s in range(seeds)}
+    return {seed: run for seed, run in runs.items() if run}
+
+
+def played(cache: Cache, row: str, delay: str) -> dict | None:
+    """Return what a scheme does without a model."""
+    return cache.find({"row": row, "seed": 0, "delay": delay})
+
+
+def play_table(cache: Cache) -> list[str]:
+    """Return throughput and what is kept, for all delays."""
+    lines = [
+        f"| scheme | models sent | {' | '.join(DELAYS)} |",
+        "|---" * (2 + len(DELAYS)) + "|",
+    ]
+    for row in ROWS:
+        cells = []
+        for delay in DELAYS:
+            run, base = played(cache, row, delay), played(cache, BASE, delay)
+            faster = run and base and base["virtual_seconds"] / run["virtual_seconds"]
+            cells.append(f"{faster:.2f}; {100 * run['kept']:.0f} %" if faster else "")
+        sent = played(cache, row, next(iter(DELAYS)))
+        if sent:
+            cells = [f"{sent['models_sent_per_step']:.2f}", *cells]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
+
+
+def section(cache: Cache, workload: str, seeds: int) -> list[str]:
+    """Return the table of one workload."""
+    tried = {lr: cache.find(specify(workload, BASE, 0, lr)) for lr in LRS[workload]}
+    losses = ", ".join(f"{shown(run['loss'])} at {lr:g}" for lr, run in tried.items() if run)
+    base = found(cache, workload, BASE, seeds, TRAINED[0])
+    if not base:
+        return []
+    lines = [
+        "",
+        f"## {workload}: {base[0]['parameters']:,} parameters, lr {cache.best_lr(workload):g}",
+        "",
+        f"{BASE}, seed 0: {losses}.",
+        "",
+        "| scheme | late | seeds | held-out loss | over allreduce | accuracy, % | over allreduce "
+        "| own models |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        for delay in TRAINED if row in AVOIDING else TRAINED[:1]:
+            runs = found(cache, workload, row, seeds, delay)
+            pairs = [(run, base[seed]) for seed, run in runs.items() if seed in base]
+            if pairs:
+                lines.append(line(row, delay if row in AVOIDING else "any", pairs))
+    return lines
+
+
+def line(row: str, delay: str, pairs: list[tuple[dict, dict]]) -> str:
+    """Write one row: runs, each beside Allreduce-SGD's of the same seed."""
+    runs = [run for run, _ in pairs]
+    cells = [row, delay.split(" late")[0] + delay.partition(" on")[2], f"{len(runs)}"]
+    if any(run["loss"] is None for run in runs):
+        return f"| {' | '.join(cells)} | diverges | | | | |"
+    for key, better, scale, digits in (("loss", -1, 1, 4), ("accuracy", 1, 100, 2)):
+        over = [run[key] / base[key] - 1 for run, base in pairs]
+        mark = "**" if better * fmean(over) >= -LIMIT and row != BASE else ""
+        cells += [spread([scale * run[key] for run in runs], digits)]
+        cells += [f"{mark}{spread([100 * x for x in over], 1, '+')} %{mark}"]
+    own = fmean(run["own_loss"] / run["between_loss"] - 1 for run in runs)
+    return f"| {' | '.join(cells)} | {own:+.1%} |"
+
+
+def spread(values: list[float], digits: int, sign: str = "") -> str:
+    """Write mean and standard deviation."""
+    text = f"{fmean(values):{sign}.{digits}f}"
+    return text + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def shown(loss: float | None) -> str:
+    """Write a loss."""
+    return "diverges" if loss is None else f"{loss:.4f}"
+
+
+def picture(cache: Cache, seeds: int, path: Path) -> None:
+    """Draw held-out loss over virtual time."""
+    from matplotlib.figure import Figure  # the object interface: no display, no global state
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    styles = ("-", "-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
+    panels = [(delay, workload) for delay in TRAINED for workload in WORKLOAD_OPTIONS]
+    axes = figure.subplots(2, 2, sharey="col").flat
+    for axis, (delay, workload) in zip(axes, panels, strict=True):
+        for number, row in enumerate(ESSENTIAL):
+            runs = found(cache, workload, row, seeds, delay).values()
+            time_of = played(cache, BASE if row in LR_SCALE else row, delay)
+            if not runs or not time_of or any(run["loss"] is None for run in runs):
+                continue
+            seconds = time_of["virtual_seconds"] / STEPS
+            curves = zip(*([*run["curve"], run["loss"]] for run in runs), strict=True)
+            axis.plot(
+                [seconds * step for step in (*LOOKS, STEPS)],
+                [fmean(losses) for losses in curves],
+                linestyle=styles[number],
+                linewidth=2.6 if number < 2 else 1.4,
+                label=row,
+            )
+        axis.set(title=f"{workload}: {delay}", xlabel="virtual seconds")
+        axis.set_ylabel("held-out loss of the mean of all models")
+        axis.grid(alpha=0.3, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def report(cache: Cache, seeds: int, name: str) -> str:
+    """Return the document."""
+    tables = "\n".join(text for w in WORKLOAD_OPTIONS for text in section(cache, w, seeds))
+    schemes = "\n".join(play_table(cache))
+    return f"""# Schemes of averaging after equal steps
+
+`python benchmarks/averaging_convergence.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
+ranks, {STEPS} steps of SGD with momentum 0.9, learning rate constant behind 20 steps of warm-up:
+Allreduce-SGD's best for all rows. *digits*: the CNN of `sparsync train`, 16 images per rank; *bytes*:
+the byte transformer with 2 layers of width 96, 8 windows per rank. WAGMA's tau is 10.
+
+**Time is virtual**: all ranks run in the simulator, in one process. A step computes for
+{COMPUTATION} s, late ranks, others on every step, for 0.32 s more; messages take as long as those of
+ResNet-50 on links of 5.4 GB/s. Training is real. WAGMA's section 5.2 has two late ranks of 64: as
+many of eight slow Allreduce-SGD down as much, but leave eight times as many models stale; one of
+eight on every fourth step is the paper's rate per rank.
+
+## What the schemes do
+
+Without a model, seed 0: throughput (steps per virtual second) over Allreduce-SGD's; and how much of the
+ranks' updates is in the final mean, where every update counts 1/P. *Models sent*: per rank and step.
+
+{schemes}
+
+![held-out loss over virtual time]({name})
+
+In the tables below: mean and standard deviation over seeds; *over allreduce*: of runs with the same
+seed; **bold**: not worse by more than 1 %. Everything is evaluated behind `finish()`. *Own models*: mean
+of the ranks' own losses over the loss of their mean, after {BETWEEN} steps, midway between two global
+averages. *any*: who waits for others does so whoever is late, and comes to the same models.
+{tables}
+{WHY}"""
+
+
+def main() -> None:
+    """Run the grid; write after every run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help='a part of a run\'s name, as "digits WAGMA"')
+    default = Path(__file__).with_name("averaging-convergence.md")
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # models are small
+    cache, image = Cache(args.out.with_suffix(".json"), args.only), args.out.with_suffix(".png")
+    for _ in run_all(cache, args.seeds):
+        args.out.write_text(report(cache, args.seeds, image.name), encoding="utf-8")
+    picture(cache, args.seeds, image)
+
+
+if __name__ == "__main__":
+    main()

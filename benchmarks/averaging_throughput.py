@@ -1,0 +1,360 @@
+"""Throughput of the averaging schemes in virtual time: WAGMA's Figures 4, 7 and 10 in the simulator.
+
+    python benchmarks/averaging_throughput.py              (an hour; writes averaging-throughput.*)
+    python benchmarks/averaging_throughput.py --only fig4  (only runs with "fig4" in their name)
+
+Finished runs stand in the .json and are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from rich.progress import track
+
+from sparsync.averaging.gossip import exchange
+from sparsync.averaging.graphs import Exponential
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync.workloads.delays import HeavyTail, RandomRanks
+from sparsync.workloads.lengths import LinesWorkload
+
+# Section 5.2, 64 ranks, nobody delayed, steps per second.  AD-PSGD hides its communication, so its step
+# is computation; what local SGD's takes longer is one allreduce of 2 n (P - 1) / P elements.
+LOCAL_RATE, ADPSGD_RATE = 1.52, 1.61
+RESNET, TRANSFORMER, NAVIGATION = 25_559_081, 61_362_176, 8_476_421
+COMPUTE = 1 / ADPSGD_RATE
+BETA = (1 / LOCAL_RATE - COMPUTE) / (2 * 4 * RESNET * 63 / 64)  # seconds per byte
+ALPHA = 2e-6  # seconds per message: a hop of such a network (ours)
+TRANSFORMER_COMPUTE = (
+    0.27  # seconds per mean batch (ours): WAGMA is then about 1.39 x local at 16 ranks
+)
+SIZE = 8192  # elements of the simulated vector; beta is scaled so that it takes as long as the real one
+SEED = 0
+
+TEXT = """# Throughput of the averaging schemes, in virtual time
+
+{targets}
+
+{paid}
+
+{sections}
+"""
+
+Work = Callable[[int, int, int], float]  # step, rank, world_size -> seconds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A figure: its model, its ranks, and what each step costs whom."""
+
+    title: str
+    parameters: int
+    ranks: tuple[int, ...]
+    period: int  # tau
+    work: Work
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scheme with its options; "P" and "tau" stand for the setting's."""
+
+    scheme: str
+    options: dict[str, int | str] = field(default_factory=dict)
+    barrier: int | str = 0  # steps between barriers of ours
+
+
+def delayed(compute: float, step: int, rank: int, world_size: int) -> float:
+    """Return computation, and 320 ms for two ranks of every step."""
+    return compute + RandomRanks(2, 0.32).seconds(step, rank, world_size, SEED)
+
+
+def translated(lines: LinesWorkload, step: int, rank: int, world_size: int) -> float:
+    """Return computation, as long as the bucket's lines."""
+    return TRANSFORMER_COMPUTE * lines.relative_cost(seed=SEED, step=step, rank=rank)
+
+
+def navigated(step: int, rank: int, world_size: int) -> float:
+    """Return what the episodes take."""
+    return HeavyTail(1.7, 43.5).seconds(step, rank, world_size, SEED)
+
+
+SETTINGS = {
+    "fig4": Setting(
+        "Figure 4: ResNet-50, two random ranks 320 ms late",
+        RESNET, (4, 8, 16, 32, 64, 128, 256), 10, partial(delayed, COMPUTE),
+    ),
+    "control": Setting(
+        "Control: ResNet-50, nobody late", RESNET, (64,), 10, lambda step, rank, world_size: COMPUTE
+    ),
+    "half": Setting(
+        "Half the batch: ResNet-50, two random ranks 320 ms late",
+        RESNET, (64,), 10, partial(delayed, COMPUTE / 2),
+    ),
+    "fig7": Setting(
+        "Figure 7: Transformer, lines in length buckets",
+        TRANSFORMER, (4, 8, 16, 32, 64), 8, partial(translated, LinesWorkload()),
+    ),
+    "fig10": Setting(
+        "Figure 10: navigation, heavy tail from 1.7 to 43.5 s",
+        NAVIGATION, (16, 32, 64, 128, 256, 512, 1024), 8, navigated,
+    ),
+}  # fmt: skip
+
+ROWS = {
+    "WAGMA": Row("wagma", {"sync_period": "tau"}),
+    "AD-PSGD": Row("adpsgd"),
+    "eager-SGD, solo": Row("eager-solo"),
+    "eager-SGD, majority": Row("eager-majority"),
+    "SGP, 1 neighbour": Row("sgp", {"neighbours": 1}),
+    "SGP, 2 neighbours": Row("sgp", {"neighbours": 2}),
+    "SGP, 4 neighbours": Row("sgp", {"neighbours": 4}),
+    "D-PSGD": Row("dpsgd"),
+    "local SGD, H = 1": Row("local", {"period": 1}),
+    "Allreduce-SGD": Row("allreduce"),
+    "local SGD, H = tau": Row("local", {"period": "tau"}),
+}
+WHOLE = {"sync_period": "tau", "group_size": "P"}
+# settings that the paper's runs may have had: at one or two points only
+VARIANTS = {
+    "WAGMA, S = P": Row("wagma", {**WHOLE}),
+    "WAGMA, S = P, waits for its group": Row("wagma", {**WHOLE, "grouping": "synchronous"}),
+    "eager-SGD, majority, barrier every tau steps": Row("eager-majority", barrier="tau"),
+    "D-PSGD, barrier every step": Row("dpsgd", barrier=1),
+    "SGP, 2 neighbours, barrier every step": Row("sgp", {"neighbours": 2}, barrier=1),
+    "SGP, 4 neighbours, barrier every step": Row("sgp", {"neighbours": 4}, barrier=1),
+}
+
+STYLES = {
+    "WAGMA": "C3o-", "AD-PSGD": "C7v:", "eager-SGD, solo": "C4^:", "eager-SGD, majority": "C4s-",
+    "SGP, 1 neighbour": "C2^:", "SGP, 2 neighbours": "C2s-", "SGP, 4 neighbours": "C2D--",
+    "D-PSGD": "C0o-", "local SGD, H = 1": "C1o-", "Allreduce-SGD": "C5x:", "local SGD, H = tau": "C1^:",
+}  # fmt: skip
+
+# figure, ranks, row -> WAGMA's throughput over it, in the paper
+TARGETS = {
+    ("fig4", 64, "local SGD, H = 1"): 1.25,
+    ("fig4", 64, "Allreduce-SGD"): 1.26,
+    ("fig4", 64, "D-PSGD"): 1.23,
+    ("fig4", 64, "D-PSGD, barrier every step"): 1.23,
+    ("fig4", 64, "SGP, 2 neighbours"): 1.25,
+    ("fig4", 64, "SGP, 2 neighbours, barrier every step"): 1.25,
+    ("fig4", 64, "eager-SGD, majority"): 1.13,
+    ("fig4", 64, "eager-SGD, solo"): 1.13,
+    ("fig4", 64, "eager-SGD, majority, barrier every tau steps"): 1.13,
+    ("fig4", 64, "WAGMA, S = P"): 1.24,
+    ("fig4", 64, "WAGMA, S = P, waits for its group"): 1.24,
+    ("fig4", 256, "local SGD, H = 1"): 1.37,
+    ("half", 64, "SGP, 2 neighbours"): 1.45,
+    ("half", 64, "local SGD, H = 1"): 1.54,
+    ("half", 64, "Allreduce-SGD"): 1.63,
+    ("fig7", 16, "local SGD, H = 1"): 1.39,
+    ("fig7", 16, "SGP, 2 neighbours"): 1.48,
+    ("fig7", 16, "SGP, 2 neighbours, barrier every step"): 1.48,
+    ("fig7", 16, "AD-PSGD"): 1.10,
+    ("fig7", 16, "WAGMA, S = P"): 1.28,
+    ("fig7", 16, "WAGMA, S = P, waits for its group"): 1.28,
+    ("fig10", 1024, "local SGD, H = 1"): 2.33,
+    ("fig10", 1024, "D-PSGD"): 1.88,
+    ("fig10", 1024, "D-PSGD, barrier every step"): 1.88,
+    ("fig10", 1024, "SGP, 4 neighbours"): 2.10,
+    ("fig10", 1024, "SGP, 4 neighbours, barrier every step"): 2.10,
+}
+
+
+def steps_of(scheme: str, world_size: int) -> int:
+    """Return the steps of a run, a multiple of every tau; gossip takes longest to spread delays."""
+    if scheme in ("dpsgd", "sgp", "adpsgd"):
+        return 120
+    return 80 if world_size <= 64 else 40 if world_size < 1024 else 24
+
+
+async def wait_for_all(comm: SimCommunicator) -> None:
+    """Do as ``comm.barrier``, in fewer operations of this machine: word from all in log2 P hops."""
+    for hop in range((comm.world_size - 1).bit_length()):
+        await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
+
+
+def step_seconds(setting: Setting, row: Row, world_size: int) -> float:
+    """Return the virtual seconds of a step, the mean over steps and ranks.
+
+    The mean over ranks, since some of an asynchronous scheme are ahead when the first has ended: in a
+    longer run they would not end so far apart.  The others end together.
+    """
+    stands_for: dict[int | str, int] = {"P": world_size, "tau": setting.period}
+    options = {name: stands_for.get(value, value) for name, value in row.options.items()}
+    every, steps = stands_for.get(row.barrier, row.barrier), steps_of(row.scheme, world_size)
+
+    async def program(comm: SimCommunicator) -> float:
+        averager, vector = SCHEMES[row.scheme](**options), torch.zeros(SIZE)
+        await averager.begin(comm, vector, 0)
+        for step in range(steps):
+            await comm.compute(setting.work(step, comm.rank, world_size))
+            vector = await averager.average(comm, vector, step)
+            if every and (step + 1) % every == 0:
+                await wait_for_all(comm)
+        return comm.now
+
+    links = Links(ALPHA, BETA * setting.parameters / SIZE)
+    return fmean(simulate(program, world_size, links=links).results) / steps
+
+
+def ideal_seconds(setting: Setting, world_size: int) -> float:
+    """Return a step's mean computation: nobody waits, nothing is sent."""
+    return fmean(
+        setting.work(step, rank, world_size)
+        for step in range(steps_of("adpsgd", world_size))
+        for rank in range(world_size)
+    )
+
+
+def cases() -> Iterator[tuple[str, int, str]]:
+    """Yield figure, ranks and row of all runs, the short ones first."""
+    points = [(ranks, name) for name, setting in SETTINGS.items() for ranks in setting.ranks]
+    for ranks, figure in sorted(points, key=lambda point: point[0]):
+        yield figure, ranks, "ideal"
+        for row in (*ROWS, *VARIANTS):
+            wanted = (row in ROWS and figure != "half") or (figure, ranks, row) in TARGETS
+            # allreduces of 512 and more ranks take long here; the paper's Figure 10 has none of these
+            slow = figure == "fig10" and ranks > 64 and row.startswith(("eager", "Allreduce"))
+            if (wanted and not slow) or row == "WAGMA":
+                yield figure, ranks, row
+
+
+def make(figure: str, ranks: int, row: str) -> float:
+    """Return the seconds of a step."""
+    setting = SETTINGS[figure]
+    if row == "ideal":
+        return ideal_seconds(setting, ranks)
+    return step_seconds(setting, {**ROWS, **VARIANTS}[row], ranks)
+
+
+def keep(path: Path, name: str, seconds: float) -> None:
+    """Add a run to the file, which another process may write, too."""
+    done = load(path) | {name: seconds}
+    partial_file = path.with_suffix(f".{os.getpid()}")
+    partial_file.write_text(json.dumps(dict(sorted(done.items())), indent=1) + "\n")
+    partial_file.replace(path)
+
+
+def load(path: Path) -> dict[str, float]:
+    """Return the runs that are done: seconds per step."""
+    done: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return done
+
+
+def rate(done: dict[str, float], figure: str, ranks: int, row: str) -> float | None:
+    """Return the steps per second, or None."""
+    seconds = done.get(f"{figure}/{ranks}/{row}")
+    return seconds and 1 / seconds
+
+
+def table(done: dict[str, float], figure: str) -> str:
+    """Return a figure's steps per second, and in brackets WAGMA's over them."""
+    ranks = SETTINGS[figure].ranks
+    lines = ["| | " + " | ".join(f"P = {p}" for p in ranks) + " |", "|---|" + "---|" * len(ranks)]
+    for row in ("ideal", *ROWS):
+        cells = []
+        for p in ranks:
+            own, wagma = (rate(done, figure, p, name) for name in (row, "WAGMA"))
+            ratio = (
+                f" ({wagma / own:.2f})" if own and wagma and row not in ("ideal", "WAGMA") else ""
+            )
+            cells.append(f"{own:.4g}{ratio}" if own else "")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def targets(done: dict[str, float]) -> str:
+    """Return WAGMA's throughput over the others', beside the paper's."""
+    lines = ["| | ranks | WAGMA over | here | paper | reached |", "|---|---|---|---|---|---|"]
+    for (figure, ranks, row), paper in TARGETS.items():
+        own, wagma = (rate(done, figure, ranks, name) for name in (row, "WAGMA"))
+        if own and wagma:
+            ratio = wagma / own
+            name = f"*{row}*" if row in VARIANTS else row
+            reached = "yes" if round(ratio, 2) >= paper else "**no**"
+            lines.append(f"| {figure} | {ranks} | {name} | {ratio:.2f} | {paper:.2f} | {reached} |")
+    return "\n".join(lines)
+
+
+def paid(done: dict[str, float]) -> str:
+    """Return what delays add to a step of Figure 4 at 64 ranks, over the same without delays."""
+    added = {
+        row: 1e3 * (done[f"fig4/64/{row}"] - done[f"control/64/{row}"])
+        for row in ROWS
+        if {f"fig4/64/{row}", f"control/64/{row}"} <= done.keys()
+    }
+    heads, cells = " | ".join(added), " | ".join(f"{ms:.0f}" for ms in added.values())
+    return f"| {heads} |\n|" + "---|" * len(added) + f"\n| {cells} |"
+
+
+def picture(done: dict[str, float], figure: str, path: Path) -> None:
+    """Draw throughput over the ideal one, over ranks."""
+    from matplotlib.figure import Figure
+
+    setting, drawing = SETTINGS[figure], Figure(figsize=(8.0, 4.2), layout="constrained")
+    axes, curves = drawing.subplots(), {}
+    for row in STYLES:
+        found = {p: rate(done, figure, p, row) for p in setting.ranks}
+        curves[row] = {p: r / (rate(done, figure, p, "ideal") or r) for p, r in found.items() if r}
+    as_they_end = sorted(curves, key=lambda row: -([*curves[row].values(), 0.0][-1]))
+    for row in filter(curves.get, as_they_end):
+        curve = curves[row]
+        width = 2.5 if row == "WAGMA" else 1.2
+        axes.plot(
+            list(curve), list(curve.values()), STYLES[row], label=row, markersize=5, linewidth=width
+        )
+    axes.axhline(1, color="black", linestyle="--", linewidth=1)
+    axes.annotate("ideal", (setting.ranks[0], 1), (0, 3), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set(title=setting.title, xlabel="ranks P", ylabel="throughput, over the ideal")
+    axes.set(xticks=setting.ranks, xticklabels=setting.ranks, ylim=(0, 1.08))
+    axes.grid(axis="y", color="0.9")
+    drawing.legend(loc="outside right center", fontsize=8, frameon=False)
+    drawing.savefig(path, dpi=150)
+
+
+def report(done: dict[str, float], path: Path) -> None:
+    """Write the pictures and the tables."""
+    sections = []
+    for figure in ("fig4", "control", "fig7", "fig10"):
+        sections.append(f"## {SETTINGS[figure].title}\n\n")
+        if len(SETTINGS[figure].ranks) > 1:
+            image = path.with_name(f"averaging-{figure}.png")
+            picture(done, figure, image)
+            sections.append(f"![throughput over the number of ranks]({image.name})\n\n")
+        sections.append(table(done, figure) + "\n\n")
+    text = TEXT.format(
+        targets=targets(done), paid=paid(done), sections="".join(sections).rstrip(),
+        compute=COMPUTE, beta=1e9 * BETA, alpha=1e6 * ALPHA, size=SIZE, fig7=TRANSFORMER_COMPUTE,
+    )  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Run what is not done, then write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help='a part of a run\'s name, as "fig10/1024/WAGMA"')
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).with_name("averaging-throughput.md")
+    )
+    arguments = parser.parse_args()
+    path = arguments.out.with_suffix(".json")
+    names = {"/".join(map(str, case)): case for case in cases()}
+    for name in track([name for name in names if arguments.only in name], "simulating"):
+        if name not in load(path):
+            keep(path, name, make(*names[name]))
+    report(load(path), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from sparsync.averaging import AllreduceAverage, LocalSgd, Wagma
 from sparsync.averaging.rounds import tree_children
 from sparsync.averaging.wait_avoiding import ModelRounds, group_allreduce
 from sparsync.errors import ConfigurationError, DeadlockError
+from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
 
 from .averager_models import add_, linear
@@ -245,3 +246,17 @@ def test_ranks_with_threads_train_and_one_may_be_late():
 
     results = together(rank, 3)
     assert all(torch.equal(results[0], weights) for weights in results)
+
+
+def test_the_drift_of_the_mean_is_reported_when_models_are_stale():
+    def drift(**options):
+        return check_averager(
+            Wagma,
+            world_sizes=(8,),
+            preserves_mean=False,
+            late=lambda step, rank: 1.0 + (rank == step % 8),
+            **options,
+        )
+
+    assert 0.001 < drift() < 0.5
+    assert drift(steps=6) < drift(steps=24) + 1e-12

@@ -40,7 +40,6 @@ VARIANTS = {
         "algorithm": "allgather", "space": "arrival"
     },
 }  # fmt: skip
-LONG = ("local, signs", "local, allgather")  # at 1,000 steps with every seed; the others with one
 DENSITIES = (0.01, 0.001)
 
 
@@ -73,7 +72,7 @@ def run_all(runs: Runs, seeds: int) -> None:
             lr = best_lr(runs, steps)
             runs.make(dense(steps, seed, lr), optimizer="adamw")
             for density in DENSITIES:
-                for name in VARIANTS if steps == min(STEPS) or seed == 0 else LONG:
+                for name in VARIANTS:
                     runs.make(spec(steps, seed, lr, density, **VARIANTS[name]), optimizer="adamw")
 
 

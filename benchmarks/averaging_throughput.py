@@ -46,8 +46,8 @@ TEXT = """# Throughput of the averaging schemes, in virtual time
 virtual ranks, {size} elements in the model's place on links that are slower by as much. Computation and
 network are the paper's (section 5.2, 64 ranks, nobody late): a step of AD-PSGD, which hides all
 communication, is computation, {compute:.3f} s; what local SGD's takes longer is an allreduce, so
-beta = {beta:.3f} ns per byte; alpha = {alpha:g} us is ours. Figure 7: {fig7} s per mean batch is ours (the
-paper gives none; with 0.1 s WAGMA is 1.80 x local SGD at 16 ranks), times our lines' relative cost.
+beta = {beta:.3f} ns per byte; alpha = {alpha:g} us is ours. Figure 7: {fig7} s per mean batch is ours
+(the paper gives none; with 0.1 s WAGMA is 1.80 x local SGD at 16 ranks), times our lines' relative cost.
 Figure 10: the heavy tail is all of a step's computation. Seconds of a step are the mean over ranks and
 steps: 120 for D-PSGD, SGP and AD-PSGD; for the others 80 to 64 ranks, 40 above, 24 at 1,024. *Ideal*:
 the mean computation, delays included, no waiting, no communication.
@@ -55,8 +55,8 @@ the mean computation, delays included, no waiting, no communication.
 ## Against the paper
 
 WAGMA's throughput over the others'; *in italics* what the paper's runs may have had, see below; *half*:
-Figure 4 with half the batch, whose times of training 5.2 compares.  Without delays (*Control*) all schemes
-of the paper's are within 7 % of AD-PSGD but D-PSGD, 7.3 %: 8 of its ms are the ring's seam, where
+Figure 4 with half the batch, whose times of training 5.2 compares.  Without delays (*Control*) all
+schemes of the paper's are within 7 % of AD-PSGD but D-PSGD, 7.3 %: 8 of its ms are the ring's seam, where
 both neighbours send to the same rank second.
 
 {targets}

@@ -50,7 +50,7 @@ def test_wagma_is_twice_as_fast_on_a_heavy_tail():
     """Section 5.4, there on 1,024 ranks: 2.33 x; a group that waits is little better than all."""
     delay = HeavyTail(1.7, 43.5)
     local, avoiding, waiting = (
-        step_seconds(scheme, 64, delay, 0, 16, **options)
+        step_seconds(scheme, 64, delay, 0, 8, **options)
         for scheme, options in (
             ("local", {"period": 1}),
             ("wagma", {"sync_period": 8}),

@@ -35,8 +35,9 @@ class Ring(Graph):
     """
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return ``rank + 1`` and ``rank - 1``, ascending."""
-        return sorted({(rank + 1) % world_size, (rank - 1) % world_size} - {rank})
+        """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
+        both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
+        return [neighbour for neighbour in both if neighbour != rank]
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
         """Return the neighbours: the ring is undirected."""

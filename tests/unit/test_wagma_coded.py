@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsync.averaging import Wagma
 from sparsync.averaging.coded import codec_of, coded_allreduce
+from sparsync.averaging.wait_avoiding import ModelRounds
 from sparsync.errors import ConfigurationError
 from sparsync.transports.sim import Links, simulate
 
@@ -67,6 +68,47 @@ def test_the_mean_of_models_and_errors_is_preserved_on_every_step(values, world_
         torch.testing.assert_close(after + owed, before, rtol=1e-12, atol=1e-10)
         closes = (step + 1) % 5 == 0
         assert (owed.abs().max() == 0) if closes else (0 < owed.abs().max() < 1)
+
+
+def test_an_old_model_of_a_late_rank_owes_nothing_and_what_was_owed_stays():
+    size, first = 10, 5  # rank 1 sums the places from 5 on
+    models = {0: [drift(0, 0, size), drift(1, 0, size)], 1: [drift(0, 1, size)]}
+
+    async def program(comm):
+        rounds = ModelRounds(2, 2, None, "wait-avoiding", dynamic=True, codec=codec_of("bf16"))
+        rounds.restart(0, torch.zeros(size, dtype=torch.float64))
+        rounds.publish(1, models[comm.rank][0])
+        await rounds.reduce(comm, rounds.contribution(1))
+        owed = rounds.error
+        if comm.rank == 0:  # rank 1 is late
+            rounds.publish(3, models[0][1])
+        sent = rounds.contribution(3)
+        return owed, sent, await rounds.reduce(comm, rounds.contribution(3)), rounds.error
+
+    (_, fresh, total, _), (owed, old, _, error) = simulate(program, 2).results
+    exact = old[first:] + fresh[first:].to(torch.bfloat16).double()
+    torch.testing.assert_close(error[first:], owed[first:] + exact - total[first:])
+    assert torch.equal(error[:first], owed[:first])
+    assert (owed[first:] != 0).any()
+
+
+@pytest.mark.parametrize("values", ROUNDED)
+def test_errors_do_not_grow_with_the_way_from_the_first_model(values):
+    async def program(comm):
+        averager, vector, errors = (
+            Wagma(group_size=2, sync_period=5, values=values),
+            torch.zeros(64),
+            [],
+        )
+        ramp = torch.linspace(0.8, 1.1, 64)
+        await averager.begin(comm, vector, 0)
+        for step in range(60):
+            vector = await averager.average(comm, vector + ramp + 0.1 * comm.rank, step)
+            errors.append(averager.memory["error"].abs().max() if (step + 1) % 5 else 0)
+        return max(errors[:10]), max(errors[50:])
+
+    for early, at_last in simulate(program, 4, links=Links(0.0, 0.0)).results:
+        assert 0 < at_last < 3 * early
 
 
 @pytest.mark.parametrize("values", ROUNDED)

@@ -98,6 +98,19 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
     assert seen[1][1][0] == pytest.approx((total + w0 + 2) / 3)
 
 
+def test_a_result_is_taken_once():
+    """P = S = 2; rank 1 misses steps 1 and 2: it takes the newer result, and then there is none."""
+
+    def delay(step, rank):
+        return 0.15 if (step, rank) == (1, 1) else 0.0
+
+    seen = {}
+    make = partial(Wagma, group_size=2, sync_period=None)
+    simulate(train(make, 3, delay, seen), 2, links=Links(alpha=0, beta=0))
+    assert seen[1][1][0] == pytest.approx((3.25 + 2.0 + 3.5) / 3)  # the sum of step 2, and its own
+    assert seen[2][1][0] == pytest.approx(seen[1][1][0].item() + 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 16])
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 2), seconds=st.sampled_from([0.01, 0.3, 2]))
 @settings(max_examples=8, deadline=None)

@@ -1,0 +1,92 @@
+"""WAGMA's agent, its messages carried by hand: what it answers where a run seldom comes to."""
+
+import pytest
+import torch
+
+from sparsync.averaging.agent import Agent
+from sparsync.averaging.rounds import Header, Kind, round_of
+from sparsync.averaging.wait_avoiding import ModelRounds
+from sparsync.transports.actors import Port
+
+
+class Hand(Port):
+    """Keeps what an agent sends, until the test delivers it."""
+
+    now = 0.0
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size, self.sent = rank, world_size, []
+
+    def send(self, dest, payload):
+        self.sent.append((dest, payload))
+
+
+class Told:
+    """A signal that is a list."""
+
+    def __init__(self):
+        self.values = []
+
+    def set(self, value):
+        self.values.append(value)
+
+
+def make(world_size, **options):
+    agents = []
+    for rank in range(world_size):
+        rounds = ModelRounds(world_size, world_size, None, "wait-avoiding", dynamic=True)
+        model = torch.zeros(4)
+        rounds.restart(0, model)
+        agents.append(Agent(rounds, round_of(0), model, **options))
+        agents[-1].port = Hand(rank, world_size)
+    return agents
+
+
+def deliver(agents, *, lost=lambda source, dest, kind: False):
+    """Carry all messages, and those that they cause; return the kinds that were sent."""
+    kinds = []
+    while any(agent.port.sent for agent in agents):
+        for source, agent in enumerate(agents):
+            batch, agent.port.sent = agent.port.sent, []
+            for dest, payload in batch:
+                kind = Header.cut(payload)[0].kind
+                kinds.append(kind)
+                if not lost(source, dest, kind):
+                    agents[dest].receive(source, payload)
+    return kinds
+
+
+def arrive(agent, step, value):
+    told = Told()
+    agent.arrive(round_of(step), torch.full((4,), float(value)), told)
+    return told.values
+
+
+def test_who_begins_an_ended_round_anew_is_given_its_result():
+    """Rank 1 ends the round; rank 0 has lost its last message, begins anew and is answered."""
+    agents = make(2, deadline=1.0)
+    first, second = arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
+    deliver(agents, lost=lambda source, dest, kind: dest == 0 and kind == Kind.DATA)
+    assert len(first) == 0 and len(second) == 1
+    agents[0]._runner.drop()  # as a change of who is present does
+    agents[0]._advance()
+    assert Kind.RESULT in deliver(agents)
+    assert torch.equal(first[0].came.total, second[0].came.total)
+    assert first[0].came.models == 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_messages_of_a_round_begin_it_where_its_word_is_lost(world_size):
+    agents = make(world_size)
+    seen = arrive(agents[0], 0, 5)
+    dest = next(dest for dest, _ in agents[0].port.sent)
+    deliver(agents, lost=lambda source, d, kind: d == dest and kind == Kind.ACTIVATE)
+    assert len(seen) == 1, "a member that got no word takes part by the round's own messages"
+
+
+@pytest.mark.parametrize("root", range(5))
+def test_word_goes_down_the_tree_past_ranks_that_have_ended_the_round(root):
+    agents = make(5)
+    arrive(agents[root], 0, 1)
+    kinds = deliver(agents)
+    assert kinds.count(Kind.ACTIVATE) == 4  # every other rank is told once

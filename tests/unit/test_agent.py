@@ -1,9 +1,12 @@
 """WAGMA's agent, its messages carried by hand: what it answers where a run seldom comes to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sparsync.averaging.agent import Agent
+from sparsync.averaging.companion import Companion
 from sparsync.averaging.rounds import Header, Kind, round_of
 from sparsync.averaging.wait_avoiding import ModelRounds
 from sparsync.transports.actors import Port
@@ -90,3 +93,37 @@ def test_word_goes_down_the_tree_past_ranks_that_have_ended_the_round(root):
     arrive(agents[root], 0, 1)
     kinds = deliver(agents)
     assert kinds.count(Kind.ACTIVATE) == 4  # every other rank is told once
+
+
+def test_who_comes_back_is_given_the_last_model_that_all_had():
+    """Not the last average of a group, which others never saw."""
+    agents = make(2, deadline=1.0)
+    arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
+    deliver(agents)
+    arrive(agents[0], 1, 5)
+    agents[0].port.sent.clear()  # rank 1 is away
+    for agents[0].port.now in (0.5, 1.0):
+        agents[0].tick()
+    assert [peer for peer, _, _ in agents[0].left_out] == [1]
+    agents[0].port.sent.clear()
+    agents[1].port.send(0, Header(Kind.PING, 0, round_of(1), 0).join(None))
+    deliver(agents)
+    (welcome,) = arrive(agents[1], 1, 7)
+    assert welcome.came.model.tolist() == [0.0] * 4
+
+
+def test_a_second_companion_ends_the_first():
+    closed = []
+
+    class Comm:
+        def __init__(self):
+            self.companions = {}
+
+        def host(self, actor):
+            return SimpleNamespace(close=lambda: closed.append(actor))
+
+    comm = Comm()
+    Companion(comm, "first")
+    assert closed == []
+    Companion(comm, "second")
+    assert closed == ["first"]

@@ -205,7 +205,6 @@ class Agent(Actor):
         if attempt is None or attempt.waits_for is None or deadline is None:
             return
         if due is not None and now - due > deadline / 4:  # this rank was away itself
-            self.membership.forgive(now)
             attempt.since = now
         peer = attempt.waits_for.source
         since = max(attempt.since, self.membership.heard[peer])  # compared as ``_plan_tick`` adds

@@ -47,10 +47,6 @@ class Membership:
         """Note a sign of life."""
         self.heard[rank] = now
 
-    def forgive(self, now: float) -> None:
-        """Count all silence from now on."""
-        self.heard = [now] * len(self.heard)
-
     def toggled(self, rank: int) -> list[int]:
         """Return the generations with one rank left out, or back."""
         return [g + (r == rank) for r, g in enumerate(self.generations)]

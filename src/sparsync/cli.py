@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench | linear | keys``.
+"""The command line: ``sparsync train | bench | linear | plan | keys``.
 
 Each command lives in ``sparsync.bench``.
 """
@@ -11,7 +11,7 @@ from typing import cast
 
 import typer
 
-from sparsync.bench import collectives, keys, linear, train
+from sparsync.bench import collectives, keys, linear, plan_command, train
 from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("bench")(collectives.command)
 app.command("linear")(linear.command)
+app.command("plan")(plan_command.command)
 app.command("keys")(keys.command)
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["NoState", "Stateful"]
+__all__ = ["NoState", "Stateful", "parse_parts"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,18 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
                     f"the saved {name} of {type(self).__name__} is {value!r}, expected numbers"
                 )
         return type(self.state)(**values)
+
+
+def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
+    """Return the state objects of what consists of parts, from their saved dictionaries.
+
+    Raises:
+        ConfigurationError: another number of them, or one that does not fit.
+    """
+    if not isinstance(saved, list) or len(saved) != len(parts):
+        raise ConfigurationError(
+            f"the saved state of {type(owner).__name__} has "
+            f"{len(saved) if isinstance(saved, list) else 'no'} parts, expected {len(parts)}; load a "
+            "state that state_dict() returned"
+        )
+    return tuple(part.parsed_state(its) for part, its in zip(parts, saved, strict=True))

@@ -40,6 +40,15 @@ class Collective(Stateful):
     One instance serves one unit: ``size`` is the same on every call.
     """
 
+    @property
+    def whole(self) -> bool:
+        """Whether its next call is to be given the whole vector: nothing is selected."""
+        return False
+
+    def explain(self) -> str | None:
+        """Say which of several ways it goes, and why; None: it has one."""
+        return None
+
     def for_layers(self, sizes: Sequence[int]) -> Collective:
         """Return the collective for a unit of layers of these sizes: itself, unless layers matter."""
         return self

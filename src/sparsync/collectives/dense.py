@@ -33,6 +33,11 @@ class Dense(Collective):
     Ok-Topk, Table 1, "Dense".
     """
 
+    @property
+    def whole(self) -> bool:
+        """Everything is summed."""
+        return True
+
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Sum everything; all of it is delivered."""
         total = await comm.allreduce(selected.to_dense(), "dense")

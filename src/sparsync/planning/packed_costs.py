@@ -8,8 +8,9 @@ from sparsync.planning.cost import Cost
 from sparsync.transports.primitives import rounds
 from sparsync.wire.base import Codec
 from sparsync.wire.packed import Packed
+from sparsync.wire.whole import DenseCodec
 
-__all__ = ["budgeted", "halving"]
+__all__ = ["budgeted", "halving", "quantized_allgather"]
 
 
 def budgeted(
@@ -63,3 +64,19 @@ def halving(k: int, size: int, world_size: int, *, codec: Codec | None = None) -
         codec.nbytes(min(quota, width) * count, width * count) for _, count in rounds(world_size)
     )
     return Cost(2 * (world_size - 1).bit_length(), scattered + own * (world_size - 1))
+
+
+def quantized_allgather(size: int, world_size: int, *, codec: DenseCodec) -> Cost:
+    """Return what ``collectives.QuantizedAllgather`` costs: every rank gets all others' vectors.
+
+    Args:
+        size: elements n of the vector.
+        world_size: P.
+        codec: wire format.
+
+    Example:
+        >>> from sparsync.wire import Signs
+        >>> quantized_allgather(2048, 4, codec=Signs())  # 3 messages' worth of 16 + 8 * 4 + 256
+        Cost(messages=2, nbytes=912)
+    """
+    return Cost((world_size - 1).bit_length(), (world_size - 1) * codec.nbytes(size))

@@ -25,8 +25,9 @@ from typing import Literal
 from sparsync.collectives.density import expected_union, most_in_union
 from sparsync.errors import ConfigurationError
 from sparsync.planning.cost import ENTRY_BYTES, WORD_BYTES, Cost
+from sparsync.streams import delta
 from sparsync.transports.primitives import rounds
-from sparsync.wire.base import HEADER_BYTES
+from sparsync.wire.base import HEADER_BYTES, Codec
 
 __all__ = [
     "Overlap",
@@ -37,6 +38,7 @@ __all__ = [
     "recursive_doubling",
     "ring",
     "split_allgather",
+    "sum_bound_words",
     "union",
 ]
 
@@ -70,7 +72,7 @@ def recursive_doubling(k: int, size: int, world_size: int, overlap: Overlap = "u
     """SSAR_Recursive_double: ``log2 P`` messages; k entries in every round, or twice as many each.
 
     Where P is no power of two, P - 2^m ranks first hand over what they have and get the result at
-    the end: one message more, with the whole result.
+    the end: one message more, with the whole result.  A message is dense from where that is shorter.
 
     Example:
         >>> recursive_doubling(1000, 10**6, 8, "full").words  # 3 rounds of 1000 entries
@@ -84,7 +86,7 @@ def recursive_doubling(k: int, size: int, world_size: int, overlap: Overlap = "u
     entries = [union(k, size, ranks, overlap) for ranks in held]
     if folded:
         entries.append(union(k, size, world_size, overlap))
-    nbytes = sum(HEADER_BYTES + ENTRY_BYTES * e for e in entries)
+    nbytes = sum(HEADER_BYTES + _body(e, size) for e in entries)
     return Cost(doublings + folded, nbytes)
 
 
@@ -111,6 +113,7 @@ def dynamic(
     dense_bytes_per_element: float = WORD_BYTES,
     factor: float = 1.0,
     always_dense: bool = False,
+    local: Codec | None = None,
 ) -> Cost:
     """DSAR_Split_allgather and TopkDSA: as ``split_allgather``, dense from where that is shorter.
 
@@ -122,6 +125,7 @@ def dynamic(
         dense_bytes_per_element: 4 for float32, 0.5 for 4 bits (and the blocks' scales).
         factor: of the dense switch.
         always_dense: the second phase is dense whatever came out of the first.
+        local: wire format of the first phase; None: coo.
 
     Example:
         >>> dynamic(100_000, 10**6, 8, "none").words < 2 * 100_000 + 10**6 * 7 / 8
@@ -130,16 +134,20 @@ def dynamic(
     peers = world_size - 1
     result, whole = union(k, size, world_size, overlap), dense_bytes_per_element * size
     switches = always_dense or ENTRY_BYTES * result > factor * whole
-    split = peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size)
+    piece = HEADER_BYTES + ENTRY_BYTES * k / world_size
+    if local is not None:
+        piece = local.nbytes(round(k / world_size), -(-size // world_size))
     body = whole if switches else ENTRY_BYTES * result
     gather = peers * (HEADER_BYTES + body / world_size)
-    return Cost(peers + _rounds(world_size), split + gather)
+    return Cost(peers + _rounds(world_size), peers * piece + gather)
 
 
 def ring(
     k: int, size: int, world_size: int, overlap: Overlap = "uniform", *, dense: bool = False
 ) -> Cost:
     """Ring reduce-scatter and allgather: ``2 (P - 1)`` messages, each to the next rank.
+
+    A block is dense from where that is shorter.
 
     Args:
         k: entries of each rank.
@@ -156,9 +164,9 @@ def ring(
     if dense:
         block = HEADER_BYTES + WORD_BYTES * (-(-size // world_size))
         return Cost(2 * peers, 2 * peers * block)
-    grown = sum(union(k, size, i, overlap) for i in range(1, world_size))
-    grown += peers * union(k, size, world_size, overlap)
-    return Cost(2 * peers, 2 * peers * HEADER_BYTES + ENTRY_BYTES * grown / world_size)
+    grown = sum(_body(union(k, size, i, overlap), size) for i in range(1, world_size))
+    grown += peers * _body(union(k, size, world_size, overlap), size)
+    return Cost(2 * peers, 2 * peers * HEADER_BYTES + grown / world_size)
 
 
 def gtopk(k: int, world_size: int) -> Cost:
@@ -196,6 +204,30 @@ def lemma_5_2_words(limit: int, world_size: int) -> float:
         world_size: number of ranks P.
     """
     return float(limit) if world_size > 1 else 0.0
+
+
+def sum_bound_words(k: int, size: int, world_size: int, overlap: Overlap = "uniform") -> float:
+    """Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
+
+    ``k + K (P - 2) / P`` for a sum of K entries, on the mean of ranks: an index that c ranks hold
+    takes c - 1 transfers to be summed and P - 1 to be known.  Those are both ends of Lemma 5.1, K = k
+    and K = k P, and what lies between (ours).  Delta from where the sum is dense (Lemma 5.2).
+
+    Example:
+        >>> [sum_bound_words(1000, 10**6, 8, overlap) for overlap in ("none", "full")]
+        [7000.0, 1750.0]
+        >>> sum_bound_words(300_000, 10**6, 8)
+        500000.0
+    """
+    limit, result = delta(size, WORD_BYTES), union(k, size, world_size, overlap)
+    if result > limit:
+        return lemma_5_2_words(limit, world_size)
+    return k + result * (world_size - 2) / world_size
+
+
+def _body(entries: float, size: int) -> float:
+    """Return the bytes of a stream behind its header: of entries, or of all elements."""
+    return min(ENTRY_BYTES * entries, WORD_BYTES * size)
 
 
 def _rounds(world_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsync.collectives import OkTopk
 from sparsync.errors import ConfigurationError
+from sparsync.presets.auto import auto
 from sparsync.presets.base import Algorithm, check_density
 from sparsync.presets.baselines import allgather, dense, gaussiank, gtopk, ring_dense, topkdsa
 from sparsync.presets.oktopk import oktopk, oktopk_paper
@@ -30,6 +31,7 @@ __all__ = [
     "SPARCML_SETTINGS",
     "Algorithm",
     "allgather",
+    "auto",
     "budgeted",
     "check_density",
     "dense",
@@ -56,6 +58,7 @@ __all__ = [
 PRESETS: MappingProxyType[str, Callable[..., Algorithm]] = MappingProxyType(
     {
         "allgather": allgather,
+        "auto": auto,
         "budgeted": budgeted,
         "dense": dense,
         "dynamic": dynamic,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from sparsync.collectives import Collective
 from sparsync.errors import ConfigurationError
 from sparsync.selection import Selector
+from sparsync.transports.base import Communicator
 from sparsync.units import Unit
 
 __all__ = ["Algorithm", "check_density"]
@@ -31,6 +33,8 @@ class Algorithm:
         corrects: published with momentum correction, in place of the optimizer's momentum.
         bits: of an element, where every element is exchanged; None: entries are, or whole numbers.
         output: what the output layer is exchanged with, where that differs.
+        prepare: measures on the group what the algorithm needs to know of it, before the first step;
+            returns the algorithm for this group.  None: nothing.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Algorithm:
     corrects: bool = False
     bits: float | None = None
     output: Algorithm | None = None
+    prepare: Callable[[Communicator], Coroutine[Any, Any, Algorithm]] | None = None
 
     def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
         """Build what selects from and sums one unit."""

@@ -5,9 +5,10 @@ References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Le
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from sparsync.collectives import OkTopk
+from sparsync.errors import ConfigurationError
 from sparsync.presets.base import Algorithm
 from sparsync.selection import Reused
 
@@ -16,7 +17,7 @@ __all__ = ["oktopk", "oktopk_paper"]
 
 def oktopk(
     *,
-    threshold_period: int = 32,
+    threshold_period: int | Literal["auto"] = 32,
     cap: float | None = 1.0,
     floor: float | None = 2 / 3,
     **options: Any,
@@ -27,7 +28,8 @@ def oktopk(
     before), and k / P >= 256 (``costs.oktopk_bound_words``).
 
     Args:
-        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).
+        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32); "auto":
+            renewed when the local count leaves a band of 11 % around k, by each rank for itself.
         cap: at most ``cap * k`` entries are taken, locally and globally.
         floor: a step that finds fewer than ``floor * k`` local entries is made exact (ours: early in
             training a threshold reused for 32 steps finds 0.03 to 0.1 k; None as published).
@@ -35,10 +37,17 @@ def oktopk(
     """
     if cap is not None and floor is not None:
         floor = min(floor, cap)
+    if threshold_period != "auto":
+        options["threshold_period"] = threshold_period  # of the global threshold as well
+    elif options.get("global_threshold", "histogram") != "histogram":
+        raise ConfigurationError(
+            "oktopk: threshold_period='auto' goes with global_threshold='histogram', which is exact on "
+            "every step; give a number of steps, or leave global_threshold away"
+        )
     return Algorithm(
         "oktopk",
         lambda: Reused(threshold_period, cap, floor),
-        lambda: OkTopk(threshold_period=threshold_period, cap=cap, **options),
+        lambda: OkTopk(cap=cap, **options),
     )
 
 

@@ -13,6 +13,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.kernels import Found
 from sparsync.selection.base import Selector
 from sparsync.sparse import DenseVector, SparseVector
+from sparsync.state import parse_parts
 
 __all__ = ["Layered", "LayeredState"]
 
@@ -104,10 +105,4 @@ class Layered(Selector):
     def parsed_state(self, state: Mapping[str, Any]) -> LayeredState:
         """Return the state object of a saved dictionary."""
         saved = state.get("layers") if isinstance(state, Mapping) else None
-        if not isinstance(saved, list) or len(saved) != len(self._layers):
-            raise ConfigurationError(
-                f"the saved state of Layered has {len(saved) if isinstance(saved, list) else 'no'} "
-                f"layers, expected {len(self._layers)}; load a state that state_dict() returned"
-            )
-        pairs = zip(self._layers, saved, strict=True)
-        return LayeredState(tuple(layer.parsed_state(its) for layer, its in pairs))
+        return LayeredState(parse_parts(self, self._layers, saved))

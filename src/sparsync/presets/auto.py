@@ -1,0 +1,266 @@
+"""The preset "auto": the planner chooses the collective, and measurements correct it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+
+from sparsync.collectives import (
+    Allgather,
+    Budgeted,
+    Collective,
+    Dense,
+    Dynamic,
+    Halving,
+    OkTopk,
+    RecursiveDoubling,
+    Reduced,
+    SplitAllgather,
+)
+from sparsync.errors import ConfigurationError
+from sparsync.planning.calibrate import calibrate
+from sparsync.planning.machine import Machine
+from sparsync.planning.planner import CANDIDATES, Plan, plan
+from sparsync.planning.tracker import Tracker
+from sparsync.presets.base import Algorithm
+from sparsync.selection import Exact
+from sparsync.sparse import Vector
+from sparsync.state import parse_parts
+from sparsync.transports.base import Communicator
+
+__all__ = ["Auto", "AutoState", "auto"]
+
+_MAKERS: MappingProxyType[str, Callable[[], Collective]] = MappingProxyType(
+    {
+        "dense": Dense,
+        "budgeted": Budgeted,
+        "halving": Halving,
+        "oktopk": OkTopk,
+        "allgather": Allgather,
+        "split-allgather": SplitAllgather,
+        "topkdsa": Dynamic,
+        "recursive-doubling": RecursiveDoubling,
+    }
+)
+
+
+def auto(
+    *,
+    machine: Machine | None = None,
+    budget: float | None = None,
+    candidates: Sequence[str] = CANDIDATES,
+    check_period: int | None = 50,
+    gain: float = 0.1,
+    patience: int = 2,
+) -> Algorithm:
+    """Ours: per unit, the collective that is predicted fastest for the density asked for; or dense.
+
+    Args:
+        machine: seconds per message, byte, element and entry; None: ``attach`` measures them.
+        budget: bytes that a rank may send or receive per unit and step; None: any.
+        candidates: names of collectives, as ``planning.CANDIDATES``.
+        check_period: steps between comparisons of measured and predicted seconds; None: never, so that
+            a run is the same every time.
+        gain: part of the measured time that another collective must save to be tried (ours).
+        patience: comparisons in a row that must say so (ours).
+    """
+    unknown = sorted(set(candidates) - set(_MAKERS))
+    if unknown or not candidates:
+        raise ConfigurationError(
+            f"auto: candidates are {list(candidates)}; choose among {', '.join(_MAKERS)}"
+        )
+    if check_period is not None and check_period < 1:
+        raise ConfigurationError(f"auto: check_period is {check_period}; give steps >= 1, or None")
+    tracker = Tracker(candidates[0], gain=gain, patience=patience)  # refuses bad numbers
+
+    def make(found: Machine) -> Algorithm:
+        return Algorithm(
+            "auto",
+            Exact,
+            lambda: Auto(found, tuple(candidates), budget, check_period, tracker),
+            prepare=prepare if machine is None else None,
+        )
+
+    async def prepare(comm: Communicator) -> Algorithm:
+        return make((await calibrate(comm)).machine)
+
+    return make(machine or Machine())
+
+
+@dataclass(frozen=True)
+class AutoState:
+    """What the choices so far have taught.
+
+    Attributes:
+        choice: number of the candidate in use; -1 before the first step.
+        streak: comparisons in a row that spoke for another.
+        factors: measured over predicted seconds, of every candidate; None: never measured.
+        seconds: of the exchanges since the last comparison, summed.
+        steps: how many these are.
+        parts: the candidates' own states.
+    """
+
+    choice: int = -1
+    streak: int = 0
+    factors: tuple[float | None, ...] = ()
+    seconds: float = 0.0
+    steps: int = 0
+    parts: tuple[Any, ...] = ()
+
+
+@final
+class Auto(Collective):
+    """The planner's choice among collectives, compared with what is measured while training.
+
+    The first step is exchanged by the first sparse candidate: it tells n, k and P.  Then the plan is
+    made, the same on all ranks.  Every ``check_period`` steps the ranks agree on what an exchange took:
+    the least of their means, for who comes early waits for the others.  ``Tracker`` turns that into a
+    factor per candidate, and changes to another that promises enough.
+
+    Args:
+        machine: what links and ranks take.
+        candidates: names.
+        budget: bytes per step, or None.
+        check_period: steps, or None.
+        tracker: its gain and patience.
+
+    Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
+    Differs from the paper: none has it.
+
+    Example:
+        >>> from sparsync.sparse import SparseVector
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine, summed = SparseVector.from_dense(torch.eye(9)[comm.rank]), Auto()
+        ...     reduced = await summed.reduce(comm, mine, k=1, step=0)
+        ...     return reduced.total.nnz, summed.name
+        >>> simulate(program, world_size=3).results[2]
+        (1, 'allgather')
+    """
+
+    def __init__(
+        self,
+        machine: Machine = Machine(),  # noqa: B008 (frozen)
+        candidates: tuple[str, ...] = CANDIDATES,
+        budget: float | None = None,
+        check_period: int | None = 50,
+        tracker: Tracker = Tracker("dense"),  # noqa: B008 (frozen)
+    ) -> None:
+        self.machine, self.candidates, self.budget = machine, candidates, budget
+        self.check_period, self.tracker = check_period, tracker
+        self._parts = [_MAKERS[name]() for name in candidates]
+        self._state = AutoState(factors=(None,) * len(candidates))
+        self._why = "the first step is not planned yet"
+        sparse = [i for i, part in enumerate(self._parts) if not part.whole]
+        self._first = sparse[0] if sparse else 0
+
+    @property
+    def whole(self) -> bool:
+        """Dense is the choice: everything is to be selected."""
+        return self._parts[self._index].whole
+
+    @property
+    def name(self) -> str:
+        """Name of the choice."""
+        return self.candidates[self._index]
+
+    def explain(self) -> str:
+        """Say what is used, and why."""
+        known = zip(self.candidates, self._state.factors, strict=True)
+        factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
+        if not factors:
+            return f"{self.name}: {self._why}"
+        return f"{self.name}: {self._why}; measured over predicted: {factors}"
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Do what was chosen, then think about the next step."""
+        started = comm.now
+        reduced = await self._parts[self._index].reduce(comm, selected, k, step)
+        seconds = comm.now - started
+        if comm.world_size == 1:
+            return reduced
+        state = self._state
+        if state.choice < 0:
+            made = self._planned(selected.size, k, comm.world_size)
+            self._state = replace(state, choice=self.candidates.index(made.choice))
+            return reduced
+        self._state = replace(state, seconds=state.seconds + seconds, steps=state.steps + 1)
+        if self.check_period and (step + 1) % self.check_period == 0:
+            await self._check(comm, self._planned(selected.size, k, comm.world_size))
+        return reduced
+
+    @property
+    def _index(self) -> int:
+        return self._first if self._state.choice < 0 else self._state.choice
+
+    def _planned(self, size: int, k: int, world_size: int) -> Plan:
+        made = plan(
+            size,
+            world_size,
+            self.machine,
+            k=k,
+            budget_bytes=self.budget,
+            candidates=self.candidates,
+        )
+        self._why = made.why
+        return made
+
+    async def _check(self, comm: Communicator, made: Plan) -> None:
+        """Compare the mean exchange with its prediction; go on with what is better then."""
+        state = self._state
+        mine = torch.tensor([state.seconds / state.steps], dtype=torch.float64)
+        measured = float(await comm.allreduce(mine, "plan", op="min"))
+        local = {p.collective: p.seconds_selection for p in made.table}
+        known = zip(self.candidates, state.factors, strict=True)
+        tracker = replace(
+            self.tracker,
+            choice=self.name,
+            factors={name: factor for name, factor in known if factor is not None},
+            streak=state.streak,
+        )
+        if self.name in local:  # else the budget has ruled it out since
+            tracker = tracker.checked(made.table, measured + local[self.name])
+        else:
+            tracker = replace(tracker, choice=made.choice)
+        self._state = replace(
+            state,
+            choice=self.candidates.index(tracker.choice),
+            streak=tracker.streak,
+            factors=tuple(tracker.factors.get(name) for name in self.candidates),
+            seconds=0.0,
+            steps=0,
+        )
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AutoState:
+        """The choice, and the states of all candidates."""
+        return replace(self._state, parts=tuple(part.state for part in self._parts))
+
+    @state.setter
+    def state(self, state: AutoState) -> None:
+        self._state = replace(state, parts=())
+        for part, its in zip(self._parts, state.parts, strict=True):
+            part.state = its
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers, and the states of all candidates."""
+        own = {**vars(self._state), "factors": list(self._state.factors)}
+        return {**own, "parts": [part.state_dict() for part in self._parts]}
+
+    def parsed_state(self, state: Mapping[str, Any]) -> AutoState:
+        """Return the state object of a saved dictionary."""
+        saved = dict(state) if isinstance(state, Mapping) else {}
+        parts = parse_parts(self, self._parts, saved.pop("parts", None))
+        own: AutoState = super().parsed_state({**saved, "parts": ()})
+        if not -1 <= own.choice < len(self.candidates) or len(own.factors) != len(self.candidates):
+            raise ConfigurationError(
+                f"the saved state of Auto has choice {own.choice} among {len(own.factors)}, this run "
+                f"{len(self.candidates)} candidates; load it with the candidates it was saved with"
+            )
+        return replace(own, parts=parts)

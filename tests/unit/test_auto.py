@@ -1,0 +1,123 @@
+"""The preset "auto": what is predicted fastest, corrected by what is measured, the same on all ranks."""
+
+import pytest
+import torch
+
+from sparsync.errors import ConfigurationError
+from sparsync.planning.machine import Machine
+from sparsync.presets import resolve
+from sparsync.presets.auto import Auto
+from sparsync.reducer import Reducer
+from sparsync.transports.sim import Links, simulate
+from sparsync.units import Slot, Unit
+
+SIZE, RANKS = 20_000, 4
+SLOW, FAST = Links(alpha=1e-5, beta=1e-6), Links(alpha=1e-7, beta=1e-12)
+IDLE = {"gamma": 0.0, "select": 0.0, "encode": 0.0, "decode": 0.0}  # as virtual ranks work
+
+
+def unit(size=SIZE, name="w"):
+    return Unit((Slot(name, 0, size),), torch.float32, torch.device("cpu"))
+
+
+def machine_of(links, **work):
+    return Machine(alpha=links.alpha, beta=links.beta, **{**IDLE, **work})
+
+
+def train(links, steps, units=1, **options):
+    """Return per rank: the choice on every step, and whether the law held on each."""
+
+    async def program(comm):
+        planned = [unit(name=f"w{i}") for i in range(units)]
+        reducer = Reducer(comm, planned, resolve("auto", **options), density=0.01)
+        generator = torch.Generator().manual_seed(comm.rank)
+        choices, before = [], torch.zeros(SIZE, dtype=torch.float64)
+        for _ in range(steps):
+            gradients = [
+                torch.randint(-50, 50, (SIZE,), generator=generator).float() for _ in planned
+            ]
+            gained = gradients[0].double()
+            choices.append(tuple(c.name for c in reducer.collectives))
+            total = (await reducer.reduce(gradients))[0].to_dense().double() * RANKS
+            residual = reducer.residuals[0].value
+            after = torch.zeros_like(before) if residual is None else residual.double()
+            sums = await comm.allreduce(before + gained - after, "check")
+            assert torch.allclose(sums, total, atol=1e-2), "the law"
+            before = after.clone()
+        return choices, [c.explain() for c in reducer.collectives]
+
+    return simulate(program, RANKS, links=links).results
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_a_slow_network_makes_it_sparse_and_a_fast_one_dense(units):
+    slow = train(SLOW, 4, units, machine=machine_of(SLOW))
+    fast = train(FAST, 4, units, machine=machine_of(FAST, select=1e-8))
+    for results, name in ((slow, "dense"), (fast, "dense")):
+        assert all(choices == results[0][0] for choices, _ in results), "ranks differ"
+        used = {used for step in results[0][0][1:] for used in step}
+        assert (used == {name}) == (results is fast)
+    assert "dense wins here" in fast[0][1][0]
+
+
+def test_what_was_measured_corrects_a_wrong_plan():
+    """The machine is said to be fast: dense is planned, found slow, and left within a few checks."""
+    results = train(SLOW, 30, machine=machine_of(FAST, select=1e-8), check_period=3, patience=2)
+    names = [step[0] for step in results[0][0]]
+    assert names[1] == "dense" and names[7] != "dense" and "dense" not in names[20:]
+    assert all(choices == results[0][0] for choices, _ in results)
+    assert "measured over predicted: dense" in results[0][1][0]
+
+
+def test_without_checks_it_stays_with_its_plan():
+    names = train(SLOW, 12, machine=machine_of(FAST, select=1e-8), check_period=None)[0][0]
+    assert {step[0] for step in names[1:]} == {"dense"}
+
+
+def test_a_budget_rules_out_what_needs_more():
+    loose = train(FAST, 3, machine=machine_of(FAST, select=1e-8))
+    tight = train(FAST, 3, machine=machine_of(FAST, select=1e-8), budget=2000.0)
+    assert loose[0][0][-1] == ("dense",) and tight[0][0][-1] != ("dense",)
+
+
+def test_its_state_is_plain_and_comes_back():
+    async def program(comm):
+        auto = Auto(machine_of(SLOW), check_period=1)
+        for step in range(3):
+            selected = resolve("budgeted").make_selector().select(torch.rand(SIZE), 50, step)
+            if auto.whole:
+                selected = resolve("dense").make_selector().select(torch.rand(SIZE), 50, step)
+            await auto.reduce(comm, selected, 50, step)
+        twin = Auto(machine_of(SLOW), check_period=1)
+        twin.load_state_dict(auto.state_dict())
+        return auto, twin
+
+    auto, twin = simulate(program, 3, links=SLOW).results[0]
+    assert twin.state == auto.state and twin.name == auto.name
+    assert auto.state.factors != Auto().state.factors, "something was learned"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"choice": 99}, {"choice": "dense"}, {"factors": [1.0]}, {"parts": []}, {"parts": None}],
+)
+def test_a_state_that_does_not_fit_is_refused(change):
+    auto = Auto()
+    with pytest.raises(ConfigurationError):
+        auto.load_state_dict({**auto.state_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"candidates": ("dense", "telepathy")}, "candidates"),
+        ({"candidates": ()}, "candidates"),
+        ({"check_period": 0}, "check_period"),
+        ({"gain": 1.5}, "gain"),
+        ({"patience": 0}, "patience"),
+    ],
+)
+def test_bad_options_are_one_line(options, word):
+    with pytest.raises(ConfigurationError, match=word) as caught:
+        resolve("auto", **options)
+    assert "\n" not in str(caught.value)

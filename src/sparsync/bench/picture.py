@@ -79,7 +79,7 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
         axis.grid(alpha=0.3, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"Byte-level transformer, {first.parameters / 1e6:.2f} M parameters, {first.ranks} ranks",
+        f"{first.workload}, {first.parameters / 1e6:.2f} M parameters, {first.ranks} ranks",
         fontsize="medium",
     )
     figure.savefig(path, dpi=150)

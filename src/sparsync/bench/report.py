@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class TrainResult:
         width: of its residual stream, or hidden units.
         workload: "bytes", "digits" or "lstm".
         accuracy: on held-out images after the last step, in [0, 1].
+        metrics: further figures of the evaluation, by name ("WER", "perplexity").
         nesterov: of sgd.
         weight_decay: of the optimizer.
         clip: largest 2-norm of the averaged gradient.
@@ -115,6 +116,7 @@ class TrainResult:
     steps_to_target: int | None = None
     seconds_to_target: float | None = None
     speedup_to_target: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -186,4 +188,6 @@ def write_json(results: Sequence[TrainResult], path: Path) -> None:
 def _without_nonfinite(value: object) -> object:
     if isinstance(value, list):
         return [_without_nonfinite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

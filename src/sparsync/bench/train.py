@@ -45,11 +45,17 @@ _Seed = Annotated[int, typer.Option(help="Of the initial weights and of the data
 _Workload = Annotated[
     str,
     typer.Option(
-        help=f"One of {', '.join(WORKLOADS)}: a transformer or an LSTM on Python's own source text, "
-        "or a CNN on scikit-learn's digits."
+        help=f"One of {', '.join(WORKLOADS)}. The first need no data: a transformer or an LSTM on "
+        "Python's own source text, a CNN on scikit-learn's digits. The others are the papers'."
     ),
 ]
-_Optimizer = Annotated[str, typer.Option(help="sgd, adam or adamw.")]
+_Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that the papers' workloads read: see docs/data.md. Never downloaded."
+    ),
+]
+_Optimizer = Annotated[str, typer.Option(help="sgd, adam or adamw; auto: the workload's.")]
 _Lr = Annotated[
     float | None, typer.Option(help="Learning rate.", show_default="by workload and optimizer")
 ]
@@ -65,7 +71,8 @@ _MomentumCorrection = Annotated[
 _WeightDecay = Annotated[
     float | None,
     typer.Option(
-        help="Of the optimizer; adamw's is decoupled.", show_default="0.01 for adamw, else 0"
+        help="Of the optimizer; adamw's is decoupled.",
+        show_default="0.01 for adamw, the workload's for sgd, else 0",
     ),
 ]
 _Space = Annotated[
@@ -112,7 +119,7 @@ _Clip = Annotated[
     float | None,
     typer.Option(
         help="Largest norm of the averaged gradient, of dense and PyTorch's hooks; 0: any.",
-        show_default="0.25 for lstm, else 0",
+        show_default="0.25 for LSTMs of text, else 0",
     ),
 ]
 _LrWarmupSteps = Annotated[
@@ -125,25 +132,29 @@ _WarmupSteps = Annotated[int, typer.Option(help="First steps, which are exchange
 _BatchSize = Annotated[
     int | None,
     typer.Option(
-        help="Windows or images per rank and step.",
-        show_default="32 for digits, 16 for lines, else 8",
+        help="Windows, images or other samples per rank and step.",
+        show_default="32 for digits, 16 for lines, 8 for bytes and lstm; the papers'",
     ),
 ]
 _Context = Annotated[
-    int | None, typer.Option(help="Bytes per window.", show_default="64; lstm 32; lines 96")
+    int | None,
+    typer.Option(
+        help="Bytes, words or tokens per window.", show_default="64; lstm 32; lines 96; the papers'"
+    ),
 ]
 _Layers = Annotated[
     int | None,
     typer.Option(
         help="Blocks of the transformer: 12 width^2 parameters each; or layers of the LSTM.",
-        show_default="4; lstm 2",
+        show_default="4; lstm 2; the papers'",
     ),
 ]
 _Width = Annotated[
     int | None,
     typer.Option(
-        help="Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; or of the LSTM.",
-        show_default="160; lstm 224",
+        help="Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; of the LSTM; or "
+        "channels of a CNN's first stage.",
+        show_default="160; lstm 224; the papers'",
     ),
 ]
 _TargetStep = Annotated[
@@ -217,7 +228,8 @@ def command(
     density: _Density = 0.01,
     seed: _Seed = 0,
     workload: _Workload = "bytes",
-    optimizer: _Optimizer = "sgd",
+    data: _Data = None,
+    optimizer: _Optimizer = "auto",
     lr: _Lr = None,
     momentum: _Momentum = 0.9,
     nesterov: _Nesterov = False,
@@ -247,7 +259,7 @@ def command(
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Train a small model on text or images that every machine has, data-parallel.
+    """Train data-parallel: a small model on data that every machine has, or a paper's on --data.
 
     Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
     plain DDP.

@@ -23,7 +23,7 @@ from sparsync.bench.train_hooks import dense_bytes_per_step
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.bench.train_spaces import make_exchange
 from sparsync.errors import PeerError, SparsyncError
-from sparsync.workloads import Evaluation, Workload
+from sparsync.workloads import Evaluation, Workload, outputs_of
 from sparsync.workloads.delays import parse_delay
 
 __all__ = ["BeforeStep", "dense_bytes_per_step", "train_rank"]
@@ -50,7 +50,8 @@ def train_rank(
         PeerError: another rank is gone; names this rank and the step.
     """
     workload = settings.make_workload()
-    computation = _computation_seconds(settings, workload)
+    with _naming_gloo(f"rank {dist.get_rank()}, before the first step"):
+        computation = _computation_seconds(settings, workload)
     results: list[TrainResult] = []
     goal: Goal | None = None
     with loss_progress(shown=dist.get_rank() == 0) as progress:
@@ -84,6 +85,7 @@ def _train(
 ) -> _RankReport:
     """Train to the last step, or to the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
+    torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
     exchange = make_exchange(settings, name, model)
     optimizer = exchange.make_optimizer(settings)
     clip = None if exchange.clips else settings.largest_norm
@@ -170,7 +172,7 @@ def _step(
         batch_size=settings.samples,
     )
     optimizer.zero_grad()
-    loss = workload.loss(model(inputs), targets)
+    loss = workload.loss(outputs_of(model, inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -285,6 +287,7 @@ def _result(
         width=getattr(workload, "width", None),
         workload=workload.name,
         accuracy=evaluation.accuracy if workload.classifies else None,
+        metrics={name: metric.value for name, metric in evaluation.metrics.items()},
         nesterov=settings.nesterov,
         weight_decay=settings.decay,
         clip=settings.largest_norm,

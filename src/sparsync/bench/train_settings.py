@@ -37,15 +37,16 @@ class TrainSettings:
         steps: optimizer steps.
         density: k / n to exchange, in (0, 1].
         seed: of the initial weights and of the data.
-        workload: "bytes", "digits" or "lstm": see ``sparsync.workloads``.
-        optimizer: "sgd", "adam" or "adamw".
+        workload: "bytes", "digits" or "lstm", or one of the papers': see ``sparsync.workloads``.
+        data: folder that the papers' workloads read; see ``docs/data.md``.
+        optimizer: "sgd", "adam" or "adamw"; "auto" becomes the workload's.
         lr: learning rate; default: the workload's.
         momentum: of sgd.
         nesterov: sgd looks ahead by its momentum.
         momentum_correction: sgd's momentum and decay are done to local gradients, before the exchange
             of presets.  Default: as the algorithm is published ("redsync").
         weight_decay: as torch's optimizers have it: adamw's is decoupled.  Default 0.01 for adamw
-            (torch's), 0 for the others.
+            (torch's), the workload's for sgd, 0 for adam.
         clip: largest 2-norm of the averaged gradient; 0: any.  Presets clip local gradients to
             sqrt(P) times it, schemes of averaging clip them to it.  Default: the workload's.
         space: what presets exchange: "gradient" (``sparsync.attach``), "update", "local"
@@ -81,7 +82,8 @@ class TrainSettings:
     density: float = 0.01
     seed: int = 0
     workload: str = "bytes"
-    optimizer: str = "sgd"
+    data: Path | None = None
+    optimizer: str = "auto"
     lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
@@ -116,6 +118,8 @@ class TrainSettings:
         for name in ("seed", "lr_warmup_steps", "warmup_steps"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         self.make_workload()  # refuses what it does not know
+        if self.optimizer == "auto":
+            object.__setattr__(self, "optimizer", workload_class(self.workload).defaults.optimizer)
         _check("buffers", self.buffers, self.buffers in _BUFFERS, "average or local")
         delay = parse_delay(self.delay)
         waits = not isinstance(delay, Persistent) or delay.rank < self.ranks
@@ -178,6 +182,8 @@ class TrainSettings:
         """The optimizer's weight decay."""
         if self.weight_decay is not None:
             return self.weight_decay
+        if self.optimizer == "sgd":
+            return workload_class(self.workload).defaults.weight_decay
         return 0.01 if self.optimizer == "adamw" else 0.0
 
     def learning_rate_at(self, step: int) -> float:
@@ -196,7 +202,11 @@ class TrainSettings:
     def make_workload(self) -> Workload:
         """Make the workload; its data is loaded when it is first asked for."""
         return make_workload(
-            self.workload, context=self.context, layers=self.layers, width=self.width
+            self.workload,
+            data=self.data,
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
         )
 
     def correction(self, corrects: bool) -> Correction:

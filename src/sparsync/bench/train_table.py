@@ -112,6 +112,9 @@ def _caption(results: Sequence[TrainResult], link: float) -> str:
     lines.append(
         f"loss in nats per {target}; sent: by the rank that sends most, in the median step"
     )
+    for metric in first.metrics:
+        figures = [f"{r.metrics[metric]:.3g} ({r.algorithm})" for r in results]
+        lines.append(f"held out, {metric}: {', '.join(figures)}")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):

@@ -8,11 +8,12 @@ from typing import ClassVar, final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.base import Defaults, Workload
+from sparsync.workloads.base import Defaults, HeldInMemory
+from sparsync.workloads.data.base import chosen_samples
+from sparsync.workloads.data.pictures import shifted
 
 __all__ = ["DigitImages", "DigitsWorkload", "SmallVgg"]
 
@@ -117,7 +118,7 @@ class DigitImages:
 
 @final
 @dataclass(frozen=True)
-class DigitsWorkload(Workload):
+class DigitsWorkload(HeldInMemory):
     """A small VGG on images of digits; every rank has every world_size-th image of the training part.
 
     Example:
@@ -154,31 +155,22 @@ class DigitsWorkload(Workload):
             seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
         )
         images, digits = self.images.training
-        return _shifted(images[chosen], np.random.default_rng([seed, step, rank])), digits[chosen]
+        generator = np.random.default_rng([seed, step, rank])
+        return shifted(images[chosen], generator, most=1), digits[chosen]
 
     def chosen(
         self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
     ) -> Tensor:
         """Return the places in the training part of what ``batch`` returns."""
-        images = len(self.images.training[1])
-        shard = np.arange(rank, images, world_size)
-        if not len(shard):
-            raise ConfigurationError(
-                f"{world_size} ranks share {images} training images: rank {rank} has none; use "
-                f"at most {images} ranks"
-            )
-        epoch, start = divmod(step * batch_size, len(shard))
-        epochs = range(epoch, epoch + -(-(start + batch_size) // len(shard)))
-        order = [np.random.default_rng([seed, e, rank]).permutation(shard) for e in epochs]
-        return torch.from_numpy(np.concatenate(order)[start : start + batch_size])
+        return chosen_samples(
+            len(self.images.training[1]),
+            seed=seed,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+        )
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """See ``Workload``."""
         return self.images.held_out
-
-
-def _shifted(images: Tensor, generator: np.random.Generator, *, most: int = 1) -> Tensor:
-    """Move every image by up to ``most`` pixels, each way; what comes in is 0."""
-    windows = F.pad(images, (most,) * 4).unfold(2, 8, 1).unfold(3, 8, 1)
-    down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))
-    return windows[torch.arange(len(images)), :, down, right]

@@ -11,13 +11,39 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.base import PADDING, Defaults, Workload
+from sparsync.workloads.base import PADDING, Defaults, HeldInMemory
 from sparsync.workloads.byte_transformer import BytesWorkload, ByteTransformer
 from sparsync.workloads.text import ByteText
 
-__all__ = ["LineBuckets", "LinesWorkload"]
+__all__ = ["LineBuckets", "LinesWorkload", "bucket_lengths", "draw_from_bucket"]
 
 _NEWLINE = 10
+
+
+def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
+    """Return the longest length of each bucket; b has those from ``b * width + 1`` on."""
+    return (lengths + width - 1) // width * width
+
+
+def draw_from_bucket(
+    padded_lengths: Tensor, generator: np.random.Generator, count: int
+) -> tuple[Tensor, int]:
+    """Draw samples of one bucket, which is drawn by how many it has: each is equally likely.
+
+    Args:
+        padded_lengths: of the samples' buckets, ascending.
+        generator: of the choices.
+        count: how many.
+
+    Returns:
+        Which samples, `[count]`, and the bucket's padded length.
+    """
+    padded_length = padded_lengths[int(generator.integers(len(padded_lengths)))]
+    first, last = (
+        int(torch.searchsorted(padded_lengths, padded_length, right=right))
+        for right in (False, True)
+    )
+    return torch.from_numpy(generator.integers(first, last, size=count)), int(padded_length)
 
 
 @final
@@ -61,21 +87,12 @@ class LineBuckets:
             )
         kept = kept[lengths[kept].argsort(stable=True)]
         self.text, self.starts, self.lengths = text, newlines[kept], lengths[kept]
-        self.padded_lengths = ((self.lengths + width - 1) // width * width).clamp(max=longest)
+        self.padded_lengths = bucket_lengths(self.lengths, width).clamp(max=longest)
         self.mean_length = self.padded_lengths.double().mean().item()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[Tensor, int]:
-        """Draw lines of one bucket, which is drawn by how many lines it has: each is equally likely.
-
-        Returns:
-            Which lines, `[count]`, and the bucket's padded length.
-        """
-        padded_length = self.padded_lengths[int(generator.integers(len(self.lengths)))]
-        first, last = (
-            int(torch.searchsorted(self.padded_lengths, padded_length, right=right))
-            for right in (False, True)
-        )
-        return torch.from_numpy(generator.integers(first, last, size=count)), int(padded_length)
+        """Draw lines of one bucket: see ``draw_from_bucket``."""
+        return draw_from_bucket(self.padded_lengths, generator, count)
 
     def padded(self, lines: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of lines, `[lines, length]`, padded with 0 and ``PADDING``."""
@@ -88,7 +105,7 @@ class LineBuckets:
 
 @final
 @dataclass(frozen=True)
-class LinesWorkload(Workload):
+class LinesWorkload(HeldInMemory):
     """The byte transformer on lines of Python's own source: WAGMA's section 5.3 at this size.
 
     Every local batch holds equally many lines of one bucket, which each rank draws for each step: the

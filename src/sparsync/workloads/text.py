@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.base import Workload
+from sparsync.workloads.base import HeldInMemory
 
 __all__ = ["ByteText", "TextWorkload", "standard_library_files"]
 
@@ -117,7 +117,7 @@ class ByteText:
 
 
 @dataclass(frozen=True)
-class TextWorkload(Workload):
+class TextWorkload(HeldInMemory):
     """The text's side of a language model's workload; the model is a subclass's.
 
     Attributes:

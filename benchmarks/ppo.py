@@ -87,16 +87,21 @@ def table(rows: list[dict], args: argparse.Namespace) -> str:
         f"{args.final_episodes} new episodes per rank with the model behind `finish()`; the steps of an "
         "episode, of at most 500 in CartPole. *Time*: of the slowest rank, through `finish()`. A policy "
         "that lives longer takes longer, hence *per step*: that time over the steps that a rank collects "
-        "on average. *Imbalance*: steps of the rank that collects most in an iteration, over the mean. "
+        "on average; *ratio*: of that to the first row's with the same seed, which ran just before or after: "
+        "the machine had other work. *Imbalance*: steps of the rank that collects most in an iteration, over the mean. "
         "Habitat, the paper's task, is out of reach.",
         "",
-        "| algorithm | runs | return | time, s | per step, ms | imbalance | replicas equal |",
-        "|---|---|---|---|---|---|---|",
+        "| algorithm | runs | return | time, s | per step, ms | ratio | imbalance | replicas equal |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    first = {
+        row["seed"]: row["ms_per_step"] for row in rows if row["algorithm"] == rows[0]["algorithm"]
+    }
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         runs = [row for row in rows if row["algorithm"] == algorithm]
         keys = ("return", "seconds", "ms_per_step", "imbalance")
         cells = [_spread([run[key] for run in runs]) for key in keys]
+        cells.insert(3, _spread([run["ms_per_step"] / first[run["seed"]] for run in runs]))
         equal = "yes" if all(run["replicas_equal"] for run in runs) else "NO"
         lines.append(f"| {algorithm} | {len(runs)} | {' | '.join(cells)} | {equal} |")
     return "\n".join(lines) + "\n"

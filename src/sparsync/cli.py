@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench | linear | plan | keys``.
+"""The command line: ``sparsync train | bench | linear | doctor | plan | keys``.
 
 Each command lives in ``sparsync.bench``.
 """
@@ -11,7 +11,7 @@ from typing import cast
 
 import typer
 
-from sparsync.bench import collectives, keys, linear, plan_command, train
+from sparsync.bench import collectives, doctor, keys, linear, plan_command, train
 from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("bench")(collectives.command)
 app.command("linear")(linear.command)
+app.command("doctor")(doctor.command)
 app.command("plan")(plan_command.command)
 app.command("keys")(keys.command)
 

@@ -61,7 +61,6 @@ async def calibrate(
     *,
     seconds: float = 3.0,
     clock: Callable[[], float] | None = None,
-    links_share: float = 0.6,
     probe: Probe = Probe(),  # noqa: B008 (frozen)
     bench: Bench = Bench(),  # noqa: B008 (frozen)
 ) -> Calibration:
@@ -75,7 +74,6 @@ async def calibrate(
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
         seconds: about how long it may take.
         clock: of this rank; None: ``comm.now``.
-        links_share: of the time, for the links; the rest is for the work.
         probe: how the links are probed.
         bench: what is worked on.
 
@@ -87,9 +85,8 @@ async def calibrate(
 
     Example:
         >>> from sparsync.transports.sim import Links, simulate
-        >>> quick = Bench(elements=64, most=1)
         >>> async def program(comm):
-        ...     return await calibrate(comm, bench=quick)
+        ...     return await calibrate(comm, probe=Probe(largest=1 << 16))
         >>> machine = simulate(program, 3, links=Links(alpha=1e-4, beta=1e-8)).results[0].machine
         >>> round(machine.alpha * 1e6, 3), round(machine.beta * 1e9, 3), machine.select
         (100.0, 10.0, 0.0)
@@ -97,8 +94,8 @@ async def calibrate(
     seconds, now = check_timeout(seconds), clock or (lambda: comm.now)
     found: MeasuredLinks | None = None
     if comm.world_size > 1:
-        found = await measure_links(comm, seconds=links_share * seconds, clock=now, probe=probe)
-    left = (1 - links_share) * seconds
+        found = await measure_links(comm, seconds=seconds, clock=now, probe=probe)
+    left = (1 - probe.budget) * seconds
     paces = await measure_work(comm, seconds=left, clock=now, bench=bench)
     machine = replace(Machine(), **{name: pace.seconds for name, pace in paces.items()})
     intervals = {name: pace.interval for name, pace in paces.items()}

@@ -18,7 +18,7 @@ __all__ = ["Interval", "Line", "fit_line", "fit_pace", "fit_with_intervals"]
 Interval = tuple[float, float]
 """Lowest and highest value that the measurement is compatible with."""
 
-_SHORTEST = 1e-12  # seconds; below, a time is no time, and its weight would be no number
+_SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def fit_line(seconds_of: Mapping[int, float]) -> Line:
     """Fit a line through the largest size that deviates least from the others, relatively.
 
     What a large message takes is nearly beta alone and is known best, so it is met exactly; the small
-    ones decide alpha.  Deviations count relatively, since times span orders of magnitude, and as they
-    are, not squared: one size that a buffer or a protocol makes faster or slower pulls no more than
-    any other.  The best such line goes through another of the points, or has alpha or beta zero.
+    ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are not
+    squared: one size that a buffer or a protocol makes faster or slower pulls little.  The line goes
+    through another of the points, or has alpha or beta zero.
 
     Args:
         seconds_of: by message size in bytes; at least two sizes.
@@ -70,8 +70,8 @@ def fit_line(seconds_of: Mapping[int, float]) -> Line:
     betas = [0.0, most / large, *(slope for slope in slopes if 0 <= slope * large <= most)]
 
     def deviation(beta: float) -> float:
-        alpha = most - beta * large
-        return sum(abs(t - alpha - beta * size) / max(t, _SHORTEST) for size, t in others)
+        ratios = [(t + _SHORTEST) / (most - beta * (large - n) + _SHORTEST) for n, t in others]
+        return sum(abs(math.log(ratio)) for ratio in ratios)
 
     beta = min(betas, key=deviation)
     return Line(max(most - beta * large, 0.0), beta)

@@ -22,6 +22,7 @@ __all__ = ["Clock", "Link", "MeasuredLinks", "Probe", "measure_links"]
 
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
+_SHORTEST = 1e-9  # seconds
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Probe:
         shifts: at most so many; all, where there are fewer: then every link is measured.
         pings: per rank, for its clock.
         share: of the time that is left, the first visit of a size may take.
+        budget: of the calibration's time, for the links; the rest is for the ranks' work.
     """
 
     smallest: int = 256
@@ -94,6 +96,7 @@ class Probe:
     shifts: int = 8
     pings: int = 8
     share: float = 0.25
+    budget: float = 0.6
 
     def shifts_of(self, world_size: int) -> list[int]:
         """Return the distances at which ranks exchange, 1 among them, evenly spread.
@@ -113,10 +116,14 @@ async def measure_links(
 
     Sizes grow while they fit the time, as the size before foretells; then they take turns.
 
+    Args:
+        comm: the group.
+        seconds: of the whole calibration; ``probe.budget`` of them are used.
+        clock: of this rank.
+        probe: sizes and numbers.
+
     Raises:
         ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
-
-    Cost: about ``seconds`` of messages.
     """
     return await _Survey(comm, seconds, clock, probe).run()
 
@@ -127,13 +134,14 @@ class _Survey:
     Attributes:
         spent: seconds so far, on the rank that took most.
         costs: seconds of the last visit of each size.
-        times: per size `[P, shifts, rounds, 2]` starts and ends, of every visit.
+        times: per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends.
     """
 
     def __init__(
         self, comm: Communicator, seconds: float, clock: Callable[[], float], probe: Probe
     ) -> None:
-        self.comm, self.seconds, self.clock, self.probe = comm, seconds, clock, probe
+        self.comm, self.clock, self.probe = comm, clock, probe
+        self.seconds = probe.budget * seconds
         self.shifts = probe.shifts_of(comm.world_size)
         self.started, self.spent = clock(), 0.0
         self.costs: dict[int, float] = {}
@@ -142,25 +150,23 @@ class _Survey:
     async def run(self) -> MeasuredLinks:
         """Measure."""
         probe, size = self.probe, self.probe.smallest
-        await self.visit(size)  # opens connections
-        await self.visit(size)
-        turn = 2 * self.pace(size) * (self.comm.world_size - 1)  # of a ping per rank, about
-        fit = int(probe.share * self.seconds / (turn + 1e-9))
-        clocks = await _compare_clocks(self.comm, self.clock, max(1, min(probe.pings, fit)))
-        each, cost, self.times = len(self.shifts) * (probe.rounds + 1), 0.0, {}
+        await self.visit(size, 1)  # the first round opens connections
+        clocks = await self.compare_clocks(self.pace(size))
+        cost, self.times = self.cost(size), {}
         while size <= probe.largest and cost <= self.allowance():
-            await self.visit(size)
-            cost = probe.factor * each * self.pace(size)
+            await self.visit(size, probe.rounds)
+            cost = self.foretell(size)
             size *= probe.factor
         if len(self.times) < 2:
+            needed = (self.spent + 2 * (1 + probe.factor) * cost) / probe.budget
             raise ConfigurationError(
-                f"calibrate: {self.seconds:.2g} s do not suffice for messages of {size} bytes over "
-                f"these links; give them {self.spent + 2 * cost:.2g} s or more"
+                f"calibrate: {self.seconds / probe.budget:.3g} s do not suffice for messages of "
+                f"{size} bytes over these links; give {needed:.2g} s or more"
             )
         for _ in range(probe.visits - 1):
             for size in self.times:
                 if self.spent + self.costs[size] <= self.seconds:
-                    await self.visit(size)
+                    await self.visit(size, probe.rounds)
         times = {size: torch.cat(visits, dim=2) for size, visits in self.times.items()}
         paces = {size: torch.cat([_paces(v) for v in t]) for size, t in self.times.items()}
         line = fit_with_intervals({size: pace.tolist() for size, pace in paces.items()})
@@ -175,9 +181,24 @@ class _Survey:
         """Return what a round of this size takes where nothing but the links holds it up."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
-    async def visit(self, size: int) -> None:
-        """Do some rounds of every shift."""
-        comm, clock, rounds = self.comm, self.clock, self.probe.rounds + 1
+    def cost(self, size: int) -> float:
+        """Return what a visit of a size will take, by its last one."""
+        return len(self.shifts) * (self.probe.rounds + 1) * self.pace(size)
+
+    def foretell(self, size: int) -> float:
+        """Return what a visit of the next size will take, by this one and the one before.
+
+        In proportion to the size, at most; less where a latency was seen.
+        """
+        factor, cost = self.probe.factor, self.cost(size)
+        if size // factor not in self.times:
+            return factor * cost
+        further = factor * (cost - self.cost(size // factor))  # of a line through both
+        return min(factor * cost, max(1.5 * cost, cost + further))
+
+    async def visit(self, size: int, rounds: int) -> None:
+        """Do some rounds of every shift, and one before them that does not count."""
+        comm, clock = self.comm, self.clock
         # no zeros: a tunnel that compresses would look fast
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
         mine = []
@@ -186,19 +207,49 @@ class _Survey:
                 (comm.rank + shift) % comm.world_size,
                 (comm.rank - shift) % comm.world_size,
             )
-            for _ in range(rounds):
+            for _ in range(rounds + 1):
                 start = clock()
                 receiving = comm.irecv(source, size, _PHASE, _CONTROL)
                 sending = comm.isend(payload, dest, _PHASE, _CONTROL)
                 await receiving
+                arrived = clock()
                 await sending
-                mine += [start, clock()]
+                mine += [start, arrived, clock()]
         mine.append(clock() - self.started)
         everyone = torch.stack(await comm.allgather(_numbers(mine), _PHASE))
         spent = float(everyone[:, -1].max())
         self.costs[size], self.spent = spent - self.spent, spent
-        shape = comm.world_size, len(self.shifts), rounds, 2
+        shape = comm.world_size, len(self.shifts), rounds + 1, 3
         self.times.setdefault(size, []).append(everyone[:, :-1].reshape(shape))
+
+    async def compare_clocks(self, pace: float) -> tuple[Clock, ...]:
+        """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips.
+
+        Args:
+            pace: seconds that a message takes, about.
+        """
+        comm, clock, probe = self.comm, self.clock, self.probe
+        fit = int(probe.share * self.seconds / (2 * pace * comm.world_size + _SHORTEST))
+        best = Clock(uncertainty=math.inf) if comm.rank else Clock()
+        for rank in range(1, comm.world_size):
+            for _ in range(max(1, min(probe.pings, fit))):
+                if comm.rank == rank:
+                    start = clock()
+                    receiving = comm.irecv(0, 8, _PHASE, _CONTROL)
+                    await comm.isend(_bytes(start), 0, _PHASE, _CONTROL)
+                    theirs = float((await receiving).clone().view(torch.float64))
+                    end = clock()
+                    if (end - start) / 2 < best.uncertainty:
+                        best = Clock((start + end) / 2 - theirs, (end - start) / 2)
+                elif comm.rank == 0:
+                    await comm.irecv(rank, 8, _PHASE, _CONTROL)
+                    await comm.isend(_bytes(clock()), rank, _PHASE, _CONTROL)
+        gathered = await comm.allgather(_numbers([best.ahead, best.uncertainty]), _PHASE)
+        return tuple(Clock(*pair.tolist()) for pair in gathered)
+
+
+def _bytes(number: float) -> Tensor:
+    return _numbers([number]).view(torch.uint8)
 
 
 def _numbers(values: list[float]) -> Tensor:
@@ -207,30 +258,7 @@ def _numbers(values: list[float]) -> Tensor:
 
 def _paces(times: Tensor) -> Tensor:
     """Return `[shifts * rounds]`: from end to end of rounds, in the middle of the ranks."""
-    return times[..., 1].diff(dim=2).quantile(0.5, dim=0).flatten()
-
-
-async def _compare_clocks(
-    comm: Communicator, clock: Callable[[], float], pings: int
-) -> tuple[Clock, ...]:
-    """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips."""
-    best = Clock(uncertainty=math.inf) if comm.rank else Clock()
-    asked = _numbers([0.0]).view(torch.uint8)
-    for rank in range(1, comm.world_size):
-        for _ in range(pings):
-            if comm.rank == rank:
-                start = clock()
-                receiving = comm.irecv(0, 8, _PHASE, _CONTROL)
-                await comm.isend(asked, 0, _PHASE, _CONTROL)
-                theirs = float((await receiving).clone().view(torch.float64))
-                end = clock()
-                if (end - start) / 2 < best.uncertainty:
-                    best = Clock((start + end) / 2 - theirs, (end - start) / 2)
-            elif comm.rank == 0:
-                await comm.irecv(rank, 8, _PHASE, _CONTROL)
-                await comm.isend(_numbers([clock()]).view(torch.uint8), rank, _PHASE, _CONTROL)
-    gathered = await comm.allgather(_numbers([best.ahead, best.uncertainty]), _PHASE)
-    return tuple(Clock(*pair.tolist()) for pair in gathered)
+    return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()
 
 
 def _each_link(

@@ -17,8 +17,8 @@ __all__ = ["Machine"]
 class Machine:
     """Seconds per unit of everything that an exchange does; measured by calibration, or stated.
 
-    The defaults of the ranks' work are one core's (ours, measured with the native kernels; see
-    ``benchmarks/kernels.md``); those of the links are ``Links``'.
+    The defaults of the ranks' work are one core's (ours, measured with the native kernels by
+    ``sparsync doctor``); those of the links are ``Links``'.
 
     Attributes:
         alpha: latency in seconds per message, what both ends do for it included.
@@ -36,8 +36,8 @@ class Machine:
 
     alpha: float = 50e-6
     beta: float = 8e-9
-    gamma: float = 0.1e-9
-    select: float = 0.5e-9
+    gamma: float = 0.16e-9
+    select: float = 1.1e-9
     encode: float = 3e-9
     decode: float = 6e-9
 

@@ -1,0 +1,163 @@
+"""Calibration in the simulator, where what must come out is known."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from sparsync.bench.doctor_checks import check_links
+from sparsync.collectives.equality import check_equal_parameters
+from sparsync.errors import ConfigurationError, PeerError
+from sparsync.planning.calibrate import calibrate
+from sparsync.planning.links import Probe
+from sparsync.planning.work import Bench
+from sparsync.transports.base import run
+from sparsync.transports.sim import Fault, Links, Pairwise, simulate
+from sparsync.transports.solo import SoloCommunicator
+
+LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)
+BRIEF = Bench(elements=256, most=1)  # where the clock is not virtual
+SMALL = Probe(largest=1 << 16, visits=3)
+
+
+def simulated(ranks, links=LINKS, faults=(), probe=SMALL, **options):
+    async def program(comm):
+        return await calibrate(comm, probe=probe, **options)
+
+    return simulate(program, ranks, links=links, faults=faults)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_it_finds_the_links_of_the_simulator(ranks):
+    results = simulated(ranks).results
+    found = results[0]
+    assert all(other == found for other in results), "equal on all ranks"
+    assert found.machine.alpha == pytest.approx(LINKS.alpha, rel=1e-6)
+    assert found.machine.beta == pytest.approx(LINKS.beta, rel=1e-6)
+    assert found.machine.gamma == pytest.approx(LINKS.gamma, rel=1e-6)
+    assert found.machine.select == found.machine.encode == found.machine.decode == 0
+    pairs = [(link.source, link.dest) for link in found.links]
+    assert pairs == [(s, d) for s in range(ranks) for d in range(ranks) if s != d]
+    for link in found.links:
+        assert link.alpha == pytest.approx(LINKS.alpha, rel=1e-6)
+        assert link.beta == pytest.approx(LINKS.beta, rel=1e-6)
+    assert found.slow_links() == []
+
+
+def test_of_many_ranks_some_links_stand_for_all():
+    found = simulated(12, probe=Probe(largest=1 << 12, visits=2, shifts=3)).results[0]
+    assert len(found.links) == 3 * 12
+    assert found.machine.beta == pytest.approx(LINKS.beta, rel=1e-6)
+
+
+def test_a_noisy_clock_is_averaged_out():
+    async def program(comm):
+        draw = random.Random(comm.rank)
+
+        def late():
+            return comm.now + draw.expovariate(1 / 20e-6)
+
+        return await calibrate(comm, clock=late, bench=BRIEF, probe=Probe(largest=1 << 18))
+
+    found = simulate(program, 5, links=LINKS).results[0]
+    for name in ("alpha", "beta"):
+        value, (low, high) = getattr(found.machine, name), found.intervals[name]
+        assert value == pytest.approx(getattr(LINKS, name), rel=0.1)
+        assert low < value < high
+
+
+def test_ranks_that_stand_still_now_and_then_do_not_count():
+    faults = [Fault(i % 3, 0.01 * i, 0.01 * i + 0.002) for i in range(40)]
+    found = simulated(3, faults=faults).results[0]
+    assert found.machine.alpha == pytest.approx(LINKS.alpha, rel=0.05)
+    assert found.machine.beta == pytest.approx(LINKS.beta, rel=0.05)
+
+
+def test_clocks_that_differ_are_compared_and_do_no_harm():
+    async def program(comm):
+        return await calibrate(
+            comm, clock=lambda: comm.now + 1000.0 * comm.rank, bench=BRIEF, probe=SMALL
+        )
+
+    found = simulate(program, 4, links=LINKS).results[0]
+    for rank, clock in enumerate(found.clocks):
+        assert abs(clock.ahead - 1000.0 * rank) <= clock.uncertainty + 1e-9
+        assert clock.uncertainty <= LINKS.alpha * 1.01
+    assert found.machine.alpha == pytest.approx(LINKS.alpha, rel=1e-3)
+    assert [link.alpha for link in found.links] == pytest.approx([LINKS.alpha] * 12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        (lambda s, d: (s, d) == (3, 1), "the link from rank 3 to rank 1 is 2.0 x slower"),
+        (lambda s, d: s == 2, "all that rank 2 sends is 2.0 x slower"),
+        (lambda s, d: d == 0, "all that rank 0 receives is 2.0 x slower"),
+    ],
+)
+def test_what_is_half_as_fast_is_named(slow, said):
+    usual, half = Links(beta=8e-9), Links(beta=16e-9)
+    found = simulated(5, Pairwise(lambda s, d: half if slow(s, d) else usual)).results[0]
+    notes = [check.what for check in check_links(found, [0.0] * 5) if check.level == "note"]
+    assert len(notes) == 1 and notes[0].startswith(said)
+
+
+@pytest.mark.parametrize("beta", [8e-5, 8e-6, 8e-8])  # 100 kbit/s, 1 Mbit/s, 100 Mbit/s
+def test_slow_links_get_what_fits_the_time(beta):
+    done = simulated(4, Links(alpha=1e-3, beta=beta), seconds=4.0)
+    found = done.results[0]
+    assert done.seconds < 4.0
+    assert len(found.sizes) >= 2 and found.sizes[-1] * beta < 0.3
+    assert found.machine.beta == pytest.approx(beta, rel=1e-6)
+
+
+def test_links_too_slow_for_the_time_are_refused_with_a_time_that_does():
+    slow = Links(alpha=1e-3, beta=8e-3)
+    with pytest.raises(ConfigurationError, match="do not suffice for messages of") as caught:
+        simulated(3, slow, seconds=4.0)
+    enough = float(str(caught.value).split("give ")[1].split(" s or more")[0])
+    assert simulated(3, slow, seconds=enough).results[0].machine.beta == pytest.approx(8e-3)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_time_that_is_none_is_refused(seconds):
+    with pytest.raises(ConfigurationError, match="give seconds > 0"):
+        simulated(2, seconds=seconds)
+
+
+def test_one_rank_has_no_links_but_works():
+    found = run(calibrate(SoloCommunicator(), seconds=0.2, bench=Bench(elements=4096)))
+    assert found.links == () and "alpha" not in found.intervals
+    for name in ("gamma", "select", "encode", "decode"):
+        low, high = found.intervals[name]
+        assert 0 < low <= getattr(found.machine, name) <= high < 1e-3
+
+
+def compare(named_of):
+    async def program(comm):
+        await check_equal_parameters(comm, named_of(comm.rank))
+
+    simulate(program, 4)
+
+
+def test_equal_parameters_pass():
+    compare(lambda rank: [("a", torch.arange(3)), ("b", torch.empty(0)), ("c", torch.tensor(1.0))])
+
+
+@pytest.mark.parametrize(
+    ("named_of", "said"),
+    [
+        (lambda r: [("a", torch.zeros(2)), ("b", torch.tensor([1.0 * (r == 3)]))], "parameter b"),
+        (lambda r: [("a", torch.zeros(2 - (r == 3)))], "parameter a"),
+        (lambda r: [("a", torch.zeros(2).to(torch.int32 if r == 3 else torch.float32))], "parameter a"),
+        (lambda r: [("a", torch.zeros(1))] * (1 if r == 3 else 0), "the names of the parameters"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_and_its_rank_are_named(named_of, said):
+    with pytest.raises(PeerError) as caught:
+        compare(named_of)
+    assert str(caught.value).startswith(f"ranks disagree on {said}: rank ")
+    assert re.search(
+        r"rank 0 has .* but not rank 3;|rank 3 has .* but not ranks 0, 1, 2;", str(caught.value)
+    )

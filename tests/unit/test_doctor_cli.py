@@ -1,0 +1,213 @@
+"""``sparsync doctor`` before and after its ranks: arguments, judgements, the page, the JSON."""
+
+import dataclasses
+import json
+
+import pytest
+import typer
+
+from sparsync.bench import doctor
+from sparsync.bench.doctor_checks import Check, check_facts, check_links
+from sparsync.bench.doctor_facts import gather_facts, local_facts
+from sparsync.bench.doctor_page import Examination, as_json, sentence
+from sparsync.cli import exit_code
+from sparsync.errors import PeerError
+from sparsync.planning.calibrate import Calibration
+from sparsync.planning.links import Clock, Link
+from sparsync.planning.machine import Machine
+from sparsync.transports.sim import simulate
+
+MACHINE = Machine(alpha=90e-6, beta=8.5e-9)
+FACTS = dataclasses.replace(
+    local_facts("zmq"),
+    torch="2.9.0",
+    kernels="avx2",
+    built=True,
+    cores=4,
+    threads=1,
+    openmp=1,
+    backends={"torch.distributed gloo": "", "torch.distributed nccl": ""},
+    loopback=False,
+)
+
+
+def calibration(beta_of=lambda source, dest: 8.5e-9, ahead=0.0):
+    pairs = [(s, d) for s in range(4) for d in range(4) if s != d]
+    numbers = MACHINE.as_dict()
+    return Calibration(
+        MACHINE,
+        {name: (0.9 * value, 1.1 * value) for name, value in numbers.items()},
+        tuple(Link(s, d, 90e-6, beta_of(s, d)) for s, d in pairs),
+        (Clock(), *(Clock(ahead, 1e-5) for _ in range(3))),
+        (256, 1024),
+    )
+
+
+def examination(*checks):
+    return Examination("zmq", "1gbit", (FACTS,) * 4, calibration(), checks)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run the command with what its ranks are to have found; None: they must not be started."""
+    app = typer.Typer()
+    app.command()(doctor.command)
+
+    def run(*arguments, found=None):
+        def launch(*_args, **_options):
+            assert found is not None, "ranks were started"
+            return found
+
+        monkeypatch.setattr(doctor, "launch", launch)
+        code = exit_code(lambda: app(list(arguments), standalone_mode=False))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--seconds", "0"], "seconds is 0; give some > 0 and at most --timeout, 60"),
+        (["--seconds", "61"], "seconds is 61; give some > 0 and at most --timeout, 60"),
+        (["--seconds", "nan"], "seconds is nan; give some > 0"),
+        (["--timeout", "1e9"], "timeout is 1000000000.0; give seconds > 0"),
+        (["--transport", "sim"], "--transport sim has no links to measure; choose auto, torch"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose one of auto, torch"),
+        (["--lab", "fast"], "rate 'fast'"),
+        (["--lab", "1gbit", "--transport", "mpi"], "do not go together"),
+        (["--json", "."], "cannot write to '.'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, said):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+
+
+def test_the_page_says_what_was_found_and_what_it_means(command):
+    code, out, err = command(found=examination(Check("ok", "all well")))
+    assert (code, err) == (0, "")
+    shown = " ".join(out.split())
+    for said in (
+        "torch 2.9.0",
+        "4 rank(s) on 1 machine(s), zmq over links of 1gbit",
+        "latency 90 us 81 us, 99 us",
+        "bandwidth, both ways 941 Mbit/s 856 Mbit/s, 1.05 Gbit/s",
+        "ok all well",
+    ):
+        assert said in shown, said
+
+
+def test_what_it_means():
+    # 2 n (P - 1) / P words of 8.5 ns per byte are 0.751 s, 4 latencies 0.36 ms, the sums 4.4 ms
+    said = sentence(examination())
+    assert said.startswith("4 ranks at 941 Mbit/s, 90 us: a dense allreduce of 14.7 M parameters")
+    assert "would take about 756 ms. " in said
+
+
+def test_what_is_bad_comes_first_and_ends_with_1(command):
+    found = examination(Check("ok", "fine"), Check("note", "hm"), Check("bad", "wrong", "right it"))
+    code, out, _ = command(found=found)
+    shown = " ".join(out.split())
+    assert code == 1 and "bad wrong: right it note hm ok fine" in shown
+
+
+def test_the_json_is_a_machine_for_the_planner(command, tmp_path):
+    path = tmp_path / "new" / "machine.json"
+    found = examination(Check("ok", "fine"))
+    assert command("--json", str(path), found=found)[0] == 0
+    text = path.read_text()
+    assert Machine.from_json(text) == MACHINE
+    read = json.loads(text)
+    assert read == json.loads(json.dumps(as_json(found)))
+    assert set(read) >= {"machine", "intervals", "links", "checks", "versions"}
+    assert read["versions"] == {
+        "sparsync": FACTS.sparsync,
+        "torch": "2.9.0",
+        "python": FACTS.python,
+    }
+    assert len(read["links"]) == 12 and read["intervals"]["beta"] == [0.9 * 8.5e-9, 1.1 * 8.5e-9]
+
+
+def test_no_host_is_named_unless_asked_for():
+    assert local_facts("zmq").host is None
+    assert local_facts("zmq", hosts=True).host
+
+
+def changed(**of_rank_2):
+    return [FACTS, FACTS, dataclasses.replace(FACTS, **of_rank_2), FACTS]
+
+
+@pytest.mark.parametrize(
+    ("everyone", "level", "said"),
+    [
+        (changed(torch="2.8.0"), "bad", "torch differs: 2.9.0, but 2.8.0 on rank 2"),
+        (changed(python="3.10.1"), "note", "but 3.10.1 on rank 2"),
+        (changed(kernels="plain"), "note", "native kernels differs: avx2, but plain on rank 2"),
+        (changed(kernels="torch"), "note", "rank 2 without native kernels: selection is slow"),
+        ([dataclasses.replace(FACTS, torch="2.6.1")], "bad", "torch 2.6.1"),
+        ([dataclasses.replace(FACTS, backends={})], "bad", "torch has no gloo"),
+        ([dataclasses.replace(FACTS, threads=2)] * 4, "bad", "4 rank(s) with 2 thread(s)"),
+        ([FACTS] * 5, "note", "5 rank(s) with 1 thread(s) each on 4 core(s)"),
+        (changed(openmp=2), "note", "2 OpenMP runtimes in rank 2"),
+        (changed(machine="other", loopback=True), "bad", "gloo of rank 2 listens on loopback"),
+        (
+            [
+                dataclasses.replace(FACTS, mpi="Open MPI v5.0", machine=str(rank))
+                for rank in range(2)
+            ],
+            "note",
+            "Open MPI reached",
+        ),
+        (
+            [
+                dataclasses.replace(FACTS, mpi="MPICH Version: 5.0.2", network=str(rank))
+                for rank in range(2)
+            ],
+            "note",
+            "MPICH may pass containers' network by",
+        ),
+        ([dataclasses.replace(FACTS, backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
+    ],
+)
+def test_what_is_known_to_go_wrong_is_said(everyone, level, said):
+    checks = check_facts(everyone)
+    assert any(check.level == level and said in check.what and check.advice for check in checks)
+    assert not any(said in check.what for check in check_facts([FACTS] * 4))
+
+
+def test_a_sound_group_gets_nothing_bad():
+    levels = [check.level for check in check_facts([FACTS] * 4)]
+    assert "bad" not in levels and levels.count("note") == 1  # torch.compile's
+
+
+def test_links_and_clocks_are_judged():
+    assert [c.level for c in check_links(calibration(), [0.0] * 4)] == ["ok", "ok"]
+    slow = check_links(calibration(lambda s, d: 8.5e-9 * (3 if (s, d) == (1, 2) else 1)), [0.0] * 4)
+    assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
+    off = check_links(calibration(ahead=2.5), [0.0] * 4)[-1]
+    assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
+    # another steady clock, the same wall clock: machines that started at different times
+    assert check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5])[-1].level == "ok"
+
+
+def test_ranks_of_different_versions_end_with_a_clear_error():
+    async def program(comm):
+        version = "0.2.0" if comm.rank == 1 else "0.1.0"
+        return await gather_facts(comm, dataclasses.replace(FACTS, sparsync=version))
+
+    with pytest.raises(PeerError) as caught:
+        simulate(program, 3)
+    assert str(caught.value) == (
+        "ranks run different versions of sparsync: 0.1.0 on ranks 0, 2; 0.2.0 on rank 1; "
+        "install the same everywhere"
+    )
+
+
+def test_facts_arrive_as_they_were_sent():
+    async def program(comm):
+        return await gather_facts(comm, dataclasses.replace(FACTS, host="h" * comm.rank))
+
+    assert [facts.host for facts in simulate(program, 3).results[1]] == ["", "h", "hh"]

@@ -1,0 +1,96 @@
+"""Fits: exact on lines, unmoved by what is off, and honest about how sure they are."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.errors import ConfigurationError
+from sparsync.planning.fitting import fit_line, fit_pace, fit_with_intervals
+
+SIZES = [256 * 4**i for i in range(8)]
+
+
+@given(alpha=st.floats(0, 1), beta=st.floats(1e-12, 1e-3), count=st.integers(2, 8))
+def test_a_line_comes_out_as_it_is(alpha, beta, count):
+    line = fit_line({size: alpha + beta * size for size in SIZES[:count]})
+    at_large = alpha + beta * SIZES[count - 1]
+    assert line.alpha == pytest.approx(alpha, abs=1e-9 * at_large)
+    assert line.beta == pytest.approx(beta, rel=1e-6, abs=1e-9 * at_large / SIZES[count - 1])
+    assert line.alpha >= 0 and line.beta >= 0
+
+
+def seconds(size):
+    return 50e-6 + 8e-9 * size
+
+
+def test_one_size_that_is_off_moves_nothing():
+    for off in SIZES[:-1]:
+        for factor in (0.1, 10.0):
+            times = {size: seconds(size) * (factor if size == off else 1) for size in SIZES}
+            line = fit_line(times)
+            assert line.alpha == pytest.approx(50e-6, rel=1e-6)
+            assert line.beta == pytest.approx(8e-9, rel=1e-6)
+
+
+def test_a_bucket_that_hides_the_wire_of_small_messages_leaves_the_bandwidth():
+    line = fit_line({size: max(100e-6, 8e-9 * (size - 50_000)) for size in SIZES})
+    assert line.beta == pytest.approx(8e-9, rel=0.02)
+    assert line.alpha <= 100e-6
+
+
+@pytest.mark.parametrize(
+    ("times", "alpha", "beta"),
+    [
+        ({100: 0.0, 200: 0.0}, 0.0, 0.0),
+        ({100: 3.0, 200: 1.0}, 1.0, 0.0),  # faster when larger: all latency
+        ({100: 1.0, 200: 9.0}, 0.0, 0.045),  # steeper than its origin: all bandwidth
+    ],
+)
+def test_neither_is_ever_negative(times, alpha, beta):
+    line = fit_line(times)
+    assert (line.alpha, line.beta) == (pytest.approx(alpha), pytest.approx(beta))
+
+
+@pytest.mark.parametrize("times", [{}, {256: 1.0}])
+def test_a_line_needs_two_sizes(times):
+    with pytest.raises(ConfigurationError, match="need two or more"):
+        fit_line(times)
+
+
+def noisy(draw, count):
+    """Times that are never shorter, often a little and sometimes much longer."""
+    return {
+        size: [
+            seconds(size) * (1 + draw.expovariate(20)) * (10 if draw.random() < 0.1 else 1)
+            for _ in range(count)
+        ]
+        for size in SIZES
+    }
+
+
+def test_intervals_hold_the_truth_and_narrow():
+    draw = random.Random(1)
+    few, many = (fit_with_intervals(noisy(draw, count)) for count in (8, 128))
+    for line in (few, many):
+        assert line.alpha == pytest.approx(50e-6, rel=0.15)
+        assert line.beta == pytest.approx(8e-9, rel=0.15)
+        assert line.alpha_interval[0] <= line.alpha <= line.alpha_interval[1]
+        assert line.beta_interval[0] <= line.beta <= line.beta_interval[1]
+    width_of_few, width_of_many = (
+        line.beta_interval[1] - line.beta_interval[0] for line in (few, many)
+    )
+    assert 0 < width_of_many < width_of_few
+
+
+def test_the_same_samples_give_the_same_intervals():
+    samples = noisy(random.Random(2), 9)
+    assert fit_with_intervals(samples) == fit_with_intervals(samples)
+
+
+def test_a_pace_counts_the_waits_that_a_median_would_not_see():
+    batches = [(1.0, 10)] * 6 + [(10.0, 10)] * 2
+    pace, (low, high) = fit_pace(batches)
+    assert pace == pytest.approx(0.325)
+    assert 0.1 <= low < pace < high <= 1.0

@@ -10,54 +10,18 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from sparsync import kernels
 from sparsync.collectives.density import expected_union
-from sparsync.workloads.byte_transformer import ByteTransformer
-from sparsync.workloads.text import ByteText
+from sparsync.reproduce.sparcml_fill_in import gradients, union_densities
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1)
 TRAINED = {"at the start": 0, "after 200 steps": 200}
 BATCH = 8  # windows per rank
 WIDTH_INCHES, HEIGHT_INCHES = 9.0, 3.9
-
-
-def gradients(steps: int, ranks: int) -> list[Tensor]:
-    """Return one flat gradient per rank of a model that was trained for so many steps."""
-    text, model = ByteText.of_standard_library(), ByteTransformer(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def backward(step: int, rank: int) -> None:
-        tokens, targets = text.batch(seed=0, step=step, rank=rank, batch_size=BATCH)
-        optimizer.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-
-    for step in range(steps):
-        backward(step, 0)
-        optimizer.step()
-    flat = []
-    for rank in range(ranks):
-        backward(steps, rank)
-        flat.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    return flat
-
-
-def union_densities(flat: Sequence[Tensor], density: float) -> dict[int, float]:
-    """Return the density of the sum over the first P ranks, for every P."""
-    size = flat[0].numel()
-    hit, found = torch.zeros(size, dtype=torch.bool), {}
-    for number, gradient in enumerate(flat, start=1):
-        hit[kernels.top(gradient, round(density * size))] = True
-        if number in RANKS:
-            found[number] = int(hit.sum()) / size
-    return found
 
 
 def table(measured: dict[float, dict[int, float]], size: int) -> str:
@@ -112,10 +76,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     arguments = parser.parse_args()
     measured, size = {}, 0
-    for title, steps in TRAINED.items():
-        flat = gradients(steps, max(RANKS))
+    stages = gradients(list(TRAINED.values()), max(RANKS), batch_size=BATCH)
+    for title, flat in zip(TRAINED, stages, strict=True):
         size = flat[0].numel()
-        measured[title] = {density: union_densities(flat, density) for density in DENSITIES}
+        measured[title] = {density: union_densities(flat, density, RANKS) for density in DENSITIES}
     picture(measured, size, arguments.out.with_suffix(".png"))
     tables = "\n\n".join(f"## Model {t}\n\n{table(rows, size)}" for t, rows in measured.items())
     arguments.out.write_text(

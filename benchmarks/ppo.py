@@ -87,9 +87,9 @@ def table(rows: list[dict], args: argparse.Namespace) -> str:
         f"{args.final_episodes} new episodes per rank with the model behind `finish()`; the steps of an "
         "episode, of at most 500 in CartPole. *Time*: of the slowest rank, through `finish()`. A policy "
         "that lives longer takes longer, hence *per step*: that time over the steps that a rank collects "
-        "on average; *ratio*: of that to the first row's with the same seed, which ran just before or after: "
-        "the machine had other work. *Imbalance*: steps of the rank that collects most in an iteration, over the mean. "
-        "Habitat, the paper's task, is out of reach.",
+        "on average; *ratio*: of that to the first row's with the same seed, which ran just before or "
+        "after: the machine had other work. *Imbalance*: steps of the rank that collects most in an "
+        "iteration, over the mean. Habitat, the paper's task, is out of reach.",
         "",
         "| algorithm | runs | return | time, s | per step, ms | ratio | imbalance | replicas equal |",
         "|---|---|---|---|---|---|---|---|",

@@ -2,185 +2,33 @@
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 
-The real collectives exchange real messages of the models' layers on the simulator; its clock charges
-the network and, by the constants of ``Machine`` and ``Kernels``, what a GPU does before and after.
+Simulated by ``sparsync.reproduce.redsync_phases``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
-from sparsync.collectives import Allgather, Budgeted
-from sparsync.collectives.base import Collective
 from sparsync.planning.redsync_costs import SelectionTimes
-from sparsync.selection.by_size import BySize
-from sparsync.sparse import SparseVector
-from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync.wire.sign_mean import SignMean
-
-RANKS = (2, 4, 8, 16, 32, 64, 128)
-STAGES = ("select", "mask", "pack", "communicate", "unpack")
-DENSITY = 0.001
-WORD_BYTES = 4
-SHRINK = 16  # layers and bandwidths are divided by it: the same seconds, in less memory
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A node of Piz Daint.
-
-    Attributes:
-        alpha: seconds per message.  Ours: what MPI takes on Aries.
-        beta: seconds per byte: 1.5 GB/s between GPU memories (section 6.1, Figure 5).
-        launch: seconds per kernel.  Ours: launched one by one from Python.
-        memory: seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet).
-        scattered: passes per byte of a message that is added at its indices: every 4 bytes of it
-            read and write a sector of 32.
-    """
-
-    alpha: float = 1.5e-6
-    beta: float = 1 / 1.5e9
-    launch: float = 10e-6
-    memory: float = 1 / 550e9
-    scattered: float = 16.0
-
-
-class Kernels(NamedTuple):
-    """What a stage does to one layer: kernels started, and how often its bytes pass through memory."""
-
-    launches: float
-    passes: float
-
-    def __str__(self) -> str:
-        return f"kernels: {self.launches:g}, passes: {self.passes:g}"
-
-
-# Algorithm 4: U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
-MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
-MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
-PACK = Kernels(2, 0)  # the values; then count, indices and values in one message
-CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model by the sizes of its parameter tensors, in registration order, and how they are masked."""
-
-    name: str
-    sizes: tuple[int, ...]
-    mask: Kernels
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A way to exchange, and how many kernels add what came in: a function of layers and ranks."""
-
-    name: str
-    collective: Collective
-    unpacking: Callable[[int, int], int]
-
-
-PLAIN = Scheme("RGC", Allgather(), lambda layers, ranks: layers * ranks)
-QUANTISED = Scheme("quantised RGC", Allgather(SignMean()), lambda layers, ranks: layers * ranks)
-SCHEMES = (
-    PLAIN,
-    QUANTISED,
-    Scheme("RGC, one kernel per message", Allgather(), lambda layers, ranks: ranks),
-    # one kernel per message of either phase; then the total, layer by layer
-    Scheme("budgeted", Budgeted(), lambda layers, ranks: 2 * ranks + layers),
+from sparsync.reproduce.redsync_phases import (
+    CLEAR,
+    DENSITY,
+    MASK,
+    MOMENTUM_MASK,
+    PACK,
+    QUANTISED_RGC,
+    RGC,
+    SCHEMES,
+    SHRINK,
+    STAGES,
+    Machine,
+    lstm,
+    phases,
+    resnet50,
 )
 
-
-def resnet50(classes: int = 1000) -> Model:
-    """Return ResNet-50: 161 tensors, 25,557,032 elements (1,001 classes: 25,559,081)."""
-    sizes, channels = [64 * 3 * 7 * 7, 64, 64], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions = (width * channels, 9 * width * width, width * 4 * width)
-            for size, out in zip(convolutions, (width, width, 4 * width), strict=True):
-                sizes += [size, out, out]  # and its batch norm
-            if block == 0:
-                sizes += [4 * width * channels, 4 * width, 4 * width]
-            channels = 4 * width
-    return Model("ResNet-50", (*sizes, channels * classes, classes), MOMENTUM_MASK)
-
-
-def lstm(hidden: int = 1500, vocabulary: int = 10_000) -> Model:
-    """Return the 2-layer language model of section 6.2: weights not tied, SGD without momentum."""
-    layer, words = 2 * (4 * hidden * hidden,) + 2 * (4 * hidden,), vocabulary * hidden
-    return Model("LSTM 2 x 1500", (words, *layer, *layer, words, vocabulary), MASK)
-
-
-def phases(model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK) -> dict[str, float]:
-    """Return the virtual seconds of every stage of one step, on the mean of the ranks.
-
-    Nothing overlaps.  Layers below 128 KB go dense, in one allreduce; the others of a model in one
-    message, the output layer apart and plain where the scheme quantises (section 5.2.3).
-
-    Args:
-        model: the layers.
-        scheme: what is exchanged, and how.
-        ranks: number of virtual ranks.
-        shrink: elements of the model per element of the simulation.
-    """
-    machine, times, method = Machine(), SelectionTimes(), BySize().method
-    sizes = [n for n in model.sizes if method(WORD_BYTES * n) != "dense"]
-    small = sum(model.sizes) - sum(sizes)
-    groups = [(scheme, sizes)]
-    if scheme is QUANTISED:
-        groups = [(scheme, sizes[:-1]), (PLAIN, sizes[-1:])]
-
-    def select(n: int, exchanging: Scheme) -> float:
-        searching = times.search if exchanging is QUANTISED else times.searched
-        trimmed = method(WORD_BYTES * n) == "trimmed"
-        return (times.trimmed if trimmed else searching).seconds(WORD_BYTES * n)
-
-    def seconds(kernels: Kernels, n: int) -> float:
-        return machine.launch * kernels.launches + machine.memory * kernels.passes * WORD_BYTES * n
-
-    async def program(comm: SimCommunicator) -> None:
-        generator = torch.Generator().manual_seed(comm.rank)
-        for exchanging, group in groups:
-            with comm.stage("select"):
-                await comm.compute(sum(select(n, exchanging) for n in group))
-            with comm.stage("mask"):
-                await comm.compute(sum(seconds(model.mask, n) for n in group))
-            with comm.stage("pack"):
-                await comm.compute(sum(seconds(PACK, n) for n in group))
-            widths = [-(-n // shrink) for n in group]
-            mine = selected(widths, generator)
-            with comm.stage("communicate"):  # and what the collective books itself as unpacking
-                collective = exchanging.collective.for_layers(widths)
-                await collective.reduce(comm, mine, mine.nnz, step=0)
-            with comm.stage("unpack"):
-                await comm.compute(sum(seconds(CLEAR, n) for n in group))
-                await comm.compute(machine.launch * exchanging.unpacking(len(group), ranks))
-        with comm.stage("communicate"):
-            await comm.allreduce(torch.zeros(small // shrink), "dense")
-
-    links = Links(machine.alpha, machine.beta * shrink, machine.memory * machine.scattered * shrink)
-    ledgers = simulate(program, ranks, links=links).ledgers
-    return {stage: sum(t.stages[stage] for t in ledgers) / ranks for stage in STAGES}
-
-
-def selected(widths: Sequence[int], generator: torch.Generator) -> SparseVector:
-    """Return k of n entries of every layer, one at a random place in each of k equal stretches."""
-    indices, start = [], 0
-    for width in widths:
-        k = max(1, round(DENSITY * width))
-        places = (torch.arange(k) + torch.rand(k, generator=generator)) * (width / k)
-        indices.append(start + places.long().clamp(max=width - 1))
-        start += width
-    chosen = torch.cat(indices)
-    return SparseVector(chosen, torch.ones(chosen.numel()), start)
-
-
+RANKS = (2, 4, 8, 16, 32, 64, 128)
 Measured = dict[str, dict[int, dict[str, float]]]  # seconds by scheme, ranks and stage
 
 
@@ -207,7 +55,7 @@ def picture(measured: dict[str, Measured], path: Path) -> None:
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.subplots(len(measured), 2, squeeze=False, width_ratios=(1.3, 1))
     for (shares, seconds), (model, schemes) in zip(axes, measured.items(), strict=True):
-        for shift, scheme in ((-0.2, PLAIN), (0.2, QUANTISED)):
+        for shift, scheme in ((-0.2, RGC), (0.2, QUANTISED_RGC)):
             for at, row in enumerate(schemes[scheme.name].values()):
                 start = 0.0
                 for stage, shade in zip(STAGES, SHADES, strict=True):

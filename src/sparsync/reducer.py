@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.correction import Clipper, Correction, Velocity
 from sparsync.errors import NonFiniteGradientError
-from sparsync.kernels import Found
+from sparsync.monitoring import Monitor, XiProbe
 from sparsync.presets import Algorithm, dense
 from sparsync.residual import Residual
 from sparsync.selection import shares
@@ -31,7 +31,7 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.transports.flight import together
 from sparsync.units import Unit
-from sparsync.warmup import Warmup
+from sparsync.warmup import AdaptiveDensity, Warmup
 
 __all__ = ["Reducer"]
 
@@ -44,9 +44,10 @@ class Reducer:
         comm: the group.
         units: what is selected and exchanged together; equal on all ranks.
         algorithm: which selector and which collective.
-        density: k / n of every unit, in (0, 1].
+        density: k / n of every unit, in (0, 1], or what adapts it to the progress of training.
         warmup: the first steps, in which more is exchanged; default none.
         correction: momentum, decay and clipping, done before gradients are accumulated.
+        xi_period: steps between measurements of Assumption 1's xi; default: never, or as needed.
 
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     """
@@ -56,12 +57,18 @@ class Reducer:
         comm: Communicator,
         units: Sequence[Unit],
         algorithm: Algorithm,
-        density: float,
+        density: float | AdaptiveDensity,
         warmup: Warmup | None = None,
         correction: Correction | None = None,
+        xi_period: int | None = None,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
-        self.density, self.warmup = density, warmup or Warmup()
+        self.adaptive = density if isinstance(density, AdaptiveDensity) else None
+        self.density = density.at_equal if isinstance(density, AdaptiveDensity) else density
+        self.warmup = warmup or Warmup()
+        dense_steps = 0 if self.warmup.densities else self.warmup.steps
+        period = self.adaptive.period if xi_period is None and self.adaptive else xi_period
+        self.monitor = Monitor(XiProbe(period, self.units, start=dense_steps), comm)
         self.correction = correction or Correction()
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
@@ -72,7 +79,7 @@ class Reducer:
         ]
         self.clipper = Clipper(self.correction, comm.world_size)
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
-        self.shares = shares.SharesState(tuple(u.entries(density) for u in units))
+        self.shares = shares.SharesState(tuple(u.entries(self.density) for u in units))
         parts = [algorithm.for_unit(unit) for unit in units]
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
@@ -94,6 +101,7 @@ class Reducer:
             gradient = gradient.to(residual.accumulated.dtype)
             self.clipper.clip_(gradient)
             self.velocities[unit].correct_(start, gradient, weights)
+            self.monitor.accumulate(self.step, unit, start, gradient)
             residual.accumulate(start, gradient, self._watch(unit))
 
     async def exchange(self, unit: int) -> None:
@@ -105,13 +113,18 @@ class Reducer:
             dtype = residual.accumulated.dtype
             found = within(candidates, selector.watch(k, self.step, dtype))
             selected = selector.select(residual.accumulated, k, self.step, found)
-            self._count(unit, candidates, selected)
+            self.monitor.selected[unit] = selected
+            if unit in self._sharing and not isinstance(selected, DenseVector):
+                self._histograms[unit] = shares.wishes(
+                    self.shares, residual.accumulated, candidates, selected
+                )
         channel = self.comm.channel(unit)
         with self.comm.stage("communicate"):
             self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
 
     async def share(self) -> None:
-        """Agree on the next step's shares of the global k: once all units were selected from."""
+        """Sum what xi needs; agree on the next step's shares of k: once all units were selected from."""
+        await self.monitor.share(self.step, [residual.accumulated for residual in self.residuals])
         sharing = self._sharing
         if not sharing or len(self._histograms) < len(sharing):
             return
@@ -150,13 +163,17 @@ class Reducer:
             wanted = [torch.full_like(r.accumulated, torch.nan) for r in self.residuals]
             self.skip()
             return [DenseVector(values) for values in wanted]
+        measured = self.monitor.measure(self.step, reduced, self.quotas)
         averages = [self._average_(result.total) for result in reduced]
         for unit, result in enumerate(reduced):
             self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             self.velocities[unit].retain(result.delivered)
         self.clipper.commit()
         self.lost = [result.lost for result in reduced if result.lost is not None]
+        self.monitor.record(self.step, reduced, self.residuals, self.quotas, measured)
         self.shares = self._next_shares
+        if self.adaptive and measured:
+            self._resize(self.adaptive.next(self.density, measured, self.comm.world_size))
         self.settle()
         self._close_step()
         return averages
@@ -180,6 +197,7 @@ class Reducer:
         self.refuse()
         self.skipped += 1
         self.lost = []  # nothing was applied
+        self.monitor.record(self.step, [], self.residuals, self.quotas)
         self._close_step()
 
     async def reduce(
@@ -203,9 +221,12 @@ class Reducer:
 
     def _parts(self, unit: int) -> tuple[Selector, Collective]:
         """Return the selector and the collective of the open step."""
-        if self.units[unit].dense or self.warmup.density(self.step, self.density) is None:
+        if self.units[unit].dense or self._density is None:
             return self._dense.make_selector(), self._dense.make_collective()
-        return self.selectors[unit], self.collectives[unit]
+        collective = self.collectives[unit]
+        if collective.whole:
+            return self._dense.make_selector(), collective
+        return self.selectors[unit], collective
 
     def _watch(self, unit: int) -> Watch | None:
         """Return what to collect while accumulating: for the selector, and for the shares."""
@@ -218,18 +239,6 @@ class Reducer:
         if mine is None or common is None:
             return mine or common
         return Watch(min(mine.key, common.key), max(mine.limit, common.limit))
-
-    def _count(self, unit: int, candidates: Found | None, selected: Vector) -> None:
-        """Note what this unit would have liked to select, for the next step's shares."""
-        if unit not in self._sharing or isinstance(selected, DenseVector):
-            return
-        accumulated = self.residuals[unit].accumulated
-        if self.shares.key is None:
-            counted = shares.first_candidates(accumulated, selected)
-        else:
-            counted = candidates or selected
-        at = shares.edges(self.shares.key, accumulated.dtype)
-        self._histograms[unit] = shares.histogram(counted, at)
 
     def _average_(self, total: Vector) -> Vector:
         """``average = total / world_size``, in place: the total is not needed any more."""
@@ -246,18 +255,21 @@ class Reducer:
         return None
 
     @property
+    def _density(self) -> float | None:
+        """Density of the open step; None: dense."""
+        return self.warmup.density(self.step, self.density)
+
+    @property
     def quotas(self) -> tuple[int, ...]:
         """K of every unit in the open step."""
-        density = self.warmup.density(self.step, self.density)
-        if density in (None, self.density):
+        if self._density in (None, self.density):
             return self.shares.quotas
-        return tuple(unit.entries(density) for unit in self.units)
+        return tuple(unit.entries(self._density) for unit in self.units)
 
     @property
     def _sharing(self) -> Sequence[int]:
         """The units that divide the open step's global k; none while the warm-up has its own k."""
-        density = self.warmup.density(self.step, self.density)
-        return self._equals if density in (None, self.density) else []
+        return self._equals if self._density in (None, self.density) else []
 
     @functools.cached_property
     def _equals(self) -> Sequence[int]:
@@ -270,6 +282,13 @@ class Reducer:
         """Make the present thresholds and boundaries those that ``refuse`` returns to."""
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self._next_shares = self.shares
+
+    def _resize(self, density: float) -> None:
+        """Set the density of the next steps, alike on all ranks."""
+        self.density = density
+        entries = [unit.entries(density) for unit in self.units]
+        sizes = [unit.size for unit in self.units]
+        self.shares = shares.resized(self.shares, self._equals, entries, sizes)
 
     def _close_step(self) -> None:
         self._reduced.clear()

@@ -42,6 +42,7 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "momentum": reducer.correction.momentum,
         "step": reducer.step,
         "skipped": reducer.skipped,
+        "density": reducer.density,
         "quotas": list(reducer.shares.quotas),
         "quota_key": reducer.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
@@ -92,8 +93,9 @@ async def restore_reducer(reducer: Reducer, state: Mapping[str, Any]) -> None:
             f"{len(parts)}; load a state that state_dict() returned"
         )
     states = [part.parsed_state(saved) for part, saved in zip(parts, saved_parts, strict=True)]
-    shares = _saved_shares(state, reducer)
-    shared = [step, shares, *states[len(reducer.selectors) :]]
+    density = _saved_density(state, reducer)
+    shares = _saved_shares(state, reducer, density)
+    shared = [step, density, shares, *states[len(reducer.selectors) :]]
     await agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared})
     for (_, kept, moving), (residual, velocity) in zip(_pairs(reducer), pieces, strict=True):
         kept.load(residual)
@@ -102,7 +104,8 @@ async def restore_reducer(reducer: Reducer, state: Mapping[str, Any]) -> None:
     reducer.clipper.previous = previous
     for part, parsed in zip(parts, states, strict=True):
         part.state = parsed
-    reducer.step, reducer.skipped, reducer.shares = step, skipped, shares
+    reducer.step, reducer.skipped = step, skipped
+    reducer.density, reducer.shares = density, shares
     reducer.settle()
 
 
@@ -126,7 +129,20 @@ def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> T
     return torch.cat([piece.to(kept.accumulated) for piece in pieces])
 
 
-def _saved_shares(state: Mapping[str, Any], reducer: Reducer) -> SharesState:
+def _saved_density(state: Mapping[str, Any], reducer: Reducer) -> float:
+    """Return the density, which only an adaptive run has changed."""
+    rule, value = reducer.adaptive, state.get("density")
+    if rule is None:
+        return reducer.density
+    if not isinstance(value, float) or not rule.low <= value <= rule.high:
+        raise ConfigurationError(
+            f"the saved state has density {_brief(value)}, expected one from {rule.low} to "
+            f"{rule.high}; load it with the density that it was saved with"
+        )
+    return value
+
+
+def _saved_shares(state: Mapping[str, Any], reducer: Reducer, density: float) -> SharesState:
     value, key = state.get("quotas"), state.get("quota_key")
     sizes = [unit.size for unit in reducer.units]
     if (
@@ -139,7 +155,7 @@ def _saved_shares(state: Mapping[str, Any], reducer: Reducer) -> SharesState:
             f"the saved state has quotas {_brief(value)} and quota_key {_brief(key)}, expected a "
             "number of entries per unit and a number or None"
         )
-    expected = sum(unit.entries(reducer.density) for unit in reducer.units)
+    expected = sum(unit.entries(density) for unit in reducer.units)
     if sum(value) != expected:
         raise ConfigurationError(
             f"the saved state selects {sum(value)} entries per step, this run {expected}; "

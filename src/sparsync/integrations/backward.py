@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -13,7 +13,14 @@ from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, Vector
 from sparsync.units import Slot, Unit
 
-__all__ = ["Round", "call_after_backward", "deliver_to_unused_", "write_"]
+__all__ = [
+    "Round",
+    "call_after_backward",
+    "check_complete",
+    "deliver_to_unused_",
+    "find",
+    "write_",
+]
 
 
 class Round:
@@ -39,6 +46,35 @@ class Round:
         """Zero the gradients of a refused step: what undid it lies in them, or local gradients."""
         for _, buffer in self.buckets:
             buffer.zero_()
+
+
+def find(place: Mapping[Tensor, tuple[int, Slot]], parameter: Tensor) -> tuple[int, Slot]:
+    """Return the unit of a parameter, and where it lies there.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if parameter not in place:
+        raise ConfigurationError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
+            "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
+        )
+    return place[parameter]
+
+
+def check_complete(units: Sequence[Unit], this: Round) -> None:
+    """Refuse a backward pass that has left out parameters.
+
+    Raises:
+        ConfigurationError: names the first of them.
+    """
+    for unit, gradients in zip(units, this.gradients, strict=True):
+        missing = [slot.name for slot in unit.slots if slot not in gradients]
+        if missing:
+            raise ConfigurationError(
+                f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
+                "required one when attach was called; freeze or thaw before wrapping in DDP"
+            )
 
 
 def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:

@@ -18,21 +18,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.backward import Round, call_after_backward, deliver_to_unused_, write_
-from sparsync.integrations.base import (
-    agree_on_reducer,
-    reducer_stats,
+from sparsync.integrations.backward import (
+    Round,
+    call_after_backward,
+    check_complete,
+    deliver_to_unused_,
+    find,
+    write_,
 )
+from sparsync.integrations.base import agree_on_reducer, reducer_stats
 from sparsync.integrations.checks import check_model, check_optimizer, check_output_layer
 from sparsync.integrations.wires import Wires, own_group
-from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.monitoring import Log, sink_of
+from sparsync.presets import Algorithm, resolve
 from sparsync.reducer import Reducer
 from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.base import Communicator, check_timeout, run
 from sparsync.transports.connect import check_transport
 from sparsync.transports.engine import Engine
 from sparsync.units import Slot, plan_units
-from sparsync.warmup import Warmup
+from sparsync.warmup import AdaptiveDensity, Warmup, as_density
 
 __all__ = ["DdpSync", "attach"]
 
@@ -44,7 +49,7 @@ def attach(
     model: DistributedDataParallel,
     algorithm: str | Algorithm = "budgeted",
     *,
-    density: float = 0.01,
+    density: float | AdaptiveDensity = 0.01,
     unit_bytes: int | None = None,
     compress: Compress | None = None,
     warmup_steps: int = 0,
@@ -56,6 +61,8 @@ def attach(
     timeout: float = 300.0,
     transport: str = "auto",
     curve_keys: Path | str | None = None,
+    log: Any = None,
+    xi_period: int | None = None,
     **options: Any,
 ) -> "DdpSync":
     """Exchange a DDP model's gradients sparsely; the training loop stays as it is.
@@ -63,7 +70,8 @@ def attach(
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook.
         algorithm: a preset's name ("budgeted", "oktopk", "redsync", ...), or an ``Algorithm``.
-        density: fraction k / n of every unit that is exchanged, in (0, 1].
+        density: fraction k / n of every unit that is exchanged, in (0, 1]; an ``AdaptiveDensity``
+            changes it as training goes on.
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
             the whole model (None: as the algorithm's paper has it: the whole; "sparcml": single
             parameters).  Several units are exchanged while the backward pass goes on, each with its
@@ -84,6 +92,10 @@ def attach(
         timeout: seconds that any wait may take before ``backward()`` raises.
         transport: "zmq", "torch" (gloo), or "auto": the faster one (zmq).
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
+        log: takes the numbers of every step (``sparsync.monitoring.Log``) on this rank: a path ending in
+            ``.jsonl``, a folder for TensorBoard, an object with ``add_scalar(tag, value, step)``, or
+            a function of (step, values).
+        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: it is not measured.
         options: of the preset, e.g. ``cap=None``, ``threshold_period=128``.
 
     Returns:
@@ -101,9 +113,9 @@ def attach(
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
         )
-    chosen, density = resolve(algorithm, **options), check_density(density)
+    chosen, density = resolve(algorithm, **options), as_density(density)
     warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
-    check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density < 1)
+    check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density != 1)
     timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
     wires = Wires(transport, timeout, curve_keys)
@@ -117,8 +129,9 @@ def attach(
     comm: Communicator | None = None
     try:
         comm = wires.connect(group)
-        reducer = Reducer(comm, units, chosen, density, warmup, correction)
+        reducer = Reducer(comm, units, chosen, density, warmup, correction, xi_period)
         agree_on_reducer(reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
+        reducer.monitor.log = Log(sink_of(log, comm.rank))
     except BaseException:  # a refused attach leaves neither sockets nor a group behind
         if comm is not None:
             comm.close()
@@ -178,6 +191,7 @@ class DdpSync:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+        self.reducer.monitor.log.close()
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
@@ -190,7 +204,7 @@ class DdpSync:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         this.buckets.append((future, buffer))
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            unit, slot = self._find(parameter)
+            unit, slot = find(self._place, parameter)
             this.gradients[unit][slot] = (parameter, gradient)
         pieces = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         clipper = self.reducer.clipper
@@ -205,7 +219,7 @@ class DdpSync:
         for unit in complete:
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
-            self._check_complete(this)
+            check_complete(self.reducer.units, this)
             this.jobs.append(self._engine.submit(self.reducer.share()))
             call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
@@ -215,30 +229,13 @@ class DdpSync:
         """Accumulate gradients; return the units that they complete."""
         complete = []
         for parameter, gradient in pieces:
-            unit, slot = self._find(parameter)
+            unit, slot = find(self._place, parameter)
             weights = parameter.detach().reshape(-1)
             self.reducer.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
             this.accumulated[unit] += 1
             if this.accumulated[unit] == len(self.reducer.units[unit].slots):
                 complete.append(unit)
         return complete
-
-    def _find(self, parameter: Tensor) -> tuple[int, Slot]:
-        if parameter not in self._place:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
-                "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
-            )
-        return self._place[parameter]
-
-    def _check_complete(self, this: "Round") -> None:
-        for unit, gradients in zip(self.reducer.units, this.gradients, strict=True):
-            missing = [slot.name for slot in unit.slots if slot not in gradients]
-            if missing:
-                raise ConfigurationError(
-                    f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
-                    "required one when attach was called; freeze or thaw before wrapping in DDP"
-                )
 
     # ---- on the engine's thread ------------------------------------------------------------------
 
@@ -282,6 +279,8 @@ class DdpSync:
             for parameter in self._place:
                 parameter.grad = None  # every optimizer passes over it, momentum included
             return
+        finally:
+            self.reducer.monitor.log.write()  # here, what it raises spoils no gradient
         model = self._model()
         if model is not None and model.find_unused_parameters:
             deliver_to_unused_(this)

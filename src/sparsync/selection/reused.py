@@ -1,10 +1,13 @@
-"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between."""
+"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between.
+
+Or exact when it has to be: "auto" renews the threshold when the count leaves a band around k.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
 
+_BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.1)
+_MARGIN = 1 / 16  # octaves below the threshold that "auto" looks at: about 2 k entries
 _ROOM = 4  # times k: what a reused threshold may find before the pass that accumulates gives up
 
 
@@ -41,9 +46,15 @@ class Reused(Selector):
     largest (the rest stays in the residual), and with ``floor`` a step that finds fewer than
     ``floor * k`` is made exact.
 
-    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor.
+    ``threshold_period="auto"`` knows no period: a step that finds fewer than ``(1 - band) k`` or more
+    than ``(1 + band) k`` takes exactly k and renews the threshold.  That mostly costs next to nothing:
+    if k entries or more lie above 96 % of the threshold, the k largest are among them.  So no step
+    deviates by more than the band, and the paper's 11 %, an average there, is a bound here.
+
+    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
+    "auto" where fewer than k or more than 4 k entries lie above 96 % of the threshold.
     State: ``ReusedState``.
-    Differs from the paper: cap and floor (``None`` is the paper); steps are 0-based.
+    Differs from the paper: cap and floor (``None`` is the paper), "auto"; steps are 0-based.
 
     Example:
         >>> import torch
@@ -58,15 +69,21 @@ class Reused(Selector):
 
     def __init__(
         self,
-        threshold_period: int = 32,
+        threshold_period: int | Literal["auto"] = 32,
         cap: float | None = 1.0,
         floor: float | None = None,
+        *,
+        band: float = _BAND,
     ) -> None:
-        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), cap and floor."""
-        if threshold_period < 1:
+        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), cap, floor, band."""
+        if threshold_period != "auto" and not (
+            _is_number(threshold_period) and threshold_period >= 1
+        ):
             raise ConfigurationError(
-                f"Reused: threshold_period is {threshold_period}; give at least 1 step"
+                f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"'
             )
+        if not 0 <= band < 1:
+            raise ConfigurationError(f"Reused: band is {band}; give a fraction of k in [0, 1)")
         if cap is not None and not cap > 0:
             raise ConfigurationError(f"Reused: cap is {cap}; give a factor > 0 of k, or None")
         if floor is not None and not 0 <= floor <= 1:
@@ -78,24 +95,28 @@ class Reused(Selector):
                 f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
                 "raise the cap or lower the floor"
             )
-        self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
-        self.reuses = threshold_period > 1
+        self.threshold_period, self.cap, self.floor, self.band = threshold_period, cap, floor, band
+        self.reuses = threshold_period != 1
         self.state = ReusedState()
 
     def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
         """Watch what reaches the threshold, on the steps that reuse it."""
         known = self.state.threshold_key
-        if known is None or step % self.threshold_period == 0:
+        if known is None or self._opens(step):
             return None
-        return Watch(known, _ROOM * k + 64)
+        return Watch(self._lowest(known, dtype), _ROOM * k + 64)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, found: Found | None = None
     ) -> SparseVector:
         """Return the entries above the threshold, which is renewed when the period opens."""
         known, size = self.state.threshold_key, accumulated.numel()
-        if step % self.threshold_period and known is not None:
+        if known is not None and not self._opens(step):
             limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
+            if self.threshold_period == "auto":
+                lowest = self._lowest(known, accumulated.dtype)
+                found = found or kernels.find(accumulated, lowest, _ROOM * k + 64)
+                return self._within_band(accumulated, k, found, limit)
             room = None if self.cap is None else max(limit, _ROOM * k + 64)
             found = found or kernels.find(accumulated, known, room)
             if found is None:  # more than there is room for reach it: the largest of them
@@ -104,10 +125,45 @@ class Reused(Selector):
             reached = SparseVector(found.indices, found.values, size)
             if self.floor is None or reached.nnz >= min(k, self.floor * k):
                 return reached.top(limit)
+        return self._exactly(accumulated, k)
+
+    def _opens(self, step: int) -> bool:
+        """Tell whether a step opens a period."""
+        return self.threshold_period != "auto" and step % self.threshold_period == 0
+
+    def _lowest(self, known: int, dtype: torch.dtype) -> int:
+        """Return from which magnitude on entries are looked at."""
+        _, octave = kernels.key_range(dtype)
+        return max(known - round(_MARGIN * octave), 1) if self.threshold_period == "auto" else known
+
+    def _within_band(
+        self, accumulated: Tensor, k: int, found: Found | None, limit: int
+    ) -> SparseVector:
+        """Return what reaches the threshold, if it numbers about k; else exactly k."""
+        known = self.state.threshold_key
+        if found is not None and known is not None:
+            candidates = SparseVector(found.indices, found.values, accumulated.numel())
+            reaching = kernels.find(found.values, known, None)
+            assert reaching is not None, "without a limit there is always room"
+            if abs(reaching.indices.numel() - k) <= self.band * k:
+                return candidates.keep(reaching.indices).top(limit)
+            if candidates.nnz >= k:
+                return self._renewed(candidates.top(k))
+        return self._exactly(accumulated, k)
+
+    def _exactly(self, accumulated: Tensor, k: int) -> SparseVector:
+        """Return the k largest of all."""
         positions = kernels.top(accumulated, k)
-        selected = SparseVector(positions, accumulated[positions], size)
+        return self._renewed(SparseVector(positions, accumulated[positions], accumulated.numel()))
+
+    def _renewed(self, selected: SparseVector) -> SparseVector:
+        """Take the smallest magnitude of an exact selection as the threshold."""
         self.state = ReusedState(_smallest_key(selected.values))
         return selected
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _smallest_key(values: Tensor) -> int | None:

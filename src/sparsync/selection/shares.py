@@ -25,7 +25,9 @@ __all__ = [
     "histogram",
     "next_shares",
     "next_shares_of",
+    "resized",
     "watch",
+    "wishes",
 ]
 
 _BINS = 32  # per unit: 128 bytes
@@ -80,6 +82,22 @@ def first_candidates(accumulated: Tensor, selected: SparseVector) -> Found | Spa
     _, octave = kernels.key_range(accumulated.dtype)
     key = int(kernels.magnitude_keys(selected.values).min()) - octave
     return kernels.find(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
+
+
+def wishes(
+    state: SharesState, accumulated: Tensor, candidates: Found | None, selected: SparseVector
+) -> Tensor:
+    """Count what a unit would have liked to select; `[edges]`, int64.
+
+    Args:
+        state: of the open step.
+        accumulated: the unit.
+        candidates: what ``watch`` has found in it; None if too much.
+        selected: from it.
+    """
+    first = first_candidates(accumulated, selected) if state.key is None else None
+    counted = first or candidates or selected
+    return histogram(counted, edges(state.key, accumulated.dtype))
 
 
 def histogram(candidates: Found | SparseVector, at: Sequence[int]) -> Tensor:
@@ -160,6 +178,29 @@ def next_shares_of(
     quotas = dict(zip(units, then.quotas, strict=True))
     every = tuple(quotas.get(unit, k) for unit, k in enumerate(state.quotas))
     return SharesState(every, then.key)
+
+
+def resized(
+    state: SharesState, units: Sequence[int], entries: Sequence[int], sizes: Sequence[int]
+) -> SharesState:
+    """Return shares of another density, in the proportions of these.
+
+    Args:
+        state: quotas of all units.
+        units: those that divide what they have together.
+        entries: of every unit, by the new density alone.
+        sizes: of every unit.
+
+    Example:
+        >>> resized(SharesState((30, 10, 5)), [0, 1], [10, 10, 3], [99, 99, 99]).quotas
+        (15, 5, 3)
+    """
+    quotas = list(entries)
+    wishes, limits = [float(state.quotas[u]) for u in units], [sizes[u] for u in units]
+    least, k = [min(1, size) for size in limits], sum(entries[u] for u in units)
+    for unit, quota in zip(units, _apportion(wishes, k, least, limits), strict=True):
+        quotas[unit] = quota
+    return SharesState(tuple(quotas), state.key)
 
 
 def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:

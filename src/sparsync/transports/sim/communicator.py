@@ -2,51 +2,97 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.transports import primitives
 from sparsync.transports.actors import Actor, Host
-from sparsync.transports.base import Communicator, Operation
+from sparsync.transports.base import Communicator, Finished, Operation
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.sim.host import SimHost
-from sparsync.transports.sim.network import Fault, Links, Network
+from sparsync.transports.sim.messages import SimOperation, Weight
+from sparsync.transports.sim.network import Fault, Network
+from sparsync.transports.sim.ports import Port
+from sparsync.transports.sim.topology import Links, PortName, Topology
 
-__all__ = ["SimCommunicator", "Simulation", "simulate"]
+__all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that nobody else has
+_YOUNG = 100_000  # objects between looks for garbage: messages under way are many, and none is
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What messages cost beside the network: the work of those who pack and unpack them.
+
+    Attributes:
+        weigh: what a message counts for.
+        encode: seconds per entry, of the rank that makes a message (not of one that passes it on).
+        decode: seconds per entry, of every rank that receives it.
+        gamma: seconds per byte reduced, instead of the network's.
+    """
+
+    weigh: Callable[[Tensor, Framing], Weight]
+    encode: float = 0.0
+    decode: float = 0.0
+    gamma: float = 0.0
 
 
 @final
 class SimCommunicator(Communicator):
     """One virtual rank."""
 
-    def __init__(self, rank: int, network: Network[Any]) -> None:
+    def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
-        self.network = network
+        self.network, self.prices = network, prices
+        self._packed: Tensor | None = None  # what was packed last: it may go to several ranks
+        self._passes_on = False
 
     @property
     def now(self) -> float:
-        """Virtual time in seconds."""
-        return self.network.now
+        """Virtual time in seconds, at which this rank's work is done."""
+        return self.network.now_of(self.rank)
 
-    def compute(self, seconds: float) -> Operation:
-        """Let this rank compute for ``seconds`` of virtual time."""
+    async def compute(self, seconds: float) -> None:
+        """Let this rank compute for ``seconds`` of virtual time.
+
+        Work that is charged meanwhile, by others of its coroutines, comes first: this ends later.
+        """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
-        return self.network.delay(seconds, f"{seconds} s of computation")
+        end, worked = self.now + seconds, self.network.worked
+        while end > self.now:
+            before = worked[self.rank]
+            await self.network.until(end, f"{seconds} s of computation")
+            end += worked[self.rank] - before
+
+    def charge(self, stage: str, seconds: float) -> None:
+        """Let this rank work, booked under a stage: what it does next, it does later."""
+        if seconds > 0:
+            self.network.charge(self.rank, seconds)
+            self.ledger.spent(stage, seconds)
 
     def work(self, nbytes: int) -> Operation:
         """Charge ``gamma`` seconds per byte reduced."""
-        return self.network.delay(self.network.links.gamma * nbytes, "its own reduction")
+        gamma = self.network.links.gamma if self.prices is None else self.prices.gamma
+        self.charge("unpack", gamma * nbytes)
+        return Finished()
+
+    def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
+        """Run a coroutine of this rank beside the present one; await what is returned for its end."""
+        return self.network.start(self.rank, program)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on this virtual rank."""
@@ -54,20 +100,55 @@ class SimCommunicator(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to the network."""
-        return self.network.send(self.rank, dest, payload, phase, self.tag)
+        weight = None
+        if self.prices is not None:
+            weight = self.prices.weigh(payload, framing)
+            if payload is not self._packed and not self._passes_on:
+                self._pack(payload, weight)
+        return self.network.send(self.rank, dest, payload, phase, self.tag, weight)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Post a receive; booked in the ledger when it is done."""
         operation = self.network.receive(source, self.rank, capacity, phase, self.tag)
-        return _Booked(operation, self.ledger, phase)
+        return _Booked(operation, self, phase)
+
+    async def allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Collect one message per rank; this rank packs its own alone."""
+        packed = self._with_packed(payload, framing)
+        return await primitives.dissemination_allgatherv(
+            packed, payload, capacities, phase, framing
+        )
+
+    async def ring_allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Collect one message per rank on a ring; this rank packs its own alone."""
+        packed = self._with_packed(payload, framing)
+        return await primitives.ring_allgatherv(packed, payload, capacities, phase, framing)
+
+    def _with_packed(self, payload: Tensor, framing: Framing) -> SimCommunicator:
+        """Charge one message; return a handle that passes messages on as they are."""
+        if self.prices is None or self.world_size == 1:
+            return self
+        self._pack(payload, self.prices.weigh(payload, framing))
+        handle = copy.copy(self)
+        handle._passes_on = True
+        return handle
+
+    def _pack(self, payload: Tensor, weight: Weight) -> None:
+        assert self.prices is not None
+        self._packed = payload
+        self.charge("pack", self.prices.encode * weight.entries)
 
 
 @final
 class _Booked(Operation):
     """A receive that enters the ledger when awaited."""
 
-    def __init__(self, operation: Operation, ledger: Ledger, phase: str) -> None:
-        self.operation, self.ledger, self.phase = operation, ledger, phase
+    def __init__(self, operation: SimOperation, comm: SimCommunicator, phase: str) -> None:
+        self.operation, self.comm, self.phase = operation, comm, phase
 
     def wait(self) -> None:
         self.operation.wait()
@@ -75,7 +156,10 @@ class _Booked(Operation):
     def __await__(self) -> Any:
         if not self.done:
             self.result = yield from self.operation.__await__()
-            self.ledger.received(self.phase, self.result.numel())
+            comm = self.comm
+            comm.ledger.received(self.phase, self.result.numel())
+            if comm.prices is not None:
+                comm.charge("unpack", comm.prices.decode * self.operation.entries)
             self.done = True
         return self.result
 
@@ -88,27 +172,33 @@ class Simulation(Generic[T]):
         results: what each rank returned, in rank order.
         seconds: virtual time from the start to the last rank's end.
         ledgers: each rank's traffic.
+        sending: what each port sent, by phase.
+        receiving: what each port received.
     """
 
     results: list[T]
     seconds: float
     ledgers: list[Ledger]
+    sending: Mapping[PortName, Port] = field(default_factory=dict)
+    receiving: Mapping[PortName, Port] = field(default_factory=dict)
 
 
 def simulate(
     program: Callable[[SimCommunicator], Coroutine[Any, Any, T]],
     world_size: int,
     *,
-    links: Links = Links(),  # noqa: B008 (frozen)
+    links: Topology = Links(),  # noqa: B008 (frozen)
     faults: Sequence[Fault] = (),
+    prices: Prices | None = None,
 ) -> Simulation[T]:
     """Run ``program(comm)`` on ``world_size`` virtual ranks, in one thread, under a virtual clock.
 
     Args:
         program: an ``async def`` that takes a communicator; awaits nothing but its operations.
         world_size: number of virtual ranks, >= 1.
-        links: latency, bandwidth and reduction speed of the simulated network.
+        links: latency, bandwidth and reduction speed of the simulated network; see ``topology``.
         faults: ranks that stand still, or die.
+        prices: what packing and unpacking messages costs; None: nothing.
 
     Raises:
         DeadlockError: ranks wait for each other; says who waits for whom, in which phase.
@@ -124,11 +214,24 @@ def simulate(
     if world_size < 1:
         raise ConfigurationError(f"simulate: world_size is {world_size}; give at least 1 rank")
     network: Network[T] = Network(world_size, links, faults)
-    comms = [SimCommunicator(rank, network) for rank in range(world_size)]
+    comms = [SimCommunicator(rank, network, prices) for rank in range(world_size)]
     programs: list[Any] = [program(comm) for comm in comms]
     if not all(inspect.iscoroutine(p) for p in programs):
         raise ConfigurationError(
             f"simulate: the program returned {type(programs[0]).__name__}; give an async def function"
         )
-    results = network.run(programs)
-    return Simulation(results, network.now, [comm.ledger for comm in comms])
+    with _fewer_collections():
+        results = network.run(programs)
+    ledgers = [comm.ledger for comm in comms]
+    return Simulation(results, network.now, ledgers, network.sending, network.receiving)
+
+
+@contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Look for garbage in cycles less often: it took a third of the time."""
+    young, *older = gc.get_threshold()
+    gc.set_threshold(max(young, _YOUNG) if young else 0, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)

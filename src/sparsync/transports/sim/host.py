@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparsync.transports.actors import Actor, Host, Signal
 from sparsync.transports.base import Operation
-from sparsync.transports.sim.network import Network, SimOperation
+from sparsync.transports.sim.messages import SimOperation
+from sparsync.transports.sim.network import Network
 
 __all__ = ["SimHost"]
 

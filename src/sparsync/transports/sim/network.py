@@ -4,6 +4,9 @@ A message of L bytes from s to d:  leaves when the port of s is free and occupie
 reaches d ``alpha`` later;  enters when the receiving port of d is free and occupies it for
 ``beta L``.  Ports serve in order of arrival.  The send is done when the message is in.  Everything
 is deterministic: equal times are served in the order of scheduling.
+
+A rank has one processor.  Work that is charged to it takes place at once: what the rank does next, it
+does when the work is done.  Messages that come meanwhile use its ports.
 """
 
 from __future__ import annotations
@@ -11,40 +14,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, DeadlockError
 from sparsync.transports.base import Operation
+from sparsync.transports.sim.messages import Link, Message, SimOperation, Task, Weight
+from sparsync.transports.sim.ports import Port
+from sparsync.transports.sim.topology import PortName, Topology
 
-__all__ = ["Fault", "Links", "Network", "SimOperation"]
+__all__ = ["Fault", "Network"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Links:
-    """What the network costs.
-
-    Attributes:
-        alpha: latency in seconds per message.
-        beta: seconds per byte, on each port.
-        gamma: seconds per byte reduced.
-    """
-
-    alpha: float = 50e-6  # ours: a switched Ethernet hop with the kernel's network stack
-    beta: float = 8e-9  # 1 Gbit/s
-    gamma: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(
-                    f"Links: {name} is {getattr(self, name)}; give seconds >= 0"
-                )
 
 
 @dataclass(frozen=True)
@@ -62,83 +46,78 @@ class Fault:
     end: float = math.inf
 
 
-@final
-class SimOperation(Operation):
-    """An operation that the event queue completes."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.waiter: int | None = None
-
-    def wait(self) -> None:
-        """Blocking is impossible inside the simulator: its coroutines await."""
-        raise ConfigurationError(
-            "a simulated communicator cannot block: write an async function and pass it to "
-            "sparsync.simulate(function, world_size=...)"
-        )
-
-
-_Link = tuple[int, int, int]  # source, dest, tag
-
-
-@dataclass
-class _Post:
-    """A receive that has been posted."""
-
-    operation: SimOperation
-    capacity: int
-
-
 class Network(Generic[T]):
     """The event queue, the ports and the mailboxes of one simulated group."""
 
-    def __init__(self, world_size: int, links: Links, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, world_size: int, links: Topology, faults: Sequence[Fault] = ()) -> None:
         self.world_size, self.links, self.faults = world_size, links, list(faults)
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
-        self._ready: deque[int] = deque()
-        self._send_port_free = [0.0] * world_size
-        self._receive_port_free = [0.0] * world_size
-        self._mail: dict[_Link, deque[Tensor]] = {}
-        self._posts: dict[_Link, deque[_Post]] = {}
+        self.sending: dict[PortName, Port] = {rank: Port() for rank in range(world_size)}
+        self.receiving: dict[PortName, Port] = {rank: Port() for rank in range(world_size)}
+        self.worked = [0.0] * world_size  # seconds charged to each rank
+        self._busy_until = [0.0] * world_size
+        self._queued = links.ports == "single"
+        self._events: list[tuple[float, int, Callable[[Any], object], Any]] = []
+        self._sequence = self._open = 0
+        self._tasks: dict[int, Task] = {}  # by identity; those that have not ended
+        self._ready: deque[Task] = deque()
+        self._last_in: dict[Link, float] = {}
+        self._mail: dict[Link, deque[Message]] = {}
+        self._posts: dict[Link, deque[tuple[SimOperation, int]]] = {}
         self._served: dict[tuple[int, int], Callable[[int, Tensor], None]] = {}
 
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
+    def now_of(self, rank: int) -> float:
+        """Return the time by which a rank has done its work."""
+        return max(self.now, self._busy_until[rank])
+
+    def charge(self, rank: int, seconds: float) -> None:
+        """Let a rank work: what it does next, it does later."""
+        self._busy_until[rank] = self.now_of(rank) + seconds
+        self.worked[rank] += seconds
+
     def send(
-        self, source: int, dest: int, payload: Tensor, phase: str, tag: int = 0
+        self,
+        source: int,
+        dest: int,
+        payload: Tensor,
+        phase: str,
+        tag: int = 0,
+        weight: Weight | None = None,
     ) -> SimOperation:
-        """Put a copy of ``payload`` on its way."""
-        operation = SimOperation(f"send to rank {dest} in phase '{phase}'")
-        occupied = self.links.beta * payload.numel()
-        leave = max(self.now, self._send_port_free[source])
-        self._send_port_free[source] = leave + occupied
-        link = source, dest, tag
-        copy = payload.clone()  # the sender may change its buffer once the operation is done
-
-        def arrive() -> None:
-            enter = max(self.now, self._receive_port_free[dest])
-            self._receive_port_free[dest] = enter + occupied
-            self._at(enter + occupied, lambda: self._deliver(link, copy, operation))
-
-        self._at(leave + self.links.alpha, arrive)
+        """Put a copy of ``payload`` on its way, once the source's work is done."""
+        operation = SimOperation("send to rank", dest, phase)
+        # a copy: the sender may change its buffer once the operation is done
+        message = Message(
+            (source, dest, tag),
+            payload.clone(),
+            phase,
+            weight or Weight(payload.numel()),
+            operation,
+        )
+        ready = self._busy_until[source]
+        if ready > self.now:
+            self._at(ready, self._leave, message)
+        else:
+            self._leave(message)
         return operation
 
     def receive(
         self, source: int, dest: int, capacity: int, phase: str, tag: int = 0
     ) -> SimOperation:
         """Post a receive; messages between two ranks on one channel match in the order sent."""
-        operation = SimOperation(f"message from rank {source} in phase '{phase}'")
+        operation = SimOperation("message from rank", source, phase)
         link = source, dest, tag
-        self._posts.setdefault(link, deque()).append(_Post(operation, capacity))
-        self._match(link)
+        self._posts.setdefault(link, deque()).append((operation, capacity))
+        if link in self._mail:
+            self._match(link)
         return operation
 
-    def delay(self, seconds: float, what: str) -> SimOperation:
-        """Complete after ``seconds`` of virtual time."""
+    def until(self, time: float, what: str) -> SimOperation:
+        """Complete at a virtual time."""
         operation = SimOperation(what)
-        self._at(self.now + seconds, lambda: self.complete(operation))
+        self._at(time, self.complete, operation)
         return operation
 
     def serve(self, rank: int, tag: int, callback: Callable[[int, Tensor], None]) -> None:
@@ -147,57 +126,87 @@ class Network(Generic[T]):
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
         """Do something on a rank at a time, or when the rank can again."""
+        self._at(time, self._happen, (rank, event))
 
-        def happen() -> None:
-            until = self._frozen_until(rank)
-            if until is None:
-                event()
-            elif until < math.inf:
-                self._at(until, event)
-
-        self._at(time, happen)
+    def start(self, rank: int, program: Coroutine[Operation, None, Any]) -> SimOperation:
+        """Run a coroutine of a rank beside its others; the operation is done at its end."""
+        return self._begin(rank, program).ended
 
     # ---- the event loop --------------------------------------------------------------------------
 
     def run(self, programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
         """Run one coroutine per rank to its end; return their results in rank order."""
-        results: dict[int, T] = {}
-        waiting: dict[int, SimOperation] = {}
-        self._ready.extend(range(len(programs)))
+        mains = [self._begin(rank, program, main=True) for rank, program in enumerate(programs)]
+        self._open = len(mains)
         for fault in self.faults:
             if fault.end == math.inf:
-                self._at(fault.start, lambda rank=fault.rank: self._ready.append(rank))  # type: ignore[misc]
+                self._at(fault.start, self._kill, fault.rank)
+        ready, events = self._ready, self._events
         try:
-            while len(results) < len(programs):
-                while self._ready:
-                    rank = self._ready.popleft()
-                    until = self._frozen_until(rank)
-                    if until is not None:
-                        self._stand_still(rank, until, results)
-                        continue
-                    waiting.pop(rank, None)
-                    try:
-                        operation: Any = programs[rank].send(None)
-                    except StopIteration as stop:
-                        results[rank] = stop.value
-                        continue
-                    if not isinstance(operation, SimOperation):
-                        raise ConfigurationError(
-                            f"rank {rank} awaits {type(operation).__name__}; a simulated program "
-                            "awaits nothing but calls of its communicator"
-                        )
-                    operation.waiter = rank
-                    waiting[rank] = operation
-                if len(results) == len(programs):
+            while self._open:
+                while ready:
+                    self._resume(ready.popleft())
+                if not self._open:
                     break
-                if not self._events:
-                    raise DeadlockError(_who_waits(waiting))
-                self.now, _, event = heapq.heappop(self._events)
-                event()
+                if not events:
+                    raise DeadlockError(_who_waits(self._tasks.values()))
+                self.now, _, event, argument = heapq.heappop(events)
+                event(argument)
         finally:
-            for program in programs:
-                program.close()
-        return [results[rank] for rank in range(len(programs))]
+            for task in self._tasks.values():
+                task.program.close()
+        return [task.value for task in mains]
+
+    def _begin(
+        self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
+    ) -> Task:
+        ended = SimOperation("the end of a coroutine of rank", rank, "start")
+        task = Task(rank, program, ended, main)
+        self._tasks[id(task)] = task
+        self._ready.append(task)
+        return task
+
+    def _resume(self, task: Task) -> None:
+        """Run a coroutine to its next wait, or to its end."""
+        if id(task) not in self._tasks:
+            return
+        rank = task.rank
+        later = self._busy_until[rank]
+        later = self._frozen_until(rank) or later
+        if later == math.inf:
+            self._kill(rank)
+            return
+        if later > self.now:
+            self._at(later, self._ready.append, task)
+            return
+        try:
+            operation: Any = task.program.send(None)
+        except StopIteration as stop:
+            task.value = stop.value
+            if self._busy_until[rank] > self.now:
+                self._at(self._busy_until[rank], self._end, task)
+            else:
+                self._end(task)
+            return
+        if not isinstance(operation, SimOperation):
+            raise ConfigurationError(
+                f"rank {rank} awaits {type(operation).__name__}; a simulated program "
+                "awaits nothing but calls of its communicator"
+            )
+        operation.waiter = task
+        task.waits_for = operation
+
+    def _end(self, task: Task) -> None:
+        if self._tasks.pop(id(task), None) is not None:
+            self._open -= task.main
+            self.complete(task.ended)
+
+    def _kill(self, rank: int) -> None:
+        """End a rank's coroutines without a result."""
+        for task in [task for task in self._tasks.values() if task.rank == rank]:
+            task.program.close()
+            task.value = None
+            self._end(task)
 
     def _frozen_until(self, rank: int) -> float | None:
         for fault in self.faults:
@@ -205,42 +214,74 @@ class Network(Generic[T]):
                 return fault.end
         return None
 
-    def _stand_still(self, rank: int, until: float, results: dict[int, Any]) -> None:
-        if until == math.inf:
-            results[rank] = None
-        else:
-            self._at(until, lambda: self._ready.append(rank))
+    def _happen(self, what: tuple[int, Callable[[], None]]) -> None:
+        rank, event = what
+        until = self._frozen_until(rank)
+        if until is None:
+            event()
+        elif until < math.inf:
+            self._at(until, self._happen, what)
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
+    def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
         self._sequence += 1
-        heapq.heappush(self._events, (time, self._sequence, event))
+        heapq.heappush(self._events, (time, self._sequence, event, argument))
 
-    def _deliver(self, link: _Link, payload: Tensor, sent: SimOperation) -> None:
-        source, dest, tag = link
-        until = self._frozen_until(dest)
+    # ---- a message's way -------------------------------------------------------------------------
+
+    def _leave(self, message: Message) -> None:
+        source, dest, _ = message.link
+        alpha, beta, out, message.into = self.links.route(source, dest)
+        message.seconds = seconds = beta * message.weight.nbytes
+        port = self._port(self.sending, out)
+        leave = max(self.now, port.free) if self._queued else self.now
+        port.occupy(leave, seconds, message.phase, message.weight.nbytes)
+        self._at(leave + alpha, self._arrive, message)
+
+    def _arrive(self, message: Message) -> None:
+        port = self._port(self.receiving, message.into)
+        enter = max(self.now, port.free) if self._queued else self.now
+        port.occupy(enter, message.seconds, message.phase, message.weight.nbytes)
+        done = enter + message.seconds
+        if not self._queued:  # a short message does not overtake a long one of its channel
+            done = max(done, self._last_in.get(message.link, 0.0))
+            self._last_in[message.link] = done
+        self._at(done, self._deliver, message)
+
+    def _port(self, ports: dict[PortName, Port], name: PortName) -> Port:
+        port = ports.get(name)
+        if port is None:
+            port = ports[name] = Port()
+        return port
+
+    def _deliver(self, message: Message) -> None:
+        link = source, dest, tag = message.link
+        until = self._frozen_until(dest) if self.faults else None
         if until is not None and until < math.inf:
-            self._at(until, lambda: self._deliver(link, payload, sent))
+            self._at(until, self._deliver, message)
             return
-        self.complete(sent)
+        self.complete(message.sent)
         if until is not None:
             return
-        if (dest, tag) in self._served:
-            self._served[dest, tag](source, payload)
+        served = self._served.get((dest, tag)) if self._served else None
+        if served is not None:
+            served(source, message.payload)
             return
-        self._mail.setdefault(link, deque()).append(payload)
+        self._mail.setdefault(link, deque()).append(message)
         self._match(link)
 
-    def _match(self, link: _Link) -> None:
-        mail = self._mail.get(link)
-        posts = self._posts.get(link)
+    def _match(self, link: Link) -> None:
+        mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
-            payload, post = mail.popleft(), posts.popleft()
-            if payload.numel() > post.capacity:
+            message, (operation, capacity) = mail.popleft(), posts.popleft()
+            if message.payload.numel() > capacity:
                 raise ConfigurationError(
-                    f"rank {link[1]} posted {post.capacity} bytes for a {post.operation.what}, "
-                    f"which has {payload.numel()} bytes"
+                    f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
+                    f"which has {message.payload.numel()} bytes"
                 )
-            self.complete(post.operation, payload)
+            operation.entries = message.weight.entries
+            self.complete(operation, message.payload)
+        if not mail:
+            del self._mail[link]
 
     def complete(self, operation: SimOperation, result: Tensor | None = None) -> None:
         """End an operation; who awaits it goes on."""
@@ -249,8 +290,11 @@ class Network(Generic[T]):
             self._ready.append(operation.waiter)
 
 
-def _who_waits(waiting: dict[int, SimOperation]) -> str:
+def _who_waits(tasks: Iterable[Task]) -> str:
     """Say which rank waits for what (at most eight of them)."""
-    lines = [f"rank {rank} waits for {waiting[rank].what}" for rank in sorted(waiting)[:8]]
+    waiting = sorted(
+        ((t.rank, t.waits_for.what) for t in tasks if t.waits_for is not None), key=lambda w: w[0]
+    )
+    lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")

@@ -42,13 +42,14 @@ from sparsync.operations import Reduction
 from sparsync.presets import SPARCML_SETTINGS, Algorithm
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
-from sparsync.warmup import DGC_RAMP
+from sparsync.warmup import DGC_RAMP, AdaptiveDensity
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DGC_RAMP",
     "SPARCML_SETTINGS",
+    "AdaptiveDensity",
     "Algorithm",
     "ArrivalAdamW",
     "CommunicationError",

@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench | linear | doctor | plan | keys``.
+"""The command line: ``sparsync train | bench | linear | doctor | plan | reproduce | keys``.
 
 Each command lives in ``sparsync.bench``.
 """
@@ -14,6 +14,7 @@ import typer
 from sparsync.bench import collectives, doctor, keys, linear, plan_command, train
 from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
+from sparsync.reproduce.command import command as reproduce
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -28,6 +29,7 @@ app.command("bench")(collectives.command)
 app.command("linear")(linear.command)
 app.command("doctor")(doctor.command)
 app.command("plan")(plan_command.command)
+app.command("reproduce")(reproduce)
 app.command("keys")(keys.command)
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves

@@ -28,9 +28,11 @@ from sparsync.collectives import (
     SparcmlAuto,
     SplitAllgather,
 )
+from sparsync.planning.machine import Machine
 from sparsync.presets import (
     Algorithm,
     allgather,
+    auto,
     budgeted,
     dense,
     dynamic,
@@ -154,6 +156,8 @@ ALGORITHMS = {
     "halving": halving(),
     "halving, int8": halving(codec=Packed("int8")),
     "dense": dense(),
+    "auto": auto(check_period=None),
+    "auto, slow links": auto(machine=Machine(beta=1e-6), check_period=None),
     "allgather": allgather(),
     "recursive-doubling": recursive_doubling(),
     "split-allgather": split_allgather(),

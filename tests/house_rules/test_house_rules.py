@@ -27,6 +27,7 @@ LAYERS = (
         "api",
         "correction",
         "launchers",
+        "monitoring",
         "presets",
         "reducer",
         "reducer_state",
@@ -37,7 +38,7 @@ LAYERS = (
     ),
     ("averaging", "linear"),
     ("integrations",),
-    ("__init__", "__main__", "bench", "cli", "lab", "testing", "workloads"),
+    ("__init__", "__main__", "bench", "cli", "lab", "reproduce", "testing", "workloads"),
 )
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 

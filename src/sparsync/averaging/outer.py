@@ -156,7 +156,7 @@ class OuterStep(Averager):
             self._chosen.unit_bytes,
             lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
         )
-        self._reducer = Reducer(comm, units, self._chosen, self.density)
+        self._reducer = Reducer(comm, units, await self._chosen.on(comm), self.density)
         if saved is not None:
             await restore_reducer(self._reducer, saved)
 

@@ -89,6 +89,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
         "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
         "layers": [layer for unit in range(len(reducer.units)) for layer in _layers(reducer, unit)],
+        "choices": [c.explain() for c in reducer.collectives],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value))

@@ -69,7 +69,7 @@ def attach(
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook.
-        algorithm: a preset's name ("budgeted", "oktopk", "redsync", ...), or an ``Algorithm``.
+        algorithm: a preset's name ("budgeted", "auto", "oktopk", ...), or an ``Algorithm``.
         density: fraction k / n of every unit that is exchanged, in (0, 1]; an ``AdaptiveDensity``
             changes it as training goes on.
         unit_bytes: what is selected together: runs of parameters of at least this many bytes, or
@@ -129,6 +129,7 @@ def attach(
     comm: Communicator | None = None
     try:
         comm = wires.connect(group)
+        chosen = run(chosen.on(comm))
         reducer = Reducer(comm, units, chosen, density, warmup, correction, xi_period)
         agree_on_reducer(reducer, nonfinite=nonfinite, unit_bytes=unit_bytes)
         reducer.monitor.log = Log(sink_of(log, comm.rank))

@@ -125,7 +125,8 @@ class LocalUpdates:
         unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
         output = output_parameters(model) if chosen.output else ()
         units = plan_units(named, unit_bytes, compress or chosen.compress, output)
-        self.reducer = Reducer(comm or connect(), units, chosen, density)
+        comm = comm or connect()
+        self.reducer = Reducer(comm, units, run(chosen.on(comm)), density)
         agree_on_reducer(
             self.reducer,
             unit_bytes=unit_bytes,

@@ -74,10 +74,11 @@ class UpdateSpace(torch.optim.Optimizer):
         chosen = resolve(algorithm, **options)
         unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
         output = output_parameters(model) if chosen.output else ()
+        comm = comm or connect()
         self.reducer = Reducer(
-            comm or connect(),
+            comm,
             plan_units(named, unit_bytes, compress or chosen.compress, output),
-            chosen,
+            run(chosen.on(comm)),
             check_density(density),
             warmup,
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from sparsync.collectives import Collective
+from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError
 from sparsync.selection import Selector
 from sparsync.transports.base import Communicator
@@ -49,6 +50,13 @@ class Algorithm:
     bits: float | None = None
     output: Algorithm | None = None
     prepare: Callable[[Communicator], Coroutine[Any, Any, Algorithm]] | None = None
+
+    async def on(self, comm: Communicator) -> Algorithm:
+        """Return the algorithm for a group, whose ranks agree on it; all of them call it."""
+        await agree(comm, {"the algorithm": self.name})
+        if self.prepare is None:
+            return self
+        return replace(await self.prepare(comm), options=self.options)
 
     def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
         """Build what selects from and sums one unit."""

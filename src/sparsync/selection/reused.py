@@ -21,7 +21,7 @@ from sparsync.sparse import SparseVector
 __all__ = ["Reused", "ReusedState"]
 
 _BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.1)
-_MARGIN = 1 / 16  # octaves below the threshold that "auto" looks at: about 2 k entries
+_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
 _ROOM = 4  # times k: what a reused threshold may find before the pass that accumulates gives up
 
 
@@ -48,11 +48,11 @@ class Reused(Selector):
 
     ``threshold_period="auto"`` knows no period: a step that finds fewer than ``(1 - band) k`` or more
     than ``(1 + band) k`` takes exactly k and renews the threshold.  That mostly costs next to nothing:
-    if k entries or more lie above 96 % of the threshold, the k largest are among them.  So no step
+    if k entries or more lie above 84 % of the threshold, the k largest are among them.  So no step
     deviates by more than the band, and the paper's 11 %, an average there, is a bound here.
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
-    "auto" where fewer than k or more than 4 k entries lie above 96 % of the threshold.
+    "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
     State: ``ReusedState``.
     Differs from the paper: cap and floor (``None`` is the paper), "auto"; steps are 0-based.
 
@@ -104,7 +104,8 @@ class Reused(Selector):
         known = self.state.threshold_key
         if known is None or self._opens(step):
             return None
-        return Watch(self._lowest(known, dtype), _ROOM * k + 64)
+        room = _ROOM * k + 64
+        return Watch(self._lowest(known, dtype), 2 * room if self._adapts else room)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, found: Found | None = None
@@ -113,9 +114,11 @@ class Reused(Selector):
         known, size = self.state.threshold_key, accumulated.numel()
         if known is not None and not self._opens(step):
             limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
-            if self.threshold_period == "auto":
+            if self._adapts:
                 lowest = self._lowest(known, accumulated.dtype)
-                found = found or kernels.find(accumulated, lowest, _ROOM * k + 64)
+                most = _ROOM * k + 64
+                found = found or kernels.find(accumulated, lowest, 2 * most)
+                found = found or kernels.find(accumulated, known, most)
                 return self._within_band(accumulated, k, found, limit)
             room = None if self.cap is None else max(limit, _ROOM * k + 64)
             found = found or kernels.find(accumulated, known, room)
@@ -127,6 +130,11 @@ class Reused(Selector):
                 return reached.top(limit)
         return self._exactly(accumulated, k)
 
+    @property
+    def _adapts(self) -> bool:
+        """Thresholds are renewed when it is time, not every so many steps."""
+        return self.threshold_period == "auto"
+
     def _opens(self, step: int) -> bool:
         """Tell whether a step opens a period."""
         return self.threshold_period != "auto" and step % self.threshold_period == 0
@@ -134,7 +142,7 @@ class Reused(Selector):
     def _lowest(self, known: int, dtype: torch.dtype) -> int:
         """Return from which magnitude on entries are looked at."""
         _, octave = kernels.key_range(dtype)
-        return max(known - round(_MARGIN * octave), 1) if self.threshold_period == "auto" else known
+        return max(known - round(_MARGIN * octave), 1) if self._adapts else known
 
     def _within_band(
         self, accumulated: Tensor, k: int, found: Found | None, limit: int

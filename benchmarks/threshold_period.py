@@ -1,0 +1,192 @@
+"""Thresholds reused for tau' steps, or until the count leaves a band: exact steps, and deviation.
+
+    python benchmarks/threshold_period.py                (writes threshold-period.md, .json)
+    python benchmarks/threshold_period.py --only LAMB    (only runs with "LAMB" in their name)
+
+All ranks run in one process.  Finished runs stand in the .json and are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from virtual import Cache, train, workload_of
+
+from sparsync.monitoring import Log, sink_of
+from sparsync.presets import oktopk
+from sparsync.reducer import Reducer
+
+RANKS, STEPS, DENSITY, BATCH = 2, 256, 0.01, 8
+PERIODS = (32, 64, 128, "auto")
+LIMIT = 0.11  # Ok-Topk, section 5.1
+
+
+class Lars(torch.optim.Optimizer):
+    """``v = m v + lr (trust |w| / (|g| + decay |w|)) (g + decay w); w = w - v`` per layer.
+
+    References: You et al., Large Batch Training of Convolutional Networks, 2017, Algorithm 1.
+    """
+
+    def __init__(self, parameters, lr: float, trust: float = 0.02, decay: float = 1e-4) -> None:
+        super().__init__(parameters, {"lr": lr, "trust": trust, "decay": decay, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply one update."""
+        for group in self.param_groups:
+            for w in group["params"]:
+                norm, decay = float(w.norm()), group["decay"]
+                local = group["trust"] * norm / (float(w.grad.norm()) + decay * norm + 1e-12)
+                velocity = self.state[w].setdefault("velocity", torch.zeros_like(w))
+                velocity.mul_(group["momentum"])
+                velocity.add_(w.grad + decay * w, alpha=group["lr"] * (local if norm else 1.0))
+                w.sub_(velocity)
+
+
+class Lamb(torch.optim.Optimizer):
+    """``u = m / (sqrt(v) + eps) + decay w; w = w - lr (|w| / |u|) u`` per layer, m and v unbiased.
+
+    References: You et al., Large Batch Optimization for Deep Learning, ICLR 2020, Algorithm 2.
+    """
+
+    def __init__(self, parameters, lr: float, decay: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "decay": decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply one update."""
+        for group in self.param_groups:
+            for w in group["params"]:
+                state, (b1, b2) = self.state[w], group["betas"]
+                m, v = (state.setdefault(name, torch.zeros_like(w)) for name in "mv")
+                state["t"] = t = state.get("t", 0) + 1
+                m.lerp_(w.grad, 1 - b1)
+                v.lerp_(w.grad.square(), 1 - b2)
+                update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-6) + group["decay"] * w
+                norms = float(w.norm()), float(update.norm())
+                w.sub_(update, alpha=group["lr"] * (norms[0] / norms[1] if all(norms) else 1.0))
+
+
+OPTIMIZERS = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), 1e-3),
+    "LARS": lambda model: Lars(model.parameters(), 0.1),
+    "LAMB": lambda model: Lamb(model.parameters(), 5e-3),
+}
+
+
+def run(spec: dict, bar) -> dict:
+    """Train with one selector; count its exact steps and how far it was from k."""
+    deviations: list[list[float]] = []
+    exact: list[int] = []
+    renewed: list[int] = []
+    states: dict[int, object] = {}
+
+    def prepare(reducer: Reducer) -> None:
+        (selector,) = reducer.selectors
+        k, size = reducer.quotas[0], reducer.units[0].size
+        mine: list[float] = []
+        deviations.append(mine)
+        reducer.monitor.log = Log(
+            sink_of(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)), 0)
+        )
+        whole = selector._exactly
+
+        def counted(*arguments):
+            exact.append(reducer.step)
+            return whole(*arguments)
+
+        selector._exactly = counted
+
+    def after_step(reducer: Reducer, comm) -> None:
+        reducer.monitor.log.write()
+        state = reducer.selectors[0].state
+        if states.get(comm.rank) is not state:
+            renewed.append(reducer.step)
+        states[comm.rank] = state
+
+    result = train(
+        workload_of(spec["workload"]),
+        oktopk(threshold_period=spec["period"], cap=None, floor=None),
+        DENSITY,
+        OPTIMIZERS[spec["optimizer"]],
+        ranks=RANKS,
+        steps=STEPS,
+        batch_size=BATCH,
+        bar=bar,
+        prepare=prepare,
+        after_step=after_step,
+    )
+    later = [value for mine in deviations for value in mine[STEPS // 2 :]]
+    everywhere = [value for mine in deviations for value in mine]
+    return {
+        **result,
+        "exact": len(exact) / RANKS,
+        "renewed": len(renewed) / RANKS,
+        "mean": fmean(everywhere),
+        "mean_later": fmean(later),
+        "largest": max(everywhere),
+    }
+
+
+def specify(workload: str, optimizer: str, period) -> dict:
+    """Return what tells a run apart."""
+    return {"workload": workload, "optimizer": optimizer, "period": period}
+
+
+def report(cache: Cache) -> str:
+    """Return the document."""
+    lines = [
+        "| model | optimizer | tau' | steps over all n | thresholds renewed | mean deviation "
+        "| of the second half | largest | held-out loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in ("bytes", "digits"):
+        for optimizer in OPTIMIZERS:
+            for period in PERIODS:
+                one = cache.find(specify(workload, optimizer, period))
+                if one:
+                    mark = "**" if one["mean"] < LIMIT else ""
+                    lines.append(
+                        f"| {workload} | {optimizer} | {period} | {one['exact']:g} "
+                        f"| {one['renewed']:g} | {mark}{one['mean']:.1%}{mark} "
+                        f"| {one['mean_later']:.1%} | {one['largest']:.0%} | {one['loss']:.4f} |"
+                    )
+    table = "\n".join(lines)
+    return f"""# How long a threshold is good for
+
+`python benchmarks/threshold_period.py`, torch {torch.__version__}, {platform.machine()}: {RANKS} ranks,
+{STEPS} steps, density {DENSITY:g}, batch {BATCH} per rank, Ok-Topk with reused local thresholds and
+neither cap nor floor, so that all that reaches a threshold is selected. *Deviation*: of the number of
+selected entries from k, mean over steps and ranks; **bold** below the paper's {LIMIT:.0%}. *Steps over
+all n* select among all n elements, which is what costs; "auto" mostly renews its threshold from the
+entries that it collects near the old one, which costs next to nothing. A threshold that selects
+several times k also sends as much: losses of those rows were bought with bytes, and do not compare.
+LARS and LAMB are written from their papers.
+
+{table}
+"""
+
+
+def main() -> None:
+    """Run the grid; write after every run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a part of a run's name")
+    default = Path(__file__).with_name("threshold-period.md")
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # models are small
+    cache = Cache(args.out.with_suffix(".json"), args.only)
+    for workload in ("digits", "bytes"):
+        for optimizer in OPTIMIZERS:
+            for period in PERIODS:
+                spec = specify(workload, optimizer, period)
+                cache.make(spec, lambda bar, spec=spec: run(spec, bar))
+                args.out.write_text(report(cache), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

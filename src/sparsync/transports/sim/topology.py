@@ -1,0 +1,148 @@
+"""What a simulated network looks like: how long a message takes, and through which ports it goes.
+
+A *port* carries one message after the other.  Every rank has one to send and one to receive; the ranks
+of a node share those of its network card.  With ``ports="unlimited"`` nobody waits for a port.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["Links", "Pairwise", "PortName", "Ports", "Route", "Topology", "TwoLevel"]
+
+Ports = Literal["single", "unlimited"]
+PortName = int | str  # a rank, or "node 3"
+
+
+class Route(NamedTuple):
+    """The way of messages from one rank to another.
+
+    Attributes:
+        alpha: latency in seconds per message.
+        beta: seconds per byte, on both ports.
+        out: the port that it leaves through.
+        into: the port that it enters through.
+    """
+
+    alpha: float
+    beta: float
+    out: PortName
+    into: PortName
+
+
+class Topology(ABC):
+    """A network.
+
+    Attributes:
+        gamma: seconds per byte reduced.
+        ports: "single" or "unlimited".
+    """
+
+    gamma: float = 0.0
+    ports: Ports = "single"
+
+    @abstractmethod
+    def route(self, source: int, dest: int) -> Route:
+        """Return the way from one rank to another."""
+
+
+@final
+@dataclass(frozen=True)
+class Links(Topology):
+    """All ranks alike, each behind a link of its own.
+
+    Attributes:
+        alpha: latency in seconds per message.
+        beta: seconds per byte, on each port.
+        gamma: seconds per byte reduced.
+        ports: "single": one message at a time in each direction; "unlimited".
+    """
+
+    alpha: float = 50e-6  # ours: a switched Ethernet hop with the kernel's network stack
+    beta: float = 8e-9  # 1 Gbit/s
+    gamma: float = 0.0
+    ports: Ports = "single"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(
+                    f"Links: {name} is {getattr(self, name)}; give seconds >= 0"
+                )
+        if self.ports not in ("single", "unlimited"):
+            raise ConfigurationError(
+                f"Links: ports is {self.ports!r}; choose single (one message at a time) or unlimited"
+            )
+
+    def route(self, source: int, dest: int) -> Route:
+        """Return the same for all, from the one's port to the other's."""
+        return Route(self.alpha, self.beta, source, dest)
+
+
+@final
+@dataclass(frozen=True)
+class Pairwise(Topology):
+    """Links of a different kind between any two ranks.
+
+    Attributes:
+        between: the link from a rank to another one; a table as ``lambda s, d: table[s][d]``.  Its
+            gamma is not used.
+        gamma: seconds per byte reduced.
+        ports: "single" or "unlimited", for all.
+
+    Example:
+        >>> slow = Pairwise(lambda source, dest: Links(beta=80e-9 if 3 in (source, dest) else 8e-9))
+        >>> slow.route(0, 3).beta, slow.route(0, 1).beta
+        (8e-08, 8e-09)
+    """
+
+    between: Callable[[int, int], Links]
+    gamma: float = 0.0
+    ports: Ports = "single"
+
+    def route(self, source: int, dest: int) -> Route:
+        """Ask the function."""
+        link = self.between(source, dest)
+        return Route(link.alpha, link.beta, source, dest)
+
+
+@final
+@dataclass(frozen=True)
+class TwoLevel(Topology):
+    """Nodes of some ranks: fast links inside, a network card that they share between nodes.
+
+    Attributes:
+        ranks_per_node: consecutive ranks of a node.
+        inner: of ranks in the same node, each with a port of its own.
+        outer: of nodes; all messages that leave a node wait for one port, all that enter for another.
+            Its gamma and its ports are those of the whole network.
+
+    Example:
+        >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))
+        >>> two.route(1, 3).out, two.route(1, 4).out, two.route(1, 4).into
+        (1, 'node 0', 'node 1')
+    """
+
+    ranks_per_node: int
+    inner: Links = field(default_factory=lambda: Links(alpha=5e-6, beta=1e-10))  # ours: 80 Gbit/s
+    outer: Links = field(default_factory=Links)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ConfigurationError(
+                f"TwoLevel: ranks_per_node is {self.ranks_per_node}; give at least 1"
+            )
+        object.__setattr__(self, "gamma", self.outer.gamma)
+        object.__setattr__(self, "ports", self.outer.ports)
+
+    def route(self, source: int, dest: int) -> Route:
+        """Return the inner link within a node, else the outer one between two cards."""
+        home, away = source // self.ranks_per_node, dest // self.ranks_per_node
+        if home == away:
+            return Route(self.inner.alpha, self.inner.beta, source, dest)
+        return Route(self.outer.alpha, self.outer.beta, f"node {home}", f"node {away}")

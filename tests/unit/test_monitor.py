@@ -1,0 +1,269 @@
+"""The log of every step: what it says, where it goes, and that it spoils nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from sparsync import ConfigurationError
+from sparsync.errors import NonFiniteGradientError
+from sparsync.monitoring import Log, sink_of
+from sparsync.monitoring.sinks import Calls, JsonLines
+from sparsync.presets import allgather, oktopk
+from sparsync.reducer import Reducer
+from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.transports.sim import simulate
+from sparsync.units import plan_units
+from sparsync.warmup import Warmup
+
+SIZE, K, RANKS = 1000, 50, 3
+ALWAYS = {
+    "bytes_sent", "bytes_received", "imbalance", "skipped", "density", "density_local",
+    "density_delivered", "density_reduced", "threshold", "residual_norm", "seconds_mask",
+    "seconds_select", "seconds_pack", "seconds_communicate", "seconds_unpack",
+}  # fmt: skip
+
+
+def gradient(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **options):
+    """Run some steps; return what rank 0 logged, by step."""
+
+    async def program(comm):
+        seen = {}
+        units = plan_units([("a", torch.zeros(600)), ("b", torch.zeros(400))], 1600)
+        reducer = Reducer(comm, units, algorithm or oktopk(), K / SIZE, **options)
+        reducer.monitor.log = Log(Calls(seen.__setitem__))
+        for step in range(steps):
+            pieces = [piece.clone() for piece in gradient(comm.rank, step).split([600, 400])]
+            await reducer.reduce(pieces)
+            reducer.monitor.log.write()
+            if check is not None:
+                check(reducer, seen[step])
+        reducer.monitor.log.close()
+        return seen
+
+    return simulate(program, ranks).results[0]
+
+
+def test_every_step_has_all_numbers():
+    steps = logged()
+    assert list(steps) == [0, 1, 2, 3]
+    assert all(set(values) == ALWAYS for values in steps.values())
+    assert all(type(x) in (int, float) for values in steps.values() for x in values.values())
+
+
+def test_the_numbers_are_those_of_the_step():
+    def check(reducer, values):
+        traffic = reducer.comm.ledger.last_step
+        assert values["bytes_sent"] == traffic.sent
+        assert values["bytes_received"] == traffic.received
+        assert values["imbalance"] == traffic.received / traffic.sent
+        norms = [float(r.value.norm()) for r in reducer.residuals]
+        assert values["residual_norm"] == pytest.approx(math.hypot(*norms))
+        assert values["density"] == values["density_local"] == K / SIZE
+        assert 0 < values["density_delivered"] <= values["density_local"]
+        assert values["density_reduced"] == K / SIZE
+
+    logged(check=check)
+
+
+def test_the_threshold_is_the_smallest_magnitude_selected():
+    first = logged(steps=1)[0]
+    pieces = gradient(0, 0).abs().split([600, 400])
+    expected = [piece.topk(k).values[-1] for piece, k in zip(pieces, (30, 20), strict=True)]
+    assert first["threshold"] == pytest.approx(float(min(expected)))
+
+
+def test_stages_are_those_of_one_step():
+    async def program(comm):
+        seen = {}
+        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), allgather(), 0.05)
+        reducer.monitor.log = Log(Calls(seen.__setitem__))
+        for step in range(3):
+            await reducer.reduce([gradient(comm.rank, step)])
+        reducer.monitor.log.close()
+        return sum(v["seconds_communicate"] for v in seen.values()), comm.ledger.stages
+
+    for total, stages in simulate(program, RANKS).results:
+        assert total == pytest.approx(stages["communicate"])
+        assert total > 0
+
+
+def test_a_dense_step_has_no_threshold_and_one_rank_no_imbalance():
+    warm = logged(steps=2, warmup=Warmup(1))
+    assert "threshold" not in warm[0] and warm[0]["density_local"] == 1
+    assert warm[0]["residual_norm"] == 0 and warm[1]["residual_norm"] > 0
+    alone = logged(steps=1, ranks=1)[0]
+    assert alone["bytes_sent"] == 0 and "imbalance" not in alone
+
+
+def test_xi_is_logged_when_it_was_measured():
+    steps = logged(steps=5, xi_period=2)
+    assert [step for step, values in steps.items() if "xi" in values] == [0, 2, 4]
+    assert set(steps[2]) - ALWAYS == {"xi", "signal_to_noise"}
+
+
+def test_a_skipped_step_says_so():
+    async def program(comm):
+        seen = {}
+        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
+        reducer.monitor.log = Log(Calls(seen.__setitem__))
+        await reducer.reduce([gradient(comm.rank, 0)])
+        with pytest.raises(NonFiniteGradientError):
+            await reducer.reduce([gradient(comm.rank, 1) / (0.0 if comm.rank == 1 else 1.0)])
+        reducer.skip()
+        await reducer.reduce([gradient(comm.rank, 2)])
+        reducer.monitor.log.close()
+        return seen
+
+    for seen in simulate(program, RANKS).results:
+        assert [values["skipped"] for values in seen.values()] == [0, 1, 0]
+        assert seen[1]["bytes_sent"] > 0 and "residual_norm" not in seen[1]
+        assert set(seen[2]) == ALWAYS
+
+
+def test_resumed_steps_continue_the_number_in_the_same_file(tmp_path):
+    async def program(comm):
+        def make():
+            reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
+            reducer.monitor.log = Log(sink_of(tmp_path / "deep" / "train.jsonl", comm.rank))
+            return reducer
+
+        first = make()
+        for step in range(2):
+            await first.reduce([gradient(comm.rank, step)])
+        first.monitor.log.close()
+        second = make()
+        await restore_reducer(second, reducer_state(first))
+        await second.reduce([gradient(comm.rank, 2)])
+        second.monitor.log.close()
+
+    simulate(program, 2)
+    for rank in (0, 1):
+        lines = (tmp_path / "deep" / f"train.rank{rank}.jsonl").read_text().splitlines()
+        read = [json.loads(line) for line in lines]
+        assert [one["step"] for one in read] == [0, 1, 2]
+        assert set(read[2]) == {*ALWAYS, "step"}
+
+
+def test_a_line_is_in_the_file_when_its_step_is_over(tmp_path):
+    sink = JsonLines(tmp_path / "a.jsonl")
+    sink.write(7, {"threshold": 0.5})
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == {"step": 7, "threshold": 0.5}
+    sink.close()
+
+
+class Writer:
+    """As TensorBoard's."""
+
+    def __init__(self):
+        self.scalars, self.flushed = {}, 0
+
+    def add_scalar(self, tag, value, step):
+        self.scalars[tag, step] = value
+
+    def flush(self):
+        self.flushed += 1
+
+
+def run_with(log, steps=3):
+    """Train one rank alone; return its averages."""
+
+    async def program(comm):
+        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
+        reducer.monitor.log = Log(sink_of(log, 0))
+        averages = []
+        for step in range(steps):
+            averages += await reducer.reduce([gradient(0, step)])
+            reducer.monitor.log.write()
+        reducer.monitor.log.close()
+        return torch.stack([average.to_dense() for average in averages])
+
+    return simulate(program, 1).results[0]
+
+
+def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
+    writer = Writer()
+    run_with(writer)
+    assert {tag for tag, _ in writer.scalars} == {
+        f"sparsync/{name}" for name in ALWAYS - {"imbalance"}
+    }
+    assert {step for _, step in writer.scalars} == {0, 1, 2}
+    assert writer.flushed == 1
+
+
+def test_an_error_of_the_users_function_ends_the_log_and_nothing_else():
+    calls = []
+
+    def broken(step, values):
+        calls.append(step)
+        raise ZeroDivisionError("mine")
+
+    with pytest.warns(RuntimeWarning, match=r"failed at step 0 .* ZeroDivisionError: mine"):
+        averages = run_with(broken)
+    assert calls == [0]
+    assert torch.equal(averages, run_with(None))
+
+
+def test_what_is_no_log_is_refused():
+    with pytest.raises(ConfigurationError, match=r"log is 3; give a path that ends in \.jsonl"):
+        sink_of(3, 0)
+
+
+def test_a_folder_needs_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigurationError, match="pip install tensorboard"):
+        sink_of(tmp_path, 0)
+
+
+def test_the_state_is_that_of_a_run_without_log():
+    async def program(comm, log):
+        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
+        reducer.monitor.log = Log(sink_of(log, comm.rank))
+        await reducer.reduce([gradient(comm.rank, 0)])
+        return reducer_state(reducer)
+
+    with_log, without = (
+        simulate(lambda comm, log=log: program(comm, log), 2).results[0] for log in (Writer(), None)
+    )
+    assert torch.equal(with_log["residual"].pop("a"), without["residual"].pop("a"))
+    assert with_log == without
+
+
+def test_a_step_of_several_devices_waits_for_their_events():
+    """What is on its way from a GPU is written when it is there: later, or at the end."""
+
+    class Event:
+        done = False
+
+        def query(self):
+            return self.done
+
+        def synchronize(self):
+            self.done = True
+
+    seen = {}
+    log = Log(Calls(seen.__setitem__))
+
+    async def program(comm):
+        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
+        reducer.monitor.log = log
+        for step in range(2):
+            await reducer.reduce([gradient(0, step)])
+            log._pending[-1]._copied.append(Event())
+            log.write()
+
+    simulate(program, 1)
+    assert not seen
+    log._pending[0]._copied[0].done = True
+    log.write()
+    assert list(seen) == [0]
+    log.close()
+    assert list(seen) == [0, 1]

@@ -1,0 +1,181 @@
+"""``simulate_training``: closed forms, the scale, baselines, overlap, the same by seed."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync import ConfigurationError
+from sparsync.bench.simulation import SimulationSettings, simulate_training
+from sparsync.bench.simulation.gradients import gradients, load_gradients
+from sparsync.planning import costs
+from sparsync.planning.machine import Machine
+from sparsync.presets import PRESETS
+from sparsync.transports.sim import Links, TwoLevel
+from sparsync.wire.packed import Packed
+
+N, K = 400_000, 4_000
+FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+WIRE = Links(alpha=0.0, beta=8e-9)
+settings = partial(SimulationSettings, model_size=N, density=K / N, links=WIRE, steps=1)
+
+
+def alone(algorithm, **options):
+    """The row of one algorithm, every element as itself."""
+    options = {"scale": 1.0, "baselines": False, "machine": FREE, **options}
+    [row] = simulate_training(settings((algorithm,), **options))
+    return row
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize(
+    ("algorithm", "cost", "tolerance"),
+    [
+        ("dense", lambda p: costs.dense(N, p), 1e-3),
+        ("allgather", lambda p: costs.allgather(K, p), 1e-3),
+        # chance makes some regions' messages longer than the mean
+        ("oktopk", lambda p: costs.oktopk(K, p), 0.1),
+        ("budgeted", lambda p: costs.budgeted(K, N, p, codec=Packed()), 0.1),
+    ],
+)
+def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, cost, tolerance, ranks):
+    row = alone(algorithm, ranks=ranks)
+    assert row.mean("seconds") == pytest.approx(cost(ranks).seconds(0.0, 8e-9), rel=tolerance)
+    assert row.mean("seconds_communication") == row.mean("seconds")
+    assert row.mean("bytes_sent") == pytest.approx(cost(ranks).nbytes, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tolerance"),
+    [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],
+)
+def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
+    """P = 32, down to 32 entries per rank, 6 per pair of ranks: chance is what remains.
+
+    Latencies, headers and histograms count once; with more entries the tolerances are 5 % and less.
+    """
+    few = algorithm in ("dense", "allgather", "gtopk")
+    make = partial(
+        alone,
+        algorithm,
+        ranks=32,
+        model_size=(100 if few else 600) * 32 * 64,
+        links=Links(20e-6, 80e-9),
+        machine=Machine(),
+        warmup=0,
+    )
+    whole, part = make(scale=1.0), make(scale=64.0)
+    for name in ("seconds", "seconds_selection", "seconds_packing", "bytes_sent"):
+        assert part.mean(name) == pytest.approx(whole.mean(name), rel=tolerance), name
+
+
+def test_work_is_charged_by_the_machine():
+    machine = Machine(gamma=0.0, select=1e-6, encode=1e-5, decode=1e-4)
+    row = alone("allgather", ranks=4, machine=machine)
+    assert row.mean("seconds_selection") == pytest.approx(N * 1e-6)
+    assert row.mean("seconds_packing") == pytest.approx(K * 1e-5 + 3 * K * 1e-4)
+
+
+def test_the_parts_sum_to_the_step_and_the_baselines_come_first():
+    rows = simulate_training(settings(("oktopk",), ranks=4, compute=0.01, model_size=20 * N))
+    assert [row.algorithm for row in rows] == ["Dense", "DenseOvlp", "oktopk"]
+    assert [(row.buckets, row.overlap) for row in rows] == [(1, False), (2, True), (1, False)]
+    for row in rows:
+        parts = ("computation", "selection", "packing", "communication")
+        total = sum(row.mean(f"seconds_{part}") for part in parts)
+        assert total == pytest.approx(row.mean("seconds"))
+        assert row.mean("seconds_communication") > 0
+    assert rows[1].mean("seconds") < rows[0].mean("seconds")  # what overlap hides
+    busy = rows[0].steps[0].ports["send"]["busy_seconds"]
+    assert len(busy) == 4 and max(busy) == rows[0].steps[0].phases["dense"]["seconds_send"]
+
+
+def test_overlap_hides_all_but_the_last_bucket():
+    """The network waits for nothing: of four buckets' sums one is left when the computation ends."""
+    dense = partial(alone, "dense", ranks=4, compute=0.6, buckets=4)
+    exposed = dense(overlap=True).mean("seconds_communication")
+    assert exposed == pytest.approx(dense().mean("seconds_communication") / 4, rel=1e-3)
+
+
+def test_a_straggler_makes_all_wait():
+    row = alone("budgeted", ranks=4, compute=0.1, stragglers=((2, 3.0),))
+    assert row.mean("seconds") > 0.3
+    assert row.mean("seconds_computation") == pytest.approx(0.15)
+
+
+def test_a_node_shares_its_card():
+    single, node = (
+        alone("allgather", ranks=8, links=links) for links in (WIRE, TwoLevel(4, WIRE, WIRE))
+    )
+    assert node.mean("seconds") > 1.5 * single.mean("seconds")
+    assert len(node.steps[0].ports["send"]["bytes"]) == 10
+
+
+def test_the_seed_fixes_everything():
+    def run(seed):
+        options = {"compute": 0.1, "spread": 0.01, "seed": seed, "machine": Machine()}
+        row = alone("budgeted", ranks=5, **options)
+        return dataclasses.replace(row, wall_seconds=0.0)
+
+    assert run(1) == run(1) != run(2)
+
+
+@pytest.mark.parametrize("algorithm", sorted(PRESETS))
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_every_preset_runs(algorithm, buckets):
+    row = alone(algorithm, ranks=3, model_size=6_000, buckets=buckets, overlap=buckets > 1)
+    assert row.mean("seconds") > 0
+
+
+@pytest.mark.parametrize("kind", ["uniform", "matching"])
+def test_whole_gradients_run(kind):
+    assert alone("oktopk", ranks=3, model_size=6_000, inputs=kind).mean("bytes_sent") > 0
+
+
+# ---- gradients ------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 500), st.floats(0.001, 0.4), st.integers(1, 4), st.integers(0, 2))
+def test_places_ascend_within_their_unit(size, density, buckets, rank):
+    [contender] = settings(
+        ("allgather",), model_size=size, density=density, buckets=buckets, baselines=False
+    ).contenders()
+    source = gradients(contender, settings(model_size=size, density=density), 1.0)
+    for unit, values in enumerate(source.draw(rank, 0)):
+        places = source.places(rank, unit)
+        assert values.numel() == places.numel() == source.held[unit]
+        assert (places.diff() > 0).all() and places[0] >= 0 and places[-1] < source.sizes[unit]
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.3, 1.0])
+def test_a_part_of_the_entries_lies_at_the_same_places(shared):
+    given_settings = settings(("allgather",), ranks=4, shared=shared, baselines=False)
+    [contender] = given_settings.contenders()
+    source = gradients(contender, given_settings, 1.0)
+    first, other = source.places(0, 0), source.places(1, 0)
+    # independent places meet, too: a cell has 50 elements
+    expected = shared + (1 - shared) * K * 2 / N
+    assert float((first == other).float().mean()) == pytest.approx(expected, abs=0.02)
+    assert torch.equal(first, source.places(0, 0))
+    assert not torch.equal(source.draw(0, 0)[0], source.draw(0, 1)[0])
+
+
+@pytest.mark.parametrize("form", [".npy", ".pt"])
+def test_recorded_gradients_are_read_and_used(tmp_path, form):
+    path, rows = tmp_path / f"recorded{form}", torch.randn(3, 2000)
+    np.save(path, rows.numpy()) if form == ".npy" else torch.save(rows, path)
+    assert torch.equal(load_gradients(path), rows)
+    row = alone("allgather", ranks=3, model_size=2000, density=0.01, inputs=str(path))
+    assert row.mean("bytes_sent") == 2 * (8 + 20 * 8)
+
+
+@pytest.mark.parametrize("content", [b"no tensor", None])
+def test_what_is_no_gradient_is_refused(tmp_path, content):
+    path = tmp_path / "recorded.pt"
+    path.write_bytes(content) if content else torch.save({"a": torch.ones(2)}, path)
+    with pytest.raises(ConfigurationError, match=r"recorded.pt'.*give a"):
+        load_gradients(path)

@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench | linear | doctor | plan | reproduce | keys``.
+"""The command line: ``sparsync train | bench | linear | doctor | plan | simulate | reproduce | keys``.
 
 Each command lives in ``sparsync.bench``.
 """
@@ -11,7 +11,7 @@ from typing import cast
 
 import typer
 
-from sparsync.bench import collectives, doctor, keys, linear, plan_command, train
+from sparsync.bench import collectives, doctor, keys, linear, plan_command, simulate, train
 from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.reproduce.command import command as reproduce
@@ -29,6 +29,7 @@ app.command("bench")(collectives.command)
 app.command("linear")(linear.command)
 app.command("doctor")(doctor.command)
 app.command("plan")(plan_command.command)
+app.command("simulate")(simulate.command)
 app.command("reproduce")(reproduce)
 app.command("keys")(keys.command)
 

@@ -83,7 +83,7 @@ def test_the_readme_draws_the_life_of_a_gradient_as_the_package_does():
 
 def test_the_commands_of_the_documents_have_their_options():
     text = README + (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    commands = re.findall(r"sparsync (train|bench) (--[^\n`]*)", text)
+    commands = re.findall(r"sparsync (train|bench|simulate|plan|doctor) (--[^\n`]*)", text)
     assert commands
     for command, options in commands:
         result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})

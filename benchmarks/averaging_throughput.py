@@ -11,36 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
 from math import nan
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import torch
 from rich.progress import track
 
-from sparsync.averaging.gossip import exchange
-from sparsync.averaging.graphs import Exponential
-from sparsync.averaging.schemes import SCHEMES
-from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync.workloads.delays import HeavyTail, RandomRanks
-from sparsync.workloads.lengths import LinesWorkload
-
-# Section 5.2, 64 ranks, nobody delayed, steps per second.  AD-PSGD hides its communication, so its step
-# is computation; what local SGD's takes longer is one allreduce of 2 n (P - 1) / P elements.
-LOCAL_RATE, ADPSGD_RATE = 1.52, 1.61
-RESNET, TRANSFORMER, NAVIGATION = 25_559_081, 61_362_176, 8_476_421
-COMPUTE = 1 / ADPSGD_RATE
-BETA = (1 / LOCAL_RATE - COMPUTE) / (2 * 4 * RESNET * 63 / 64)  # seconds per byte
-ALPHA = 2e-6  # seconds per message: a hop of such a network (ours)
-TRANSFORMER_COMPUTE = (
-    0.27  # seconds of a mean batch (ours): 2,700 of at most 8,192 tokens, 10,000 a second
+from sparsync.reproduce.wagma_throughput import (
+    ALPHA,
+    BETA,
+    COMPUTE,
+    ROWS,
+    SETTINGS,
+    SIZE,
+    TARGETS,
+    TRANSFORMER_COMPUTE,
+    VARIANTS,
+    ideal_seconds,
+    step_seconds,
 )
-SIZE = 8192  # elements of the simulated vector; beta is scaled so that it takes as long as the real one
-SEED = 0
 
 TEXT = """# Throughput of the averaging schemes, in virtual time
 
@@ -98,92 +88,6 @@ for the network; the paper's could not hide its communication there.
 {sections}
 """
 
-Work = Callable[[int, int, int], float]  # step, rank, world_size -> seconds
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A figure: its model, its ranks, and what each step costs whom."""
-
-    title: str
-    parameters: int
-    ranks: tuple[int, ...]
-    period: int  # tau
-    work: Work
-
-
-@dataclass(frozen=True)
-class Row:
-    """A scheme with its options; "P" and "tau" stand for the setting's."""
-
-    scheme: str
-    options: dict[str, int | str] = field(default_factory=dict)
-    barrier: int | str = 0  # steps between barriers of ours
-
-
-def delayed(compute: float, step: int, rank: int, world_size: int) -> float:
-    """Return computation, and 320 ms for two ranks of every step."""
-    return compute + RandomRanks(2, 0.32).seconds(step, rank, world_size, SEED)
-
-
-def translated(lines: LinesWorkload, step: int, rank: int, world_size: int) -> float:
-    """Return computation, as long as the bucket's lines."""
-    return TRANSFORMER_COMPUTE * lines.relative_cost(seed=SEED, step=step, rank=rank)
-
-
-def navigated(step: int, rank: int, world_size: int) -> float:
-    """Return what the episodes take."""
-    return HeavyTail(1.7, 43.5).seconds(step, rank, world_size, SEED)
-
-
-SETTINGS = {
-    "fig4": Setting(
-        "Figure 4: ResNet-50, two random ranks 320 ms late",
-        RESNET, (4, 8, 16, 32, 64, 128, 256), 10, partial(delayed, COMPUTE),
-    ),
-    "control": Setting(
-        "Control: ResNet-50, nobody late", RESNET, (64,), 10, lambda step, rank, world_size: COMPUTE
-    ),
-    "half": Setting(
-        "Half the batch: ResNet-50, two random ranks 320 ms late",
-        RESNET, (64,), 10, partial(delayed, COMPUTE / 2),
-    ),
-    "fig7": Setting(
-        "Figure 7: Transformer, lines in length buckets",
-        TRANSFORMER, (4, 8, 16, 32, 64), 8, partial(translated, LinesWorkload()),
-    ),
-    "fig10": Setting(
-        "Figure 10: navigation, heavy tail from 1.7 to 43.5 s",
-        NAVIGATION, (16, 32, 64, 128, 256, 512, 1024), 8, navigated,
-    ),
-}  # fmt: skip
-
-ROWS = {
-    "WAGMA": Row("wagma", {"sync_period": "tau"}),
-    "AD-PSGD": Row("adpsgd"),
-    "eager-SGD, solo": Row("eager-solo"),
-    "eager-SGD, majority": Row("eager-majority"),
-    "SGP, 1 neighbour": Row("sgp", {"neighbours": 1}),
-    "SGP, 2 neighbours": Row("sgp", {"neighbours": 2}),
-    "SGP, 4 neighbours": Row("sgp", {"neighbours": 4}),
-    "D-PSGD": Row("dpsgd"),
-    "local SGD, H = 1": Row("local", {"period": 1}),
-    "Allreduce-SGD": Row("allreduce"),
-    "local SGD, H = tau": Row("local", {"period": "tau"}),
-}
-WHOLE = {"sync_period": "tau", "group_size": "P"}
-SGP_2, SGP_4, MEETS = "SGP, 2 neighbours", "SGP, 4 neighbours", ", barrier every step"
-EAGER_MEETS = "eager-SGD, majority, barrier every tau steps"
-# settings that the paper's runs may have had: at one or two points only
-VARIANTS = {
-    "WAGMA, S = P": Row("wagma", {**WHOLE}),
-    "WAGMA, S = P, waits for its group": Row("wagma", {**WHOLE, "grouping": "synchronous"}),
-    EAGER_MEETS: Row("eager-majority", barrier="tau"),
-    f"D-PSGD{MEETS}": Row("dpsgd", barrier=1),
-    f"{SGP_2}{MEETS}": Row("sgp", {"neighbours": 2}, barrier=1),
-    f"{SGP_4}{MEETS}": Row("sgp", {"neighbours": 4}, barrier=1),
-}
-
 STYLES = {
     "WAGMA": "C3o-", "AD-PSGD": "C7v:", "eager-SGD, solo": "C4^:", "eager-SGD, majority": "C4s-",
     "SGP, 1 neighbour": "C2^:", "SGP, 2 neighbours": "C2s-", "SGP, 4 neighbours": "C2D--",
@@ -191,28 +95,7 @@ STYLES = {
 }  # fmt: skip
 
 # figure, ranks, row -> WAGMA's throughput over it, in the paper
-TARGETS = {
-    (figure, ranks, row): ratio
-    for figure, ranks, ratio, rows in (
-        ("fig4", 64, 1.25, ("local SGD, H = 1", SGP_2, f"{SGP_2}{MEETS}")),
-        ("fig4", 64, 1.26, ("Allreduce-SGD",)),
-        ("fig4", 64, 1.23, ("D-PSGD", f"D-PSGD{MEETS}")),
-        ("fig4", 64, 1.13, ("eager-SGD, majority", "eager-SGD, solo", EAGER_MEETS)),
-        ("fig4", 64, 1.24, ("WAGMA, S = P", "WAGMA, S = P, waits for its group")),
-        ("fig4", 256, 1.37, ("local SGD, H = 1",)),
-        ("half", 64, 1.45, (SGP_2,)),
-        ("half", 64, 1.54, ("local SGD, H = 1",)),
-        ("half", 64, 1.63, ("Allreduce-SGD",)),
-        ("fig7", 16, 1.39, ("local SGD, H = 1",)),
-        ("fig7", 16, 1.48, (SGP_2, f"{SGP_2}{MEETS}")),
-        ("fig7", 16, 1.10, ("AD-PSGD",)),
-        ("fig7", 16, 1.28, ("WAGMA, S = P", "WAGMA, S = P, waits for its group")),
-        ("fig10", 1024, 2.33, ("local SGD, H = 1",)),
-        ("fig10", 1024, 1.88, ("D-PSGD", f"D-PSGD{MEETS}")),
-        ("fig10", 1024, 2.10, (SGP_4, f"{SGP_4}{MEETS}")),
-    )
-    for row in rows
-}
+RATIOS = {(t.figure, t.ranks, row): t.ratio for t in TARGETS for row in t.rows}
 
 
 def steps_of(scheme: str, world_size: int) -> int:
@@ -222,53 +105,13 @@ def steps_of(scheme: str, world_size: int) -> int:
     return 80 if world_size <= 64 else 40 if world_size < 1024 else 24
 
 
-async def wait_for_all(comm: SimCommunicator) -> None:
-    """Do as ``comm.barrier``, in fewer operations of this machine: word from all in log2 P hops."""
-    for hop in range((comm.world_size - 1).bit_length()):
-        await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
-
-
-def step_seconds(setting: Setting, row: Row, world_size: int) -> float:
-    """Return the virtual seconds of a step, the mean over steps and ranks.
-
-    The mean over ranks, since some of an asynchronous scheme are ahead when the first has ended: in a
-    longer run they would not end so far apart.  The others end together.
-    """
-    stands_for: dict[int | str, int] = {"P": world_size, "tau": setting.period}
-    options = {name: stands_for.get(value, value) for name, value in row.options.items()}
-    every = int(stands_for.get(row.barrier, row.barrier))
-    steps = steps_of(row.scheme, world_size)
-
-    async def program(comm: SimCommunicator) -> float:
-        averager, vector = SCHEMES[row.scheme](**options), torch.zeros(SIZE)
-        await averager.begin(comm, vector, 0)
-        for step in range(steps):
-            await comm.compute(setting.work(step, comm.rank, world_size))
-            vector = await averager.average(comm, vector, step)
-            if every and (step + 1) % every == 0:
-                await wait_for_all(comm)
-        return comm.now
-
-    links = Links(ALPHA, BETA * setting.parameters / SIZE)
-    return fmean(simulate(program, world_size, links=links).results) / steps
-
-
-def ideal_seconds(setting: Setting, world_size: int) -> float:
-    """Return a step's mean computation: nobody waits, nothing is sent."""
-    return fmean(
-        setting.work(step, rank, world_size)
-        for step in range(steps_of("adpsgd", world_size))
-        for rank in range(world_size)
-    )
-
-
 def cases() -> Iterator[tuple[str, int, str]]:
     """Yield figure, ranks and row of all runs, the short ones first."""
     points = [(ranks, name) for name, setting in SETTINGS.items() for ranks in setting.ranks]
     for ranks, figure in sorted(points, key=lambda point: point[0]):
         yield figure, ranks, "ideal"
         for row in (*ROWS, *VARIANTS):
-            wanted = (row in ROWS and figure != "half") or (figure, ranks, row) in TARGETS
+            wanted = (row in ROWS and figure != "half") or (figure, ranks, row) in RATIOS
             # allreduces of 512 and more ranks take long here; the paper's Figure 10 has none of these
             slow = figure == "fig10" and ranks > 64 and row.startswith(("eager", "Allreduce"))
             if (wanted and not slow) or row == "WAGMA":
@@ -279,8 +122,9 @@ def make(figure: str, ranks: int, row: str) -> float:
     """Return the seconds of a step."""
     setting = SETTINGS[figure]
     if row == "ideal":
-        return ideal_seconds(setting, ranks)
-    return step_seconds(setting, {**ROWS, **VARIANTS}[row], ranks)
+        return ideal_seconds(setting, ranks, steps=steps_of("adpsgd", ranks))
+    scheme = {**ROWS, **VARIANTS}[row]
+    return step_seconds(setting, scheme, ranks, steps=steps_of(scheme.name, ranks))
 
 
 def keep(path: Path, name: str, seconds: float) -> None:
@@ -322,7 +166,7 @@ def table(done: dict[str, float], figure: str) -> str:
 def targets(done: dict[str, float]) -> str:
     """Return WAGMA's throughput over the others', beside the paper's."""
     lines = ["| | ranks | WAGMA over | here | paper | reached |", "|---|---|---|---|---|---|"]
-    for (figure, ranks, row), paper in TARGETS.items():
+    for (figure, ranks, row), paper in RATIOS.items():
         own, wagma = (rate(done, figure, ranks, name) for name in (row, "WAGMA"))
         if own and wagma:
             ratio = wagma / own
@@ -385,7 +229,7 @@ def report(done: dict[str, float], path: Path) -> None:
     local = last["local SGD, H = 1"]
     text = TEXT.format(
         targets=targets(done), paid=paid(done), sections="".join(sections).rstrip(),
-        gossip=local / last["D-PSGD"], pushed=local / last[SGP_4], window=8 * last["WAGMA"],
+        gossip=local / last["D-PSGD"], pushed=local / last["SGP, 4 neighbours"], window=8 * last["WAGMA"],
         compute=COMPUTE, beta=1e9 * BETA, alpha=1e6 * ALPHA, size=SIZE, fig7=TRANSFORMER_COMPUTE,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")

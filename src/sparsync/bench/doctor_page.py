@@ -132,6 +132,10 @@ def _measured(found: Calibration) -> Table:
         low, high = ends["beta"]
         carries = f"{bandwidth(high)}, {bandwidth(low)}"
         shown.add_row("a link's bandwidth, both ways", bandwidth(machine.beta), carries)
+        low, high = ends["turn"]
+        shown.add_row(
+            "waiting for others' work", _time(machine.turn), f"{_time(low)}, {_time(high)}"
+        )
     for name, what, unit in (
         ("gamma", "dense sum", "byte"),
         ("select", "accumulate, select, retain", "element"),

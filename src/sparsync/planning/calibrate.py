@@ -10,10 +10,13 @@ from typing import Any
 from sparsync.planning.fitting import Interval
 from sparsync.planning.links import Clock, Link, MeasuredLinks, Probe, measure_links
 from sparsync.planning.machine import Machine
+from sparsync.planning.rehearsal import measure_turn
 from sparsync.planning.work import Bench, measure_work
 from sparsync.transports.base import Communicator, check_timeout
 
 __all__ = ["Calibration", "calibrate"]
+
+_REHEARSAL = 0.2  # of the time, for whole exchanges
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ async def calibrate(
 
     Alpha and beta are what a message takes where every rank sends and receives at once; they are
     fitted to medians over rounds of several sizes, as large as the time allows.  In the simulator
-    they are those of its ``Links``, and work takes no time.
+    they are those of its ``Links``, and work takes no time.  At last whole exchanges are rehearsed.
 
     Args:
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
@@ -95,7 +98,7 @@ async def calibrate(
     found: MeasuredLinks | None = None
     if comm.world_size > 1:
         found = await measure_links(comm, seconds=seconds, clock=now, probe=probe)
-    left = (1 - probe.budget) * seconds
+    left = max(1 - probe.budget - _REHEARSAL, _REHEARSAL) * seconds
     paces = await measure_work(comm, seconds=left, clock=now, bench=bench)
     machine = replace(Machine(), **{name: pace.seconds for name, pace in paces.items()})
     intervals = {name: pace.interval for name, pace in paces.items()}
@@ -103,5 +106,8 @@ async def calibrate(
         return Calibration(machine, intervals, clocks=(Clock(),))
     line = found.line
     machine = replace(machine, alpha=line.alpha, beta=line.beta)
-    intervals = {"alpha": line.alpha_interval, "beta": line.beta_interval, **intervals}
+    turn = await measure_turn(comm, machine, seconds=_REHEARSAL * seconds, clock=now, bench=bench)
+    machine = replace(machine, turn=turn.seconds)
+    ends = {"alpha": line.alpha_interval, "beta": line.beta_interval}
+    intervals = {**ends, **intervals, "turn": turn.interval}
     return Calibration(machine, intervals, found.links, found.clocks, found.sizes)

@@ -27,6 +27,7 @@ _BLOCK = 512  # elements of which "sparcml" selects some (SparCML, section 8.3)
 _HOP_PASSES = 7  # halving, per entry received: merge, select again, note what is dropped; see below
 _CHOICE_PASSES = 4  # oktopk, per entry of k: sort, histogram, and find what was delivered
 # both ours: so many times as long as decoding takes, beside budgeted's work, at P = 4 and 8
+_COUNTS_TURN = 1 / 3  # of a turn: a round of counts, with next to no work (ours, likewise)
 _GAUSSIAN_FOUND = 1.5  # entries over k under error feedback (ours, measured: 0.8 to 1.6)
 
 
@@ -41,6 +42,11 @@ class Job(NamedTuple):
     def share(self) -> float:
         """(P - 1) / P: what of a vector is another rank's."""
         return (self.world_size - 1) / self.world_size
+
+    @property
+    def rounds(self) -> int:
+        """``ceil(log2 P)``."""
+        return (self.world_size - 1).bit_length()
 
     @property
     def summed(self) -> float:
@@ -58,6 +64,7 @@ class Work(NamedTuple):
         dense_bytes: of dense vectors that it adds, or puts in their place.
         volume: the most that a rank sends or receives, where that is less than what goes one after
             the other.
+        turns: how often it works, then waits for entries of others.
     """
 
     cost: Cost
@@ -65,6 +72,7 @@ class Work(NamedTuple):
     decoded: float = 0.0
     dense_bytes: float = 0.0
     volume: float | None = None
+    turns: float = 0.0
 
 
 class Form(NamedTuple):
@@ -107,12 +115,12 @@ def _whole(job: Job) -> float:
 
 def _dense(job: Job) -> Work:
     added = WORD_BYTES * job.size * job.share
-    return Work(costs.dense(job.size, job.world_size), dense_bytes=added)
+    return Work(costs.dense(job.size, job.world_size), dense_bytes=added, turns=2)
 
 
 def _ring_dense(job: Job) -> Work:
     cost = sparcml_costs.ring(job.k, job.size, job.world_size, dense=True)
-    return _dense(job)._replace(cost=cost)
+    return _dense(job)._replace(cost=cost, turns=cost.messages)
 
 
 def _allgather(job: Job, codec: Codec, *, found: float = 1.0, group_bytes: int = 0) -> Work:
@@ -122,7 +130,8 @@ def _allgather(job: Job, codec: Codec, *, found: float = 1.0, group_bytes: int =
     message = codec.nbytes(round(entries / groups), -(-job.size // groups))
     one = costs.allgatherv(message, job.world_size)
     peers = job.world_size - 1
-    return Work(Cost(groups * one.messages, groups * one.nbytes), entries, peers * entries)
+    cost = Cost(groups * one.messages, groups * one.nbytes)
+    return Work(cost, entries, peers * entries, turns=cost.messages)
 
 
 def _doubling(job: Job) -> Work:
@@ -137,12 +146,12 @@ def _ring(job: Job) -> Work:
 def _streams(cost: Cost) -> Work:
     """Count what is sent as encoded once and decoded once."""
     entries = cost.nbytes / costs.ENTRY_BYTES
-    return Work(cost, entries, entries)
+    return Work(cost, entries, entries, turns=cost.messages)
 
 
 def _split_allgather(job: Job) -> Work:
     cost = sparcml_costs.split_allgather(job.k, job.size, job.world_size)
-    return Work(cost, *_split_and_gathered(job, job.summed))
+    return Work(cost, *_split_and_gathered(job, job.summed), turns=1 + job.rounds)
 
 
 def _dynamic(job: Job, *, always_dense: bool = False, local: Codec | None = None) -> Work:
@@ -151,8 +160,9 @@ def _dynamic(job: Job, *, always_dense: bool = False, local: Codec | None = None
     )
     if always_dense or costs.ENTRY_BYTES * job.summed > WORD_BYTES * job.size:
         placed = WORD_BYTES * job.size * job.share
-        return Work(cost, *_split_and_gathered(job, 0), dense_bytes=placed)
-    return Work(cost, *_split_and_gathered(job, job.summed))
+        sums = _split_and_gathered(job, 0)
+        return Work(cost, *sums, dense_bytes=placed, turns=1 + job.rounds)
+    return Work(cost, *_split_and_gathered(job, job.summed), turns=1 + job.rounds)
 
 
 def _sparcml_auto(job: Job) -> Work:
@@ -168,7 +178,7 @@ def _gtopk(job: Job) -> Work:
     """Both trees, in sequence: in each round of the first, one rank encodes and another decodes."""
     cost = sparcml_costs.gtopk(job.k, job.world_size)
     entries = (cost.messages / 2 + 1) * job.k
-    return Work(cost, entries, entries, volume=cost.nbytes / 2)
+    return Work(cost, entries, entries, volume=cost.nbytes / 2, turns=cost.messages)
 
 
 def _oktopk(job: Job, *, repartition_period: int = 64) -> Work:
@@ -176,7 +186,9 @@ def _oktopk(job: Job, *, repartition_period: int = 64) -> Work:
     usual = costs.oktopk(job.k, job.world_size)
     cuts = costs.histogram(job.k, job.world_size)
     encoded, decoded = _split_and_gathered(job, job.k)
-    return Work(_mean(usual, cuts, repartition_period), encoded, decoded + _CHOICE_PASSES * job.k)
+    cost = _mean(usual, cuts, repartition_period)
+    turns = 1 + job.rounds + _COUNTS_TURN * 3 * job.rounds  # of the histogram, and of counts
+    return Work(cost, encoded, decoded + _CHOICE_PASSES * job.k, turns=turns)
 
 
 def _oktopk_paper(job: Job, *, threshold_period: int = 32, repartition_period: int = 64) -> Work:
@@ -189,7 +201,7 @@ def _oktopk_paper(job: Job, *, threshold_period: int = 32, repartition_period: i
     cost = _mean(_mean(usual, exact, threshold_period), cuts, repartition_period)
     encoded, decoded = _split_and_gathered(job, job.k)
     decoded += _CHOICE_PASSES * job.k + job.summed * job.share / threshold_period
-    return Work(cost, encoded, decoded)
+    return Work(cost, encoded, decoded, turns=1 + (1 + _COUNTS_TURN) * job.rounds)
 
 
 def _mean(usual: Cost, more: Cost, period: int) -> Cost:
@@ -199,17 +211,17 @@ def _mean(usual: Cost, more: Cost, period: int) -> Cost:
 
 def _budgeted(job: Job) -> Work:
     cost = packed_costs.budgeted(job.k, job.size, job.world_size, codec=Packed())
-    return Work(cost, *_split_and_gathered(job, job.k))
+    return Work(cost, *_split_and_gathered(job, job.k), turns=2)
 
 
 def _halving(job: Job) -> Work:
     cost = packed_costs.halving(job.k, job.size, job.world_size)
-    return Work(cost, job.k, (_HOP_PASSES + 1) * job.k * job.share)
+    return Work(cost, job.k, (_HOP_PASSES + 1) * job.k * job.share, turns=cost.messages)
 
 
 def _signs(job: Job) -> Work:
     cost = packed_costs.quantized_allgather(job.size, job.world_size, codec=Signs())
-    return Work(cost, job.size, (job.world_size - 1) * job.size)
+    return Work(cost, job.size, (job.world_size - 1) * job.size, turns=cost.messages)
 
 
 def _split_and_gathered(job: Job, result: float) -> tuple[float, float]:

@@ -27,6 +27,8 @@ class Machine:
         select: seconds per element that is accumulated and selected from.
         encode: seconds per entry that is packed.
         decode: seconds per entry that is unpacked and merged.
+        turn: seconds lost where a rank has worked and waits for the entries of others: with more ranks
+            than cores, a time slice of the system's; 0 where each has its own.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -40,6 +42,7 @@ class Machine:
     select: float = 1.1e-9
     encode: float = 3e-9
     decode: float = 6e-9
+    turn: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

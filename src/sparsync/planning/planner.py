@@ -144,7 +144,7 @@ def plan(
         >>> made.choice, made.table[0].seconds < made.dense.seconds / 20
         ('budgeted', True)
         >>> plan(1_000_000, 2, Machine(alpha=1e-6, beta=1e-11)).why.split(" against")[0]
-        'dense wins here: 242 µs'
+        'dense wins here: 362 µs'
     """
     _check(size, world_size, density, k, budget_bytes, compute, candidates)
     backward = _BACKWARD * (compute or 0.0)

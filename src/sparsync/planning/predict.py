@@ -3,7 +3,7 @@
     seconds   = selection + exchange
     selection = n select
     exchange  = messages alpha + bytes beta + (bytes of dense sums) gamma
-                + (entries encoded) encode + (entries decoded and merged) decode
+                + (entries encoded) encode + (entries decoded and merged) decode + turns turn
 
 all of the busiest rank: see ``forms``.  An entry takes the same time in every sparse format.  Messages
 are counted one after the other, as the papers do: links on which they overlap are faster by that.
@@ -68,7 +68,7 @@ def predict(collective: str, *, size: int, k: int, world_size: int, machine: Mac
     Example:
         >>> job = dict(size=14_728_266, k=147_283, world_size=8, machine=Machine())
         >>> [round(1e3 * predict(name, **job).seconds_exchange) for name in ("dense", "budgeted")]
-        [830, 9]
+        [833, 9]
     """
     form = COLLECTIVES[check_collective(collective)]
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
@@ -81,7 +81,10 @@ def predict(collective: str, *, size: int, k: int, world_size: int, machine: Mac
     return Prediction(
         collective=collective,
         seconds_selection=0.0 if form.whole else size * machine.select,
-        seconds_exchange=seconds + work.encoded * machine.encode + work.decoded * machine.decode,
+        seconds_exchange=seconds
+        + work.encoded * machine.encode
+        + work.decoded * machine.decode
+        + work.turns * machine.turn,
         bytes_sent=work.cost.nbytes if work.volume is None else work.volume,
         messages=work.cost.messages,
         equation=form.equation,

@@ -17,7 +17,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator
 from sparsync.wire.packed import Packed
 
-__all__ = ["Bench", "Pace", "measure_work"]
+__all__ = ["Bench", "Pace", "measure_work", "stands_still"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
@@ -71,7 +71,7 @@ async def measure_work(
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(
+    if stands_still(
         clock
     ):  # the simulator's: it charges for bytes that are summed, if for anything
         bench = replace(bench, elements=min(bench.elements, 1 << 10), most=1)
@@ -102,7 +102,7 @@ async def measure_work(
     }
 
 
-def _stands_still(clock: Callable[[], float]) -> bool:
+def stands_still(clock: Callable[[], float]) -> bool:
     """Tell whether a clock sees no work."""
     start = clock()
     torch.ones(1 << 16).sum()

@@ -15,6 +15,10 @@ from sparsync.reproduce import (
     sparcml_linear,
     sparcml_reduction,
     sparcml_training,
+    wagma_convergence,
+    wagma_imbalance,
+    wagma_navigation,
+    wagma_speed,
 )
 from sparsync.reproduce.base import Artifact, Unavailable
 
@@ -42,6 +46,16 @@ ARTIFACTS: tuple[Artifact, ...] = (
     oktopk_selection.FIGURE_6,
     oktopk_balance.FIGURE_7,
     oktopk_xi.FILL_IN,
+    wagma_speed.FIGURE_4,
+    wagma_speed.CONTROL,
+    wagma_convergence.FIGURE_5,
+    wagma_convergence.ABLATIONS,
+    wagma_imbalance.FIGURE_6,
+    wagma_speed.FIGURE_7,
+    wagma_convergence.FIGURE_8,
+    wagma_imbalance.FIGURE_9,
+    wagma_speed.FIGURE_10,
+    wagma_navigation.FIGURE_11,
 )
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
@@ -69,5 +83,10 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         "Figures 7 to 9, measured",
         "RedSync",
         "they need 8 GPUs in a server and 128 on Piz Daint; the paper's cost model stands in",
+    ),
+    Unavailable(
+        "Figures 5, 8 and 11 at their size",
+        "WAGMA",
+        "ImageNet, WMT17 and Habitat for days on 16 to 64 GPUs; small models and tasks stand in",
     ),
 )

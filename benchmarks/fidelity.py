@@ -116,6 +116,10 @@ def report(runs: list[dict]) -> str:
         f"- the planner's pick is the measured best, or within {NEARLY_BEST:.0%} of it: {good} of "
         f"{len(picks)} networks",
         "",
+        "How often a collective passes over its entries, and what of a turn its smaller rounds cost "
+        "(`planning/forms.py`), was fitted to these cells, but for those of 8 ranks and the larger n: "
+        "these are predictions in the strict sense.",
+        "",
         "*Exchange*: selected to total. *Error*: predicted over measured. *Whole*: `reduce()`.",
         "",
         "| network | ranks | n | collective | wire, ms | predicted, ms | measured, ms | error | within | "
@@ -143,16 +147,18 @@ def report(runs: list[dict]) -> str:
             lines.append(f"| {' | '.join(row)} |")
     lines += [
         "",
-        "| network | ranks | alpha, µs | 1 / beta, Mbit/s | select, ns | encode, ns | decode, ns |",
+        "| network | ranks | n | alpha, µs | 1 / beta, Mbit/s | turn, ms | select, ns | encode, ns | decode, ns |",
     ]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     for run in runs:
         m = run["machine"]
         cells = (
             run["rate"],
             str(run["ranks"]),
+            f"{run['size']:,}",
             f"{1e6 * m['alpha']:.0f}",
             f"{8e-6 / m['beta']:.0f}",
+            f"{1e3 * m['turn']:.2f}",
         )
         cells += tuple(f"{1e9 * m[name]:.2f}" for name in ("select", "encode", "decode"))
         lines.append(f"| {' | '.join(cells)} |")

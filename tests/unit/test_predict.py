@@ -104,7 +104,7 @@ def test_the_terms_of_dense(machine, seconds):
     ("name", "selected", "encoded", "decoded"),
     [
         ("allgather", 1000, 100, 3 * 100),
-        ("budgeted", 1000, 100, 75 + 75),  # what others sent of its part, then their sums
+        ("budgeted", 1000, 100, 75 + 75 + 2 * 100),  # others' entries, then sums; two passes
         ("signs", 0, 1000, 3 * 1000),  # every element, of every other rank
         ("dense", 0, 0, 0),
     ],

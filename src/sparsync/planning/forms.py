@@ -24,9 +24,11 @@ __all__ = ["COLLECTIVES", "UNPREDICTABLE", "Form", "Job", "Work"]
 _FUSED = 4 * 2**20  # bytes of gradient per message: the preset "redsync"'s
 _SEARCHED = 4 * 2**20  # bytes of a layer from which it is searched (RedSync, section 5.4)
 _BLOCK = 512  # elements of which "sparcml" selects some (SparCML, section 8.3)
-_HOP_PASSES = 7  # halving, per entry received: merge, select again, note what is dropped; see below
+_HOP_PASSES = 12  # halving, per entry received: merge, select again, note what is dropped; see below
 _CHOICE_PASSES = 4  # oktopk, per entry of k: sort, histogram, and find what was delivered
 # both ours: so many times as long as decoding takes, beside budgeted's work, at P = 4 and 8
+_BUDGET_PASSES = 2  # budgeted, likewise
+_PAIR_TURN = 2 / 3  # of a turn: a round in which a rank waits for one other (ours, likewise)
 _COUNTS_TURN = 1 / 3  # of a turn: a round of counts, with next to no work (ours, likewise)
 _GAUSSIAN_FOUND = 1.5  # entries over k under error feedback (ours, measured: 0.8 to 1.6)
 
@@ -211,12 +213,13 @@ def _mean(usual: Cost, more: Cost, period: int) -> Cost:
 
 def _budgeted(job: Job) -> Work:
     cost = packed_costs.budgeted(job.k, job.size, job.world_size, codec=Packed())
-    return Work(cost, *_split_and_gathered(job, job.k), turns=2)
+    encoded, decoded = _split_and_gathered(job, job.k)
+    return Work(cost, encoded, decoded + _BUDGET_PASSES * job.k, turns=2)
 
 
 def _halving(job: Job) -> Work:
     cost = packed_costs.halving(job.k, job.size, job.world_size)
-    return Work(cost, job.k, (_HOP_PASSES + 1) * job.k * job.share, turns=cost.messages)
+    return Work(cost, job.k, (_HOP_PASSES + 1) * job.k * job.share, turns=_PAIR_TURN * cost.messages)
 
 
 def _signs(job: Job) -> Work:

@@ -68,7 +68,7 @@ def predict(collective: str, *, size: int, k: int, world_size: int, machine: Mac
     Example:
         >>> job = dict(size=14_728_266, k=147_283, world_size=8, machine=Machine())
         >>> [round(1e3 * predict(name, **job).seconds_exchange) for name in ("dense", "budgeted")]
-        [833, 9]
+        [833, 11]
     """
     form = COLLECTIVES[check_collective(collective)]
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from sparsync.reproduce import (
     oktopk_balance,
+    oktopk_convergence,
+    oktopk_scaling,
     oktopk_selection,
     oktopk_table1,
     oktopk_xi,
@@ -45,6 +47,12 @@ ARTIFACTS: tuple[Artifact, ...] = (
     oktopk_xi.FIGURE_5,
     oktopk_selection.FIGURE_6,
     oktopk_balance.FIGURE_7,
+    oktopk_scaling.FIGURE_8,
+    oktopk_convergence.FIGURE_9,
+    oktopk_scaling.FIGURE_10,
+    oktopk_convergence.FIGURE_11,
+    oktopk_scaling.FIGURE_12,
+    oktopk_convergence.FIGURE_13,
     oktopk_xi.FILL_IN,
     wagma_speed.FIGURE_4,
     wagma_speed.CONTROL,

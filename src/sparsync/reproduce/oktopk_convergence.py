@@ -157,7 +157,7 @@ def _compare(
     reached = {name: time for name, time in times.items() if time and name not in own}
     first = min(reached, key=lambda name: reached[name])
     same = first == OKTOPK.name
-    spent = ", ".join(f"{name} {time:.0f} s" for name, time in times.items() if time)
+    spent = ", ".join(f"{name} {time:.3g} s" for name, time in times.items() if time)
     found.append(
         case.fastest.beside(
             f"to {unit} {target:.3f}: {spent}", same, "" if same else f"{first} needs fewer steps"

@@ -147,7 +147,8 @@ def report(runs: list[dict]) -> str:
             lines.append(f"| {' | '.join(row)} |")
     lines += [
         "",
-        "| network | ranks | n | alpha, µs | 1 / beta, Mbit/s | turn, ms | select, ns | encode, ns | decode, ns |",
+        "| network | ranks | n | alpha, µs | 1 / beta, Mbit/s | turn, ms | select, ns | encode, ns "
+        "| decode, ns |",
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for run in runs:

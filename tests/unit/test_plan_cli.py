@@ -36,7 +36,7 @@ def test_the_ranked_table_fits_eighty_columns(command):
     assert [row[0] for row in rows] == ["budgeted", "dense"]
     assert "hidden" in out and "32 ranks, n = 133,547,324, k = 1,335,473 (1 %), 10 Gbit/s" in out
     assert "break-even bandwidth: 3" in out and "Gbit/s (sparse wins below)" in out
-    assert "break-even density: 2" in out and "budgeted wins here: 94 ms against" in out
+    assert "break-even density: 1" in out and "budgeted wins here: 190 ms against" in out
     assert "hidden" not in command(*BERT)[1].splitlines()[2]
 
 

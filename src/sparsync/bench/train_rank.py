@@ -255,7 +255,6 @@ def _result(
     evaluation = Evaluation.total(r.evaluation for r in everyone)
     seconds = seconds_of_all([r.seconds for r in everyone])
     total = max(sum(r.seconds) + r.finish for r in everyone)
-    sent = max((r.sent for r in everyone), key=sum)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
     return TrainResult(
         algorithm=name,
@@ -271,7 +270,7 @@ def _result(
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
         replicas_equal=len({r.digest for r in everyone}) == 1,
-        bytes_sent=sent,
+        bytes_sent=max((r.sent for r in everyone), key=sum),
         seed=settings.seed,
         batch_size=settings.samples,
         context=getattr(workload, "context", None),

@@ -116,9 +116,8 @@ def attach(
     chosen, density = resolve(algorithm, **options), as_density(density)
     warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
     check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density != 1)
-    timeout = check_timeout(timeout)
     check_transport(transport, curve_keys)
-    wires = Wires(transport, timeout, curve_keys)
+    wires = Wires(transport, check_timeout(timeout), curve_keys)
     unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
     trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]

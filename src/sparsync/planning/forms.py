@@ -24,7 +24,9 @@ __all__ = ["COLLECTIVES", "UNPREDICTABLE", "Form", "Job", "Work"]
 _FUSED = 4 * 2**20  # bytes of gradient per message: the preset "redsync"'s
 _SEARCHED = 4 * 2**20  # bytes of a layer from which it is searched (RedSync, section 5.4)
 _BLOCK = 512  # elements of which "sparcml" selects some (SparCML, section 8.3)
-_HOP_PASSES = 12  # halving, per entry received: merge, select again, note what is dropped; see below
+_HOP_PASSES = (
+    12  # halving, per entry received: merge, select again, note what is dropped; see below
+)
 _CHOICE_PASSES = 4  # oktopk, per entry of k: sort, histogram, and find what was delivered
 # both ours: so many times as long as decoding takes, beside budgeted's work, at P = 4 and 8
 _BUDGET_PASSES = 2  # budgeted, likewise
@@ -219,7 +221,9 @@ def _budgeted(job: Job) -> Work:
 
 def _halving(job: Job) -> Work:
     cost = packed_costs.halving(job.k, job.size, job.world_size)
-    return Work(cost, job.k, (_HOP_PASSES + 1) * job.k * job.share, turns=_PAIR_TURN * cost.messages)
+    return Work(
+        cost, job.k, (_HOP_PASSES + 1) * job.k * job.share, turns=_PAIR_TURN * cost.messages
+    )
 
 
 def _signs(job: Job) -> Work:

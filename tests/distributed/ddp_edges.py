@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 
-from .small_model import model, same_everywhere, train
+from .small_model import flat, model, same_everywhere, train
 
 
 class Odd(torch.nn.Module):
@@ -83,3 +83,25 @@ def states_of_different_steps() -> str:
         sync.close()
         sync.close()  # closing twice is closing
     return ""
+
+
+def the_planner_chooses() -> dict[str, bool]:
+    """``auto`` calibrates the group, plans per unit, checks, and goes on from a saved state."""
+    ddp = DistributedDataParallel(model())
+    sync = sparsync.attach(
+        ddp, "auto", density=0.1, timeout=60, unit_bytes=2000, check_period=2, patience=1
+    )
+    train(ddp, range(7))
+    choices, state = sync.stats()["choices"], sync.state_dict()
+    choices_everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(choices_everywhere, choices)
+    result = {
+        "replicas equal": same_everywhere(flat(ddp)),
+        "chosen alike": all(theirs == choices for theirs in choices_everywhere),
+        "says why": len(choices) > 1 and all("measured over predicted" in text for text in choices),
+    }
+    sync.load_state_dict(state)
+    train(ddp, range(7, 9))
+    result["goes on"] = same_everywhere(flat(ddp)) and sync.stats()["steps"] == 9
+    sync.close()
+    return result

@@ -251,4 +251,5 @@ def everything_about_ddp(directory: str) -> dict[str, Any]:
         "forgotten": edges.forgotten_handle_ends_its_thread(),
         "different steps": edges.states_of_different_steps(),
         "thawed": edges.thawed_too_late(),
+        "auto": edges.the_planner_chooses(),
     }

@@ -80,6 +80,10 @@ def test_nonfinite_gradients_are_refused_collectively(ddp):
     assert all(ddp["nonfinite"].values()), ddp["nonfinite"]
 
 
+def test_the_planner_chooses_alike_on_all_ranks(ddp):
+    assert all(ddp["auto"].values()), ddp["auto"]
+
+
 def test_update_space_is_algorithm_2(ddp):
     assert all(ddp["update space"].values()), ddp["update space"]
 

@@ -21,6 +21,7 @@ __all__ = ["measure_turn"]
 
 _NAME = "budgeted"  # two turns, and little else
 _LEAST, _MOST = 5, 50  # exchanges
+_SMALLER = 4  # than what is worked on, so that turns are more than the rest
 _PAUSE = (
     0.05  # seconds before each, as behind a computation: one upon another they take half as long
 )
@@ -48,7 +49,8 @@ async def measure_turn(
         clock: of this rank.
         bench: size and density of the vectors.
     """
-    size, k, ranks = bench.elements, max(int(bench.density * bench.elements), 1), comm.world_size
+    size, ranks = max(bench.elements // _SMALLER, 1), comm.world_size
+    k = max(int(bench.density * size), 1)
     job: dict[str, Any] = {"size": size, "world_size": ranks, "machine": machine}
     while (_LEAST + 2) * predict(_NAME, k=k, **job).seconds_exchange > seconds:
         k //= 2  # on slow links, fewer entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, final
 
@@ -99,16 +100,12 @@ class AutoState:
         choice: number of the candidate in use; -1 before the first step.
         streak: comparisons in a row that spoke for another.
         factors: measured over predicted seconds, of every candidate; None: never measured.
-        seconds: of the exchanges since the last comparison, summed.
-        steps: how many these are.
         parts: the candidates' own states.
     """
 
     choice: int = -1
     streak: int = 0
     factors: tuple[float | None, ...] = ()
-    seconds: float = 0.0
-    steps: int = 0
     parts: tuple[Any, ...] = ()
 
 
@@ -154,6 +151,7 @@ class Auto(Collective):
         self.check_period, self.tracker = check_period, tracker
         self._parts = [_MAKERS[name]() for name in candidates]
         self._state = AutoState(factors=(None,) * len(candidates))
+        self._seconds: list[float] = []  # this rank's, since the last check: no state, it differs
         self._why = "the first step is not planned yet"
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]
         self._first = sparse[0] if sparse else 0
@@ -180,7 +178,6 @@ class Auto(Collective):
         """Do what was chosen, then think about the next step."""
         started = comm.now
         reduced = await self._parts[self._index].reduce(comm, selected, k, step)
-        seconds = comm.now - started
         if comm.world_size == 1:
             return reduced
         state = self._state
@@ -188,7 +185,7 @@ class Auto(Collective):
             made = self._planned(selected.size, k, comm.world_size)
             self._state = replace(state, choice=self.candidates.index(made.choice))
             return reduced
-        self._state = replace(state, seconds=state.seconds + seconds, steps=state.steps + 1)
+        self._seconds.append(comm.now - started)
         if self.check_period and (step + 1) % self.check_period == 0:
             await self._check(comm, self._planned(selected.size, k, comm.world_size))
         return reduced
@@ -212,7 +209,8 @@ class Auto(Collective):
     async def _check(self, comm: Communicator, made: Plan) -> None:
         """Compare the mean exchange with its prediction; go on with what is better then."""
         state = self._state
-        mine = torch.tensor([state.seconds / state.steps], dtype=torch.float64)
+        mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
+        self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
         local = {p.collective: p.seconds_selection for p in made.table}
         known = zip(self.candidates, state.factors, strict=True)
@@ -231,8 +229,6 @@ class Auto(Collective):
             choice=self.candidates.index(tracker.choice),
             streak=tracker.streak,
             factors=tuple(tracker.factors.get(name) for name in self.candidates),
-            seconds=0.0,
-            steps=0,
         )
 
     # ---- state -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from sparsync.reproduce.oktopk_scaling_fit import (
 )
 from sparsync.transports.sim import Links
 
-__all__ = ["FIGURE_8", "FIGURE_10", "FIGURE_12", "simulate_step"]
+__all__ = ["FIGURE_10", "FIGURE_12", "FIGURE_8", "simulate_step"]
 
 _PARTS = MappingProxyType(
     {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from types import MappingProxyType
 
 from sparsync.reproduce.base import Artifact, Comparison, Outcome, Panel, Row, Settings, Stated
 from sparsync.reproduce.wagma_throughput import (
@@ -24,7 +25,7 @@ from sparsync.reproduce.wagma_throughput import (
 
 __all__ = ["CONTROL", "FIGURE_10", "FIGURE_4", "FIGURE_7"]
 
-_SCHEMES: Mapping[str, Scheme] = {**ROWS, **VARIANTS}
+_SCHEMES: Mapping[str, Scheme] = MappingProxyType({**ROWS, **VARIANTS})
 _LOCAL, _SGP_2, _SGP_4 = "local SGD, H = 1", "SGP, 2 neighbours", "SGP, 4 neighbours"
 _FASTER = 1.02  # throughput over another's from which it counts (ours)
 _SPREAD = 1.07  # fastest over slowest where nobody is late (1.61 over 1.51)
@@ -33,13 +34,15 @@ _LONG_STEPS, _MOST_RANKS = 60, 256  # delays spread by a hop per step; above, fe
 _MANY_STEPS = 24
 _PERIODS = 4  # of schemes with a global average, on few ranks
 
-_WHY: Mapping[str, str] = {
-    "D-PSGD": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
-    "SGP": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
-    "eager-SGD": "late ranks need not catch up with a global average; what the paper's lost is not said",
-    "AD-PSGD": "it never waits for the network here; the paper's could not hide its messages",
-    "WAGMA, S = P": "our groups of all ranks wait for nobody, either",
-}
+_WHY: Mapping[str, str] = MappingProxyType(
+    {
+        "D-PSGD": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
+        "SGP": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
+        "eager-SGD": "late ranks need not catch up with a global average; what the paper's lost is not said",
+        "AD-PSGD": "it never waits for the network here; the paper's could not hide its messages",
+        "WAGMA, S = P": "our groups of all ranks wait for nobody, either",
+    }
+)
 _DIFFERS = (
     "Simulated: 8,192 elements in the model's place on links slower by as much; computation and beta "
     "are solved from section 5.2's rates without delays. Fewer steps than in "

@@ -154,7 +154,7 @@ ROWS: Mapping[str, Scheme] = MappingProxyType({
     "local SGD, H = tau": Scheme("local", {"period": "tau"}),
 })  # fmt: skip
 
-_WHOLE = {"sync_period": "tau", "group_size": "P"}
+_WHOLE = MappingProxyType({"sync_period": "tau", "group_size": "P"})
 _LOCAL, _SGP_2, _SGP_4 = "local SGD, H = 1", "SGP, 2 neighbours", "SGP, 4 neighbours"
 _MEETS, _EAGER_MEETS = ", barrier every step", "eager-SGD, majority, barrier every tau steps"
 _S_P, _S_P_WAITS = "WAGMA, S = P", "WAGMA, S = P, waits for its group"

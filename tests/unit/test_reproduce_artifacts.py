@@ -13,7 +13,14 @@ from sparsync.reproduce.redsync_phases import QUANTISED_RGC, RGC, lstm, phases, 
 from sparsync.reproduce.redsync_steps import DAINT, IMAGENET, SMALL, TEXT
 from sparsync.reproduce.training import SimulatedTraining, digits_recipe, lstm_recipe, text_recipe
 
-FAST = {"sparcml-fig7", "redsync-fig5", "redsync-fig7", "redsync-fig8-9", "redsync-fig10"}
+FAST = {
+    "sparcml-fig7",
+    "redsync-fig5",
+    "redsync-fig7",
+    "redsync-fig8-9",
+    "redsync-fig10",
+    "wagma-control",
+}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
@@ -76,20 +76,7 @@ def _figure_11(settings: Settings) -> Outcome:
         ]
         for name in names
     }
-    # WAGMA's end: what is faster then has gone on for longer in its own run
-    end = fmean(curve[-1][0] for curve in curves[_WAGMA])
-    rows: list[Row] = []
-    for name, found in curves.items():
-        reached = [_reached(curve, end * 1.001) for curve in found]
-        rows.append(
-            {
-                "scheme": name,
-                "return at WAGMA's end": fmean(reached),
-                "deviation": pstdev(reached),
-                "return after all iterations": fmean(curve[-1][1] for curve in found),
-                "virtual seconds per iteration": fmean(c[-1][0] for c in found) / iterations,
-            }
-        )
+    rows = _rows(curves, iterations)
     panel = Panel(
         "CartPole",
         "virtual seconds",
@@ -111,6 +98,24 @@ def _figure_11(settings: Settings) -> Outcome:
         f"{iterations} of them in place of 10 hours.",
         [panel],
     )
+
+
+def _rows(curves: Mapping[str, Sequence[_Curve]], iterations: int) -> list[Row]:
+    # WAGMA's end: what is faster then has gone on for longer in its own run
+    end = fmean(curve[-1][0] for curve in curves[_WAGMA])
+    rows: list[Row] = []
+    for name, found in curves.items():
+        reached = [_reached(curve, end * 1.001) for curve in found]
+        rows.append(
+            {
+                "scheme": name,
+                "return at WAGMA's end": fmean(reached),
+                "deviation": pstdev(reached),
+                "return after all iterations": fmean(curve[-1][1] for curve in found),
+                "virtual seconds per iteration": fmean(c[-1][0] for c in found) / iterations,
+            }
+        )
+    return rows
 
 
 def _compare(rows: Sequence[Row]) -> list[Comparison]:

@@ -38,7 +38,7 @@ _WHY: Mapping[str, str] = MappingProxyType(
     {
         "D-PSGD": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
         "SGP": "a rank waits for neighbours alone: delays of distant ranks pass at the same time",
-        "eager-SGD": "late ranks need not catch up with a global average; what the paper's lost is not said",
+        "eager-SGD": "late ranks need not catch up with a global average; the paper's lost more",
         "AD-PSGD": "it never waits for the network here; the paper's could not hide its messages",
         "WAGMA, S = P": "our groups of all ranks wait for nobody, either",
     }

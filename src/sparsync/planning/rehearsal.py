@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -22,9 +21,6 @@ __all__ = ["measure_turn"]
 _NAME = "budgeted"  # two turns, and little else
 _LEAST, _MOST = 5, 50  # exchanges
 _SMALLER = 4  # than what is worked on, so that turns are more than the rest
-_PAUSE = (
-    0.05  # seconds before each, as behind a computation: one upon another they take half as long
-)
 
 
 async def measure_turn(
@@ -39,8 +35,8 @@ async def measure_turn(
 
     All ranks rehearse an exchange of ``budgeted``; what it takes longer than its messages, bytes and
     entries do, by the machine as measured so far, is divided by its turns.  Where ranks share cores,
-    one that waits for entries while others work gets its core back a time slice later, and finds its
-    caches taken.
+    one that waits for entries while others work gets its core back a time slice later.  Before each all
+    ranks sweep through memory, as a backward pass does: caches are cold in training, too.
 
     Args:
         comm: the group, of at least two ranks.
@@ -61,10 +57,10 @@ async def measure_turn(
     indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
     vector = SparseVector(indices, torch.randn(k, generator=generator), size)
     collective, samples, end = Budgeted(), [], clock() + seconds
-    pause = 0.0 if stands_still(clock) else _PAUSE
+    swept = torch.zeros(1 if stands_still(clock) else bench.elements)
     for step in range(_MOST + 1):
+        swept.add_(1.0)
         await comm.barrier()
-        time.sleep(pause)
         start = clock()
         await collective.reduce(comm, vector, k, step)
         samples.append(clock() - start)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from benchmarks import redsync_phases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from sparsync.planning.redsync_costs import (
     equation_2,
     size_thresholds,
 )
+from sparsync.reproduce import redsync_phases
 from sparsync.selection.by_size import BySize
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
@@ -229,6 +229,6 @@ def test_quantised_messages_pay_for_the_language_model_beyond_16_ranks(ranks, pa
     """Section 6.4: below, searching on every step costs more than shorter messages save."""
     plain, quantised = (
         sum(redsync_phases.phases(redsync_phases.lstm(), scheme, ranks, SHRINK).values())
-        for scheme in (redsync_phases.PLAIN, redsync_phases.QUANTISED)
+        for scheme in (redsync_phases.RGC, redsync_phases.QUANTISED_RGC)
     )
     assert (quantised < plain) == pays

@@ -171,7 +171,7 @@ def test_k_may_be_zero_and_more_than_there_is(size):
         (sparse.csr_matrix((2, 2)), {}, r"shape \(2, 2\); give one row"),
         (torch.ones(2), {"k": -1}, "k is -1; give the number of entries to take"),
         (torch.ones(2, 2), {}, r"shape \(2, 2\); flatten it first"),
-        (torch.ones(2), {"algorithm": "nothing"}, "choose one of allgather, budgeted, dense"),
+        (torch.ones(2), {"algorithm": "nothing"}, "choose one of allgather, auto, budgeted"),
         (torch.ones(2), {"capp": 1}, "has no option capp"),
         (torch.arange(3), {"k": 1}, r"torch\.int64 are not defined"),
         (SparseVector(torch.tensor([1, 0]), torch.ones(2), 2), {}, "strictly ascending"),

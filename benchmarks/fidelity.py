@@ -118,16 +118,16 @@ def report(runs: list[dict]) -> str:
         "namespace, its link is shaped in both directions. `sparsync doctor` measured network and ranks, "
         "all at once, before; predictions know nothing else, but tbf's burst.",
         "",
-        f"| turns | wire >= {1e3 * LONG:g} ms: within {RELATIVE:.0%} (target: {SHARE:.0%} of the cells) "
-        f"| shorter: within {1e3 * ABSOLUTE:g} ms | picks within {NEARLY_BEST:.0%} of the measured best |",
+        f"| turns | wire >= {1e3 * LONG:g} ms: within {RELATIVE:.0%} (target: {SHARE:.0%} of them) "
+        f"| shorter: within {1e3 * ABSOLUTE:g} ms | picks within {NEARLY_BEST:.0%} of the best |",
         "|---|---|---|---|",
         f"| as `doctor` rehearses them {counts_of(runs)}",
         f"| 4.0 ms on 4 ranks, 7.5 on 8 {counts_of(fitted)}",
         "",
-        "**The target is missed, and turns are why**: behind a pause and a common start, with cold caches, "
-        "every wait for others costs more than in `doctor`'s rehearsal, on two cores for all ranks. One "
-        "number per world size mends most of it; how to measure that number within seconds is not found. "
-        "The numbers of `doctor` stem from runs after those of `bench`: the calibration was changed last.",
+        "**The target is missed, and turns are why**: behind a pause and a common start, with cold "
+        "caches, every wait for others costs more than in `doctor`'s rehearsal, on two cores for all "
+        "ranks. One number per world size mends most of it; how to measure that within seconds is not "
+        "found. `doctor` ran again after `bench` for this table: the calibration was changed last.",
         "",
         "How often a collective passes over its entries, and what of a turn its smaller rounds cost "
         "(`planning/forms.py`), was fitted to these cells, but for those of 8 ranks and the larger n: "

@@ -85,10 +85,10 @@ Allreduce-SGD's best learning rate for all: {losses}.
 per virtual second over WAGMA's. *Own models*: mean of the ranks' own losses over the loss of their mean,
 midway between two global averages. *Paper*: top-1 accuracy of ResNet-50 after 90 epochs, %.
 
-The ordering is the paper's: without groups is worst by far, then fixed groups, then smaller ones; S = P is
-no better than S = 8 by more than seeds differ. It costs no throughput here: in the simulator taking part
-passively is free (`benchmarks/averaging-throughput.md`). Allreduce-SGD is ahead by more than in the paper:
-{steps} steps in place of 28,000 end while the models still move fast.
+The ordering is the paper's: without groups is worst by far, then fixed groups, then smaller ones; S = P
+is no better than S = 8 by more than seeds differ. It costs no throughput here: in the simulator taking
+part passively is free (`benchmarks/averaging-throughput.md`). Allreduce-SGD is ahead by more than in the
+paper: {steps} steps in place of 28,000 end while the models still move fast.
 
 | scheme | paper | seeds | held-out loss | over WAGMA | accuracy | throughput | own models |
 |---|---|---|---|---|---|---|---|

@@ -149,6 +149,10 @@ class _Watched(Collective):
     def state(self, state: Any) -> None:
         self.inner.state = state
 
+    @property
+    def whole(self) -> bool:
+        return self.inner.whole
+
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         if self.watcher.fence is not None:
             with comm.stage("fence"):  # waiting for the others is no communication

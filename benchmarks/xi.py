@@ -17,6 +17,7 @@ import torch
 from virtual import Cache, sgd, train, workload_of
 
 from sparsync.collectives import Budgeted
+from sparsync.errors import NonFiniteGradientError
 from sparsync.monitoring import Log, sink_of
 from sparsync.presets import Algorithm, dense
 from sparsync.reducer import Reducer
@@ -51,19 +52,22 @@ def run(spec: dict, bar) -> dict:
 
     codec, whole = CODECS.get(spec["values"]), spec["values"] == "dense"
     algorithm = Algorithm("xi", Exact, lambda: Budgeted(codec(), budget=BUDGET))
-    result = train(
-        workload_of(spec["workload"]),
-        dense() if whole else algorithm,
-        spec["density"],
-        sgd(LR[spec["workload"]]),
-        ranks=RANKS,
-        steps=STEPS,
-        batch_size=8,
-        bar=bar,
-        prepare=prepare,
-        after_step=lambda reducer, comm: reducer.monitor.log.write(),
-        xi_period=None if whole else PERIOD,
-    )
+    try:
+        result = train(
+            workload_of(spec["workload"]),
+            dense() if whole else algorithm,
+            spec["density"],
+            sgd(LR[spec["workload"]]),
+            ranks=RANKS,
+            steps=STEPS,
+            batch_size=8,
+            bar=bar,
+            prepare=prepare,
+            after_step=lambda reducer, comm: reducer.monitor.log.write(),
+            xi_period=None if whole else PERIOD,
+        )
+    except NonFiniteGradientError:
+        result = {"loss": None}
     late = [xi for step, xi in measured.items() if step >= LATE]
     return {**result, "xi": measured, "late": fmean(late) if late else 0.0}
 
@@ -90,9 +94,13 @@ def report(cache: Cache) -> str:
                     continue
                 xi = list(one["xi"].values())
                 highest.append(max(xi))
+                late = f"{one['late']:.2f}" if one["late"] else ""
+                loss, over = "diverges", ""
+                if one["loss"] is not None:
+                    loss, over = f"{one['loss']:.4f}", f"{one['loss'] / base['loss'] - 1:+.1%}"
                 lines.append(
                     f"| {workload} | {100 * density:g} % | {values} | {xi[0]:.2f} | {max(xi):.2f} "
-                    f"| {one['late']:.2f} | {one['loss']:.4f} | {one['loss'] / base['loss'] - 1:+.1%} |"
+                    f"| {late} | {loss} | {over} |"
                 )
     table = "\n".join(lines)
     held = sum(xi < RANKS for xi in highest)

@@ -36,6 +36,7 @@ _BARS = (  # fill, hatch
 )
 _FEW_POINTS = 20  # of a curve with markers
 _WIDTH_INCHES, _HEIGHT_INCHES = 4.9, 4.0  # of a panel
+_FIT = 40  # letters below a panel of bars; more are turned
 _BAR_SPACE = 0.8  # of the distance of two groups
 
 
@@ -86,12 +87,13 @@ def _draw(axis: Axes, panel: Panel) -> None:
     if panel.kind == "curves":
         axis.legend(frameon=False, fontsize=8)
     else:  # bars leave no room inside
+        turned = any(label.get_rotation() for label in axis.get_xticklabels())
         axis.legend(
             frameon=False,
             fontsize=8,
             ncols=min(len(panel.series), 3),
             loc="upper center",
-            bbox_to_anchor=(0.5, -0.16),
+            bbox_to_anchor=(0.5, -0.36 if turned else -0.16),
         )
 
 
@@ -143,3 +145,5 @@ def _bars(
             bottom[x] += height
     names = [x if isinstance(x, str) else f"{x:g}" for x in groups]
     axis.set_xticks(range(len(groups)), names)
+    if len("".join(names)) > _FIT:
+        axis.tick_params("x", rotation=40)

@@ -106,7 +106,7 @@ def compare_bert(times: Times, costs: Effective, ranks: Sequence[int]) -> list[C
         ratios = [seconds / times[dense, many].communication for seconds in gathered]
         worse = min(ratios) > 1
         stated = replace(_WORSE, what=_WORSE.what.format(dense))
-        why = "" if worse else f"{_QUICK}, or Gaussiank's 3 k / 4 entries" if many > few else _QUICK
+        why = "" if worse else "Gaussiank sends 3 k / 4 entries here" if many > few else _QUICK
         found.append(stated.beside(f"{ratios[0]:.2f} and {ratios[1]:.2f} x", worse, why))
     for scheme in (OKTOPK, *OURS):
         efficiency = times[scheme.name, few].seconds / times[scheme.name, many].seconds

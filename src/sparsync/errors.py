@@ -5,6 +5,7 @@
     SparsyncError
      ├─ ConfigurationError (ValueError)      an argument that cannot work; says what to do instead
      ├─ WireFormatError (ValueError)         bytes that are not a message of this library
+     ├─ CheckpointError (OSError)            a checkpoint that could not be written or read
      ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
      └─ CommunicationError (RuntimeError)
          ├─ PeerError                        a peer died, or ranks disagree; names rank, phase and step
@@ -13,6 +14,7 @@
 """
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "ConfigurationError",
     "DeadlineError",
@@ -30,6 +32,10 @@ class SparsyncError(Exception):
 
 class ConfigurationError(SparsyncError, ValueError):
     """An argument that cannot work: what came, what was expected, what to do."""
+
+
+class CheckpointError(SparsyncError, OSError):
+    """A checkpoint that could not be written, or is not whole; those of before are untouched."""
 
 
 class WireFormatError(SparsyncError, ValueError):

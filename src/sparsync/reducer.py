@@ -13,7 +13,7 @@ The law, on every step:  sum over ranks(accumulated) == total + sum over ranks(r
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -71,7 +71,9 @@ class Reducer:
         self.monitor = Monitor(XiProbe(period, self.units, start=dense_steps), comm)
         self.correction = correction or Correction()
         self.step = 0  # 0-based number of the open step
+        self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
         self.skipped = 0  # steps that were refused because of NaN or Inf
+        self.verdict: Callable[[str | None], str | None] = lambda broken: broken  # of all shards
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.velocities = [
             Velocity(self.correction, u.size, r.accumulated.dtype, u.device)
@@ -151,12 +153,12 @@ class Reducer:
             NonFiniteGradientError: a total holds NaN or Inf.  Nothing was changed; call ``refuse``.
         """
         reduced = [self._reduced[unit] for unit in range(len(self.units))]
-        broken = self._first_nonfinite([r.total for r in reduced])
+        broken = self.verdict(self._first_nonfinite([r.total for r in reduced]))
         if broken and not propagate_nonfinite:
             raise NonFiniteGradientError(
-                f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank; "
-                "no rank applied it and all residuals are as before. Lower the learning rate, clip, "
-                "or pass nonfinite='skip' (with a GradScaler: 'propagate')"
+                f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
+                "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
+                "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: 'propagate')"
             )
         if broken:
             # all become NaN: a gradient that stayed finite could be applied, and is kept as well
@@ -249,7 +251,7 @@ class Reducer:
     def _first_nonfinite(self, totals: Sequence[Vector]) -> str | None:
         """Return the name of the first parameter with a non-finite entry, None if all are finite."""
         for unit, total in zip(self.units, totals, strict=True):
-            at = total.first_nonfinite()
+            at = total.first_nonfinite(unit.dtype)
             if at is not None:
                 return unit.name_at(at)
         return None

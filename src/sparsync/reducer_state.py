@@ -13,12 +13,14 @@ from sparsync.correction import Velocity
 from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
 from sparsync.residual import Residual
+from sparsync.scaling import check_scale, rescale_
 from sparsync.selection.shares import SharesState
+from sparsync.state import Stateful
 from sparsync.units import Unit
 
 __all__ = ["STATE_VERSION", "reducer_state", "restore_reducer"]
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
@@ -40,12 +42,14 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
         "momentum": reducer.correction.momentum,
+        "scale": reducer.scale,
         "step": reducer.step,
         "skipped": reducer.skipped,
         "density": reducer.density,
         "quotas": list(reducer.shares.quotas),
         "quota_key": reducer.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
+        "sizes": [unit.layers for unit in reducer.units],
         "residual": residual,
         "velocity": velocity,
         "previous_norm": reducer.clipper.previous,
@@ -54,59 +58,97 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-async def restore_reducer(reducer: Reducer, state: Mapping[str, Any]) -> None:
+async def restore_reducer(
+    reducer: Reducer, state: Mapping[str, Any], *, keep_scale: bool = False
+) -> None:
     """Restore what ``reducer_state`` returned on this rank: the next step continues bit for bit.
 
     All ranks call it together: they compare the step and what must be equal on all of them.  Nothing
     is changed unless everything fits.
 
+    Args:
+        reducer: of the same set-up as the one that was saved.
+        state: this rank's, or what ``reshard`` made for it: thresholds and boundaries then start afresh.
+        keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
+            saved is brought to the reducer's.
+
     Raises:
-        ConfigurationError: the state is of another algorithm, rank, world size or set of units, or
-            not a state at all.
+        ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
+            NaN or Inf, or is not a state at all.
         PeerError: the ranks' states are of different steps.
     """
-    expected = {
-        "version": STATE_VERSION,
-        "algorithm": reducer.algorithm.name,
-        "rank": reducer.comm.rank,
-        "world_size": reducer.comm.world_size,
-        "momentum": reducer.correction.momentum,
-        "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
-    }
-    for name, value in expected.items():
-        if state.get(name) != value:
-            raise ConfigurationError(
-                f"the saved state has {name} {_brief(state.get(name))}, this run has "
-                f"{_brief(value)}; load each rank's own state into the same set-up"
-            )
+    _check_setup(reducer, state)
     pieces = [
         (_saved(state, "residual", unit, kept), _saved(state, "velocity", unit, kept))
         for unit, kept, _ in _pairs(reducer)
     ]
     previous = _saved_norm(state)
     step, skipped = (_saved_count(state, name) for name in ("step", "skipped"))
+    scale, wanted = check_scale(state.get("scale")), reducer.scale
     parts = [*reducer.selectors, *reducer.collectives]
-    saved_parts = [*state.get("selectors", ()), *state.get("collectives", ())]
-    if len(saved_parts) != len(parts):
-        raise ConfigurationError(
-            f"the saved state has {len(saved_parts)} selectors and collectives, this run has "
-            f"{len(parts)}; load a state that state_dict() returned"
-        )
-    states = [part.parsed_state(saved) for part, saved in zip(parts, saved_parts, strict=True)]
+    states = _saved_parts(reducer, state)
     density = _saved_density(state, reducer)
     shares = _saved_shares(state, reducer, density)
-    shared = [step, density, shares, *states[len(reducer.selectors) :]]
+    shared = [step, scale, density, shares, *states[len(reducer.selectors) :]]
     await agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared})
     for (_, kept, moving), (residual, velocity) in zip(_pairs(reducer), pieces, strict=True):
         kept.load(residual)
         if moving.value.numel():
             moving.load(velocity)
+        moving.scale = scale
     reducer.clipper.previous = previous
     for part, parsed in zip(parts, states, strict=True):
         part.state = parsed
     reducer.step, reducer.skipped = step, skipped
     reducer.density, reducer.shares = density, shares
+    reducer.scale = reducer.clipper.scale = scale
     reducer.settle()
+    if not keep_scale:
+        rescale_(reducer, wanted)
+
+
+def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
+    """Refuse a state of another set-up."""
+    expected = {
+        "version": STATE_VERSION,
+        "algorithm": reducer.algorithm.name,
+        "world_size": reducer.comm.world_size,
+        "rank": reducer.comm.rank,
+        "momentum": reducer.correction.momentum,
+        "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
+        "sizes": [unit.layers for unit in reducer.units],
+    }
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(
+            f"the saved state is {_brief(state)}; load what state_dict() returned"
+        )
+    for name, value in expected.items():
+        if state.get(name) != value:
+            advice = (
+                "sparsync.load, or sparsync.reshard, brings states to another number of ranks"
+                if name == "world_size"
+                else "load each rank's own state into the same set-up"
+            )
+            raise ConfigurationError(
+                f"the saved state has {name} {_brief(state.get(name))}, this run has "
+                f"{_brief(value)}; {advice}"
+            )
+
+
+def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
+    """Return the states of all selectors and collectives; fresh ones after a resharding."""
+    parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
+    saved = [state.get("selectors", ()), state.get("collectives", ())]
+    if saved == [None, None]:
+        pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
+        return [part.state for part in (*(s for s, _ in pairs), *(c for _, c in pairs))]
+    flat = [part for parts in saved if isinstance(parts, list | tuple) for part in parts]
+    if len(flat) != len(parts):
+        raise ConfigurationError(
+            f"the saved state has {len(flat)} selectors and collectives, this run has "
+            f"{len(parts)}; load a state that state_dict() returned"
+        )
+    return [part.parsed_state(its) for part, its in zip(parts, flat, strict=True)]
 
 
 def _pairs(reducer: Reducer) -> list[tuple[Unit, Residual, Velocity]]:
@@ -115,18 +157,32 @@ def _pairs(reducer: Reducer) -> list[tuple[Unit, Residual, Velocity]]:
 
 def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> Tensor | None:
     """Put a unit's residual or velocity together from the parameters' pieces; None if all are zero."""
-    saved = state.get(what, {})
-    pieces = [saved.get(slot.name) for slot in unit.slots]
-    if all(piece is None for piece in pieces):
+    saved = state.get(what)
+    if not isinstance(saved, Mapping):
+        raise ConfigurationError(
+            f"the saved state has {what} {_brief(saved)}, expected tensors by the names of parameters"
+        )
+    found = {slot.name: saved.get(slot.name) for slot in unit.slots}
+    if all(piece is None for piece in found.values()):
         return None
-    for slot, piece in zip(unit.slots, pieces, strict=True):
+    pieces = []
+    for slot in unit.slots:
+        piece = found[slot.name]
         if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
             raise ConfigurationError(
                 f"the saved {what} of '{slot.name}' is "
                 f"{tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)}, expected a "
                 f"tensor of {slot.size} elements; was it saved from this model?"
             )
-    return torch.cat([piece.to(kept.accumulated) for piece in pieces])
+        pieces.append(piece.to(kept.accumulated))
+    whole = torch.cat(pieces)
+    if not bool(torch.isfinite(whole).all()):
+        at = int(torch.isfinite(whole).logical_not().nonzero()[0])
+        raise ConfigurationError(
+            f"the saved {what} of '{unit.name_at(at)}' holds NaN or Inf, which no step leaves behind; "
+            "load another checkpoint"
+        )
+    return whole
 
 
 def _saved_density(state: Mapping[str, Any], reducer: Reducer) -> float:

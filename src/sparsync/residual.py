@@ -108,6 +108,11 @@ class Residual:
             piece.before.zero_()
         self._pieces.clear()
 
+    def scale_(self, factor: float) -> None:
+        """Multiply the residual between steps, when the gradients' units change."""
+        if not self.empty:
+            self.accumulated.mul_(factor)
+
     def load(self, value: Tensor | None) -> None:
         """Set the residual between steps; None for zeros."""
         self.empty = value is None

@@ -154,9 +154,9 @@ class SparseVector:
         """Return a boolean mask over the stored elements: neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
-    def first_nonfinite(self) -> int | None:
-        """Return the index of the first NaN or Inf, None if all elements are finite."""
-        at = _first_nonfinite(self.values)
+    def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
+        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        at = _first_nonfinite(self.values, dtype)
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
@@ -220,16 +220,18 @@ class DenseVector:
         """Return a boolean mask over the elements: neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
-    def first_nonfinite(self) -> int | None:
-        """Return the index of the first NaN or Inf, None if all elements are finite."""
-        return _first_nonfinite(self.values)
+    def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
+        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        return _first_nonfinite(self.values, dtype)
 
 
 Vector = SparseVector | DenseVector
 
 
-def _first_nonfinite(values: Tensor) -> int | None:
+def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     """Return the first position of NaN or Inf: one pass that keeps nothing, where there is none."""
+    if dtype == torch.float16:  # the others have float32's range
+        values = values.to(dtype)
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf)))
     if kernels.find(values, infinity, 0) is not None:
         return None

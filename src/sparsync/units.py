@@ -87,6 +87,9 @@ def plan_units(
             exchanged whole, in units of their own.  None: all are.
         output: names of the parameters of the output layer, if that is to have units of its own.
 
+    Raises:
+        ConfigurationError: a complex parameter, or a bad ``unit_bytes``.
+
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
         >>> [[s.name for s in u.slots] for u in plan_units([("a", a), ("b", b)], unit_bytes=16)]
@@ -99,6 +102,11 @@ def plan_units(
     units: list[Unit] = []
     open_runs: dict[tuple[torch.dtype, torch.device, bool, bool], list[Slot]] = {}
     for name, tensor in parameters:
+        if not tensor.is_floating_point():
+            raise ConfigurationError(
+                f"'{name}' is {tensor.dtype}, whose entries have no magnitudes to select by; keep its "
+                "real and imaginary part as two parameters, or torch.view_as_real of it as one"
+            )
         dense = compress is not None and not compress(name, tensor)
         kind = (tensor.dtype, tensor.device, dense, name in output and not dense)
         run = open_runs.setdefault(kind, [])

@@ -25,6 +25,8 @@ LAYERS = (
     ("planning",),
     (
         "api",
+        "checkpoint",
+        "checkpoint_files",
         "correction",
         "launchers",
         "monitoring",
@@ -32,6 +34,8 @@ LAYERS = (
         "reducer",
         "reducer_state",
         "residual",
+        "resharding",
+        "scaling",
         "units",
         "vectors",
         "warmup",
@@ -53,6 +57,8 @@ ALGORITHMS = (
     "reducer",
     "reducer_state",
     "residual",
+    "resharding",
+    "scaling",
 )
 SEAM = {"actors", "base", "flight", "framing", "ledger", "primitives"}
 

@@ -8,6 +8,7 @@ from sparsync import errors
     [
         ("ConfigurationError", (ValueError,)),
         ("WireFormatError", (ValueError,)),
+        ("CheckpointError", (OSError,)),
         ("NonFiniteGradientError", (ArithmeticError,)),
         ("CommunicationError", (RuntimeError,)),
         ("PeerError", (errors.CommunicationError, RuntimeError)),

@@ -36,7 +36,7 @@ def test_the_ranked_table_fits_eighty_columns(command):
     assert [row[0] for row in rows] == ["budgeted", "dense"]
     assert "hidden" in out and "32 ranks, n = 133,547,324, k = 1,335,473 (1 %), 10 Gbit/s" in out
     assert "break-even bandwidth: 3" in out and "Gbit/s (sparse wins below)" in out
-    assert "break-even density: 1" in out and "budgeted wins here: 190 ms against" in out
+    assert "break-even density: 1" in out and "budgeted wins here: 198 ms against" in out
     assert "hidden" not in command(*BERT)[1].splitlines()[2]
 
 
@@ -61,7 +61,7 @@ def test_json_on_standard_output_stands_alone(command):
 
 def test_a_measured_machine_is_used_and_a_named_network_goes_before_it(command, tmp_path):
     path = tmp_path / "doctor.json"
-    machine = Machine(alpha=1e-3, beta=8e-8, select=0.0)
+    machine = Machine(alpha=1e-3, beta=8e-8, select=0.0, decode=0.0)
     path.write_text(json.dumps({"machine": machine.as_dict()}))
     out = command(*SMALL, "--machine", path)[1]
     assert "100 Mbit/s, 1 ms per message" in out

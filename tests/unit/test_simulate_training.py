@@ -74,10 +74,14 @@ def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
 
 
 def test_work_is_charged_by_the_machine():
-    machine = Machine(gamma=0.0, select=1e-6, encode=1e-5, decode=1e-4)
+    """What summing sparse entries takes is in ``decode``; only dense sums cost ``gamma``."""
+    machine = Machine(gamma=1.0, select=1e-6, encode=1e-5, decode=1e-4)
     row = alone("allgather", ranks=4, machine=machine)
     assert row.mean("seconds_selection") == pytest.approx(N * 1e-6)
     assert row.mean("seconds_packing") == pytest.approx(K * 1e-5 + 3 * K * 1e-4)
+    machine = dataclasses.replace(FREE, gamma=1e-6)
+    row = alone("dense", ranks=4, machine=machine)
+    assert row.mean("seconds_packing") == pytest.approx(3 / 4 * 4 * N * 1e-6)
 
 
 def test_the_parts_sum_to_the_step_and_the_baselines_come_first():

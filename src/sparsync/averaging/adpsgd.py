@@ -39,10 +39,11 @@ class PairAgent(Actor):
         self.ledger = Ledger()
         self._asked: Tensor | None = None  # what was sent and has no answer yet
         self._idle: Signal | None = None
-        self._count = 0
+        self._count = self._step = 0
 
-    def update(self, change: Tensor, signal: Signal, *, ask: bool) -> None:
+    def update(self, change: Tensor, signal: Signal, *, step: int, ask: bool) -> None:
         """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
+        self._step = step
         self.model = self.model + change
         if ask and self._asked is None and self.port.world_size > 1:
             self._ask()
@@ -76,7 +77,8 @@ class PairAgent(Actor):
     def lose(self, peer: int, reason: str) -> None:
         """Fail, if its answer is waited for."""
         if self._asked is not None and peer == self._partner:
-            raise PeerError(f"rank {self.port.rank}, phase 'average': rank {peer}: {reason}")
+            where = f"rank {self.port.rank}, step {self._step}, phase 'average'"
+            raise PeerError(f"{where}: rank {peer}: {reason}")
 
     def _ask(self) -> None:
         self._count += 1
@@ -150,7 +152,9 @@ class AdPsgd(Averager):
 
     async def _exchange(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
         change = vector - self.memory["taken"]
-        taken = await self._ask(step, lambda signal: self._agent.update(change, signal, ask=ask))
+        taken = await self._ask(
+            step, lambda signal: self._agent.update(change, signal, step=step, ask=ask)
+        )
         self.memory["taken"] = taken
         return taken
 

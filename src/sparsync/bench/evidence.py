@@ -22,6 +22,7 @@ from sparsync.bench.verify import VECTORS, Evidence
 __all__ = ["EvidenceRoom"]
 
 _ITEM_BYTES = 4  # float32
+_LONGEST_PATH = 4096  # bytes, as Linux has it
 _IN_MEMORY = Path("/dev/shm")
 
 
@@ -81,12 +82,13 @@ class EvidenceRoom:
 
     def _share_folder(self) -> Path:
         """Make a folder on rank 0, in memory where there is room; return its path on all ranks."""
-        name = [""]
+        name = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
         if self.rank == 0:
             in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-            name[0] = tempfile.mkdtemp(prefix="sparsync-bench-", dir=in_memory)
-        dist.broadcast_object_list(name, src=0, group=self.group)
-        return Path(name[0])
+            made = os.fsencode(tempfile.mkdtemp(prefix="sparsync-bench-", dir=in_memory))
+            name[: len(made)] = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+        dist.broadcast(name, src=0, group=self.group)
+        return Path(os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
 
     def _map(self, folder: Path, elements: int) -> list[Tensor] | None:
         """Make this rank's file and map everyone's; None where that cannot be."""

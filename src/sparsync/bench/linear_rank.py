@@ -6,12 +6,12 @@ import hashlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from sparsync.bench.connection import transport_of
+from sparsync.bench.gathering import gather
 from sparsync.bench.linear_report import LinearResult
 from sparsync.bench.linear_rows import load, problems, share
 from sparsync.bench.linear_settings import LinearSettings
@@ -32,7 +32,6 @@ from sparsync.transports.sim import SimCommunicator, simulate
 
 __all__ = ["simulate_all", "train_all"]
 
-T = TypeVar("T")
 
 _DERIVATIVES = "derivatives"  # scd's sums, which every exchange does alike
 
@@ -114,7 +113,7 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
 def train_all(settings: LinearSettings) -> list[LinearResult]:
     """Train on this rank of a process group, once per exchange; every rank calls it."""
     rank, group = dist.get_rank(), dist.new_group()
-    one_clock = len(set(_from_all(socket.gethostname()))) == 1
+    one_clock = len(set(gather(socket.gethostname()))) == 1
     line = StartLine(group, one_machine=one_clock)
     with progress(shown=rank == 0) as row:
         with row(f"loading {settings.data}") as bar:
@@ -130,20 +129,13 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
                 report = run(_train(settings, solver, held_out, transport_of(comm), one_clock, bar))
                 if engine is not None:
                     engine.close()
-            results.append(_result(settings, name, _from_all(report)))
+            results.append(_result(settings, name, gather(report, [_Report, _Epoch, Exchanged])))
         products.close()
     return results
 
 
 def _nobody(total: int) -> None:
     """Show nothing: one rank's progress is all ranks'."""
-
-
-def _from_all(mine: T) -> list[T]:
-    """Return what every rank gives, on every rank."""
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 # ---- one training ---------------------------------------------------------------------------------

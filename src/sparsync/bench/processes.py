@@ -56,7 +56,9 @@ class Team:
         self.group = dist.new_group()
         self.rank, present = dist.get_rank(), dist.get_world_size()
         if present != ranks:
-            raise ConfigurationError(f"the bench has {ranks} ranks, this job {present}")
+            raise ConfigurationError(
+                f"the bench has {ranks} ranks, this job {present}; give --ranks {present}"
+            )
         self.connection, self.verify, self.in_lab = connection, verify, in_lab
         self.room = EvidenceRoom(self.group, largest)
         self.line = StartLine(self.group, one_machine=self.room.one_machine)

@@ -171,7 +171,9 @@ def _machine(path: Path) -> Machine:
     try:
         return Machine.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read --machine '{path}' ({error})") from error
+        raise ConfigurationError(
+            f"cannot read --machine '{path}' ({error}); give the file of sparsync doctor --json"
+        ) from error
 
 
 def _links(network: str | None, measured: Machine | None, ports: str) -> Links:

@@ -22,7 +22,7 @@ from sparsync.bench.train_rank import BeforeStep, train_rank
 from sparsync.bench.train_schemes import check_schemes
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.bench.train_table import comparison
-from sparsync.integrations.ddp import attach
+from sparsync.integrations.attach import attach
 from sparsync.presets import PRESETS
 from sparsync.workloads import WORKLOADS
 

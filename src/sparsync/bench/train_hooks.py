@@ -17,7 +17,7 @@ from sparsync.bench.connection import transport_of
 from sparsync.bench.train_settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import ArrivalAdamW
-from sparsync.integrations.ddp import attach
+from sparsync.integrations.attach import attach
 from sparsync.presets import PRESETS, resolve
 from sparsync.workloads import is_hidden_matrix
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.progress import TaskID
 from torch import nn
 
+from sparsync.bench.gathering import gather
 from sparsync.bench.progress import loss_progress
 from sparsync.bench.report import TrainResult, seconds_of_all
 from sparsync.bench.shaped import check_rate, link_bytes
@@ -25,6 +26,7 @@ from sparsync.bench.train_spaces import make_exchange
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.workloads import Evaluation, Workload, outputs_of
 from sparsync.workloads.delays import parse_delay
+from sparsync.workloads.metrics import Metric
 
 __all__ = ["BeforeStep", "dense_bytes_per_step", "train_rank"]
 
@@ -239,9 +241,7 @@ class _RankReport:
 
     def gather(self) -> list[_RankReport]:
         """Return all ranks' reports, on all ranks."""
-        everyone: list[_RankReport] = [self] * dist.get_world_size()
-        dist.all_gather_object(everyone, self)
-        return everyone
+        return gather(self, [_RankReport, Evaluation, *Metric.__subclasses__()])
 
 
 def _result(

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.exchange import Exchange, Terms
 from sparsync.operations import Reduction
-from sparsync.sparse import Vector
+from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.base import Communicator
 from sparsync.wire.streams import StreamCodec
 
@@ -101,7 +101,7 @@ async def _double(call: Exchange, groups: _Groups, partial: Vector) -> Vector:
         message = await receiving
         await sending
         theirs = call.decode(message, call.size)
-        await comm.work(message.numel())
+        await comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
         mine = encoded.decoded
         partial = (
             call.combine(mine, theirs) if first < partner_first else call.combine(theirs, mine)
@@ -138,5 +138,6 @@ async def _receive(call: Exchange, source: int, ranks: int, phase: str) -> Vecto
     """Receive what ``ranks`` ranks contribute."""
     capacity = call.capacity(ranks, call.size)
     message = await call.comm.irecv(source, capacity, phase, call.framing)
-    await call.comm.work(message.numel())
-    return call.decode(message, call.size)
+    theirs = call.decode(message, call.size)
+    await call.comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
+    return theirs

@@ -101,8 +101,9 @@ class Ring(Collective):
             sending = comm.isend(payload, following, "reduce-scatter", framing)
             message = await receiving
             await sending
-            await comm.work(message.numel())
-            partial = call.combine(call.decode(message, width), pieces[coming])
+            theirs = call.decode(message, width)
+            await comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
+            partial = call.combine(theirs, pieces[coming])
         return partial
 
     def _pieces(self, call: Exchange, boundaries: list[int]) -> list[Vector]:

@@ -76,6 +76,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
     return {
         "algorithm": reducer.algorithm.name,
         "density": reducer.density,
+        "scale": reducer.scale,
         "steps": reducer.step,
         "skipped_steps": reducer.skipped,
         "units": [
@@ -92,7 +93,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "choices": [c.explain() for c in reducer.collectives],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
-            0.0 if r.value is None else float(torch.linalg.vector_norm(r.value))
+            0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale
             for r in reducer.residuals
         ],
     }

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import ArrivalAdamW
 
-__all__ = ["check_model", "check_optimizer", "check_output_layer", "output_parameters"]
+__all__ = [
+    "check_model",
+    "check_optimizer",
+    "check_output_layer",
+    "check_same_parameters",
+    "output_parameters",
+]
 
-
-_ADAPTIVE = (
-    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
-)  # and whatever has betas, as Adam
+# and whatever has betas, as Adam; by name: older versions of torch have no Adafactor
+_ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not DDP, has a hook, or has COO gradients.
+    """Refuse what is not DDP, has a hook, or exchanges without one.
 
     Raises:
         ConfigurationError: any of it.
@@ -33,10 +37,10 @@ def check_model(model: Any) -> None:
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
             "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
         )
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+    if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(
-            "the model has an embedding with sparse=True, whose COO gradients this hook cannot "
-            "take; build it with sparse=False"
+            "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
+            "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
     if getattr(model, "_comm_hooks", None):
         raise ConfigurationError(
@@ -67,7 +71,8 @@ def check_optimizer(
     if optimizer is None:
         return
     name = type(optimizer).__name__
-    adaptive = isinstance(optimizer, _ADAPTIVE) or "betas" in optimizer.defaults
+    kinds = {base.__name__ for base in type(optimizer).__mro__}
+    adaptive = not kinds.isdisjoint(_ADAPTIVE) or "betas" in optimizer.defaults
     if adaptive and sparse and not isinstance(optimizer, ArrivalAdamW):
         warnings.warn(
             f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
@@ -88,6 +93,35 @@ def check_optimizer(
                     f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
                     f"build the optimizer with {what}=0"
                 )
+
+
+def check_same_parameters(
+    model: nn.Module, exchanged: Iterable[Tensor], ignored: Collection[Tensor] = ()
+) -> None:
+    """Refuse a model that trains what is not exchanged: thawed, added or replaced since.
+
+    Args:
+        model: the plain module, as it is now.
+        exchanged: the parameters that were agreed on.
+        ignored: others that may train alone.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+
+    Example:
+        >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
+        >>> model.bias = nn.Parameter(torch.zeros(1))
+        >>> try: check_same_parameters(model, exchanged)
+        ... except ConfigurationError as error: str(error).split(";")[0]
+        "'bias' trains now but was frozen or not there when the exchange was set up"
+    """
+    known = {*exchanged, *ignored}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise ConfigurationError(
+                f"'{name}' trains now but was frozen or not there when the exchange was set up; ranks "
+                "would drift apart in it: set up anew (for DDP: wrap again, then attach)"
+            )
 
 
 def output_parameters(model: nn.Module) -> list[str]:

@@ -17,12 +17,8 @@ from torch import Tensor, nn
 from sparsync.api import connect
 from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.base import (
-    agree_on_reducer,
-    reducer_stats,
-    weights_digest,
-)
-from sparsync.integrations.checks import output_parameters
+from sparsync.integrations.base import agree_on_reducer, reducer_stats, weights_digest
+from sparsync.integrations.checks import check_same_parameters, output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
 from sparsync.reducer_state import reducer_state, restore_reducer
@@ -137,6 +133,7 @@ class LocalUpdates:
 
     def step(self) -> None:
         """Count an optimizer step; exchange when the period closes.  Blocks until that is done."""
+        check_same_parameters(self.model, self._parameters.values())
         due = self.period_at(self.steps)
         self.steps += 1
         self.since += 1
@@ -228,7 +225,9 @@ class LocalUpdates:
             )
         names = [slot.name for unit in self.reducer.units for slot in unit.slots]
         if sorted(state["shared"]) != sorted(names):
-            raise ConfigurationError("the saved shared weights are of other parameters")
+            raise ConfigurationError(
+                "the saved weights are of other parameters; load them into the model they were saved from"
+            )
         run(restore_reducer(self.reducer, state["sparsync"]))
         self.steps, self.since = int(state["steps"]), int(state["since"])
         for unit, whole in zip(self.reducer.units, self._shared, strict=True):

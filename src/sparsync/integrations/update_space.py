@@ -19,7 +19,7 @@ from sparsync.integrations.base import (
     reducer_stats,
     weights_digest,
 )
-from sparsync.integrations.checks import output_parameters
+from sparsync.integrations.checks import check_same_parameters, output_parameters
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.reducer import Reducer
 from sparsync.reducer_state import reducer_state, restore_reducer
@@ -70,7 +70,7 @@ class UpdateSpace(torch.optim.Optimizer):
             raise ConfigurationError(f"lr is {defaults['lr']}; give a learning rate >= 0")
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         super().__init__([p for _, p in named], defaults)
-        self._parameters = dict(named)
+        self._model, self._parameters = model, dict(named)
         chosen = resolve(algorithm, **options)
         unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
         output = output_parameters(model) if chosen.output else ()
@@ -103,6 +103,14 @@ class UpdateSpace(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse a GradScaler, which asks for this: an overflow would skip the step on one rank alone."""
+        raise ConfigurationError(
+            f"{type(self).__name__} takes no GradScaler: a rank that skips its step would leave the "
+            "others waiting; use bfloat16 autocast, which needs none, or sparsync.attach"
+        )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply one exchanged update; blocks until it is there."""
@@ -110,6 +118,7 @@ class UpdateSpace(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_same_parameters(self._model, self._parameters.values())
         groups = {p: group for group in self.param_groups for p in group["params"]}
         updates = [self._updates(unit, groups) for unit in self.reducer.units]
         try:
@@ -136,6 +145,10 @@ class UpdateSpace(torch.optim.Optimizer):
         flat = torch.zeros(unit.size, dtype=wide, device=unit.device)
         for slot in unit.slots:
             parameter = self._parameters[slot.name]
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ConfigurationError(
+                    f"the gradient of '{slot.name}' is sparse; build its embedding with sparse=False"
+                )
             if parameter.grad is not None:
                 piece = flat[slot.start : slot.start + slot.size]
                 self._update_(parameter, groups[parameter], piece)

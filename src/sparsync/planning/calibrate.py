@@ -106,7 +106,9 @@ async def calibrate(
         return Calibration(machine, intervals, clocks=(Clock(),))
     line = found.line
     machine = replace(machine, alpha=line.alpha, beta=line.beta)
-    turn = await measure_turn(comm, machine, seconds=_REHEARSAL * seconds, clock=now, bench=bench)
+    turn = await measure_turn(
+        comm, machine, found.clocks, seconds=_REHEARSAL * seconds, clock=now, bench=bench
+    )
     machine = replace(machine, turn=turn.seconds)
     ends = {"alpha": line.alpha_interval, "beta": line.beta_interval}
     intervals = {**ends, **intervals, "turn": turn.interval}

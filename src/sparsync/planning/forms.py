@@ -95,6 +95,10 @@ class Form(NamedTuple):
     equation: str
     whole: bool = False
 
+    def result(self, job: Job) -> float:
+        """Return the expected entries of the total: the k largest of the sum, or all of it."""
+        return min(job.k, job.summed) if self.bound is _top_k else job.summed
+
 
 # ---- lower bounds -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Prediction:
 
     Attributes:
         collective: name of the preset.
-        seconds_selection: to accumulate and select.
+        seconds_selection: to accumulate and select, and to apply the total.
         seconds_exchange: from the selected entries to their sum.
         bytes_sent: the most that a rank sends or receives.
         messages: that a rank sends, one after the other.
@@ -77,10 +77,11 @@ def predict(collective: str, *, size: int, k: int, world_size: int, machine: Mac
     job = Job(size, min(k, size), world_size)
     alone = world_size == 1 or size == 0
     work = Work(Cost(0, 0)) if alone else form.work(job)
+    applied = 0.0 if alone else form.result(job)
     seconds = work.cost.seconds(machine.alpha, machine.beta) + work.dense_bytes * machine.gamma
     return Prediction(
         collective=collective,
-        seconds_selection=0.0 if form.whole else size * machine.select,
+        seconds_selection=0.0 if form.whole else size * machine.select + applied * machine.decode,
         seconds_exchange=seconds
         + work.encoded * machine.encode
         + work.decoded * machine.decode

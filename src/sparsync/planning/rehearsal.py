@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsync.collectives.budgeted import Budgeted
 from sparsync.planning.forms import COLLECTIVES, Job
+from sparsync.planning.links import Clock
 from sparsync.planning.machine import Machine
 from sparsync.planning.predict import predict
-from sparsync.planning.work import Bench, Pace, stands_still
+from sparsync.planning.work import Bench, Pace, Workshop, stands_still
 from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator
 
 __all__ = ["measure_turn"]
 
 _NAME = "budgeted"  # two turns, and little else
-_LEAST, _MOST = 5, 50  # exchanges
-_PAUSE = 0.05  # seconds
+_LEAST, _MOST = 8, 50  # exchanges
+_AHEAD = (
+    0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores
+)
 _SMALLER = 4  # than what is worked on, so that turns are more than the rest
 
 
 async def measure_turn(
     comm: Communicator,
     machine: Machine,
+    clocks: Sequence[Clock],
     *,
     seconds: float,
     clock: Callable[[], float],
@@ -36,13 +41,14 @@ async def measure_turn(
 
     All ranks rehearse an exchange of ``budgeted``; what it takes longer than its messages, bytes and
     entries do, by the machine as measured so far, is divided by its turns.  Where ranks share cores,
-    one that waits for entries while others work gets its core back a time slice later.  Before each all
-    ranks sweep through memory and pause: one upon the other, with warm caches, exchanges take half as
-    long (measured) as they do behind a computation.
+    one that waits for entries while others work gets its core back a time slice later.  As in a
+    training step, every exchange comes behind a selection: upon each other, with warm caches, they
+    take half as long (measured).
 
     Args:
         comm: the group, of at least two ranks.
         machine: all but ``turn``.
+        clocks: of every rank.
         seconds: about how long it may take.
         clock: of this rank.
         bench: size and density of the vectors.
@@ -58,27 +64,60 @@ async def measure_turn(
     stride = max(size // k, 1)  # one entry per cell: ascending, at random places
     indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
     vector = SparseVector(indices, torch.randn(k, generator=generator), size)
-    collective, samples, end = Budgeted(), [], clock() + seconds
-    virtual = stands_still(clock)
-    pause, swept = 0.0 if virtual else _PAUSE, torch.zeros(1 if virtual else bench.elements)
+    stage, collective, end = _Stage(comm, clocks, clock, bench), Budgeted(), clock() + seconds
     for step in range(_MOST + 1):
-        swept.add_(1.0)
-        await comm.barrier()
-        time.sleep(pause)
-        start = clock()
+        await stage.enter()
         await collective.reduce(comm, vector, k, step)
-        samples.append(clock() - start)
-        late = torch.tensor([float(clock() >= end)])
+        late = torch.tensor([float(await stage.leave() >= end)])
         if step >= _LEAST and float(await comm.allreduce(late, "calibrate", op="max")) > 0:
             break
-    quarters = torch.tensor(samples[1:], dtype=torch.float64).quantile(
+    quarters = (await stage.lasted())[1:].quantile(
         torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     )
-    everyone = await comm.allgather(quarters, "calibrate")
     whole = predict(_NAME, k=k, **job)
     turns = COLLECTIVES[_NAME].work(Job(size, k, ranks)).turns
-    low, middle, high = (
-        max(max(rank[i].item() for rank in everyone) - whole.seconds_exchange, 0.0) / turns
-        for i in range(3)
-    )
+    low, middle, high = (max(q - whole.seconds_exchange, 0.0) / turns for q in quarters.tolist())
     return Pace(middle, (low, high))
+
+
+class _Stage:
+    """Where all ranks come from a computation, start at one moment, and are timed to the last one's end.
+
+    Out of a barrier they would come one after the other.  So they agree on a moment of rank 0's clock.
+    """
+
+    def __init__(
+        self, comm: Communicator, clocks: Sequence[Clock], clock: Callable[[], float], bench: Bench
+    ) -> None:
+        self.comm, self.clock, self.ahead = comm, clock, clocks[comm.rank].ahead
+        self.virtual = stands_still(clock)
+        self.shop = None if self.virtual else Workshop(comm, clock, bench)
+        self.times: list[tuple[float, float]] = []
+        self.start = 0.0
+
+    async def enter(self) -> None:
+        """Select, as a training step does, which leaves caches cold; then wait for the start."""
+        if self.shop is not None:
+            await self.shop.select()
+        mine = torch.tensor([self._now() + (0.0 if self.virtual else _AHEAD)], dtype=torch.float64)
+        moment = float(await self.comm.allreduce(mine, "calibrate", op="max"))
+        self.start = max(moment, self._now())
+        if not self.virtual:
+            time.sleep(max(self.start - self._now(), 0.0))
+
+    async def leave(self) -> float:
+        """Book the time; return it, by this rank's clock."""
+        self.times.append((self.start, self._now()))
+        return self.clock()
+
+    async def lasted(self) -> Tensor:
+        """Return the seconds of every exchange: from the last rank's start to the last rank's end."""
+        everyone = await self.comm.allgather(
+            torch.tensor(self.times, dtype=torch.float64), "calibrate"
+        )
+        last = torch.stack(everyone).amax(0)
+        return last[:, 1] - last[:, 0]
+
+    def _now(self) -> float:
+        """By rank 0's clock."""
+        return self.clock() - self.ahead

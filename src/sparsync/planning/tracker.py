@@ -38,7 +38,7 @@ class Tracker:
         >>> for _ in range(3):
         ...     tracker = tracker.checked(made.table, measured=0.1)
         >>> made.choice, tracker.choice, round(tracker.factors["budgeted"], 1)
-        ('budgeted', 'halving', 3.7)
+        ('budgeted', 'halving', 3.6)
     """
 
     choice: str

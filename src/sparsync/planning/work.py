@@ -17,7 +17,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.base import Communicator
 from sparsync.wire.packed import Packed
 
-__all__ = ["Bench", "Pace", "measure_work", "stands_still"]
+__all__ = ["Bench", "Pace", "Workshop", "measure_work", "stands_still"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
@@ -75,7 +75,7 @@ async def measure_work(
         clock
     ):  # the simulator's: it charges for bytes that are summed, if for anything
         bench = replace(bench, elements=min(bench.elements, 1 << 10), most=1)
-    shop = _Workshop(comm, clock, bench)
+    shop = Workshop(comm, clock, bench)
     tasks: dict[str, Task] = {
         "gamma": shop.sum,
         "select": shop.select,
@@ -122,7 +122,7 @@ async def _batch(
     return taken, units
 
 
-class _Workshop:
+class Workshop:
     """A rank's vectors, and the work on them."""
 
     def __init__(self, comm: Communicator, clock: Callable[[], float], bench: Bench) -> None:

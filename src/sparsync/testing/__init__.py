@@ -10,7 +10,7 @@ from sparsync.testing.averaging import check_averager
 from sparsync.testing.cases import Case, cases
 from sparsync.testing.collectives import check_collective, exercise_collective
 from sparsync.testing.selection import check_selector
-from sparsync.testing.transports import check_communicator, exercise_communicator
+from sparsync.testing.transports import check_communicator, check_deadline, exercise_communicator
 from sparsync.testing.wire import check_codec
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_codec",
     "check_collective",
     "check_communicator",
+    "check_deadline",
     "check_selector",
     "exercise_algorithm",
     "exercise_collective",

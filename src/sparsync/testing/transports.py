@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from sparsync.errors import CommunicationError
 from sparsync.sparse import SparseVector
 from sparsync.testing.cases import WORLD_SIZES
-from sparsync.transports.base import Communicator
+from sparsync.transports.base import Communicator, run
 from sparsync.transports.framing import Raw
 from sparsync.transports.sim import simulate
 from sparsync.wire.base import MessageFraming
 from sparsync.wire.coo import Coo
 
-__all__ = ["check_communicator", "exercise_communicator"]
+__all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
+
+_LATEST = 10.0  # seconds behind a deadline: a loaded machine wakes threads late
 
 
-def check_communicator(world_sizes: Sequence[int] = WORLD_SIZES) -> None:
-    """Check the simulator's communicator; see ``exercise_communicator`` for your own transport."""
+def check_communicator(
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    *,
+    connect: Callable[[int], Sequence[Communicator]] | None = None,
+) -> None:
+    """Check every call of a transport whose ranks are in this process.
+
+    Args:
+        world_sizes: the numbers of ranks.
+        connect: makes the communicators of a group of so many ranks; a thread drives each, and they
+            are closed in the end.  None: the simulator's are checked.
+
+    A transport between processes runs ``exercise_communicator`` on every rank.
+
+    Raises:
+        AssertionError: a call gave something else than it should.
+        CommunicationError: what the transport raised, of the first rank that did.
+
+    Example:
+        >>> from sparsync.transports.solo import SoloCommunicator
+        >>> check_communicator([1], connect=lambda world_size: [SoloCommunicator()])
+    """
     for world_size in world_sizes:
-        simulate(exercise_communicator, world_size)
+        if connect is None:
+            simulate(exercise_communicator, world_size)
+            continue
+        comms = connect(world_size)
+        try:
+            with ThreadPoolExecutor(world_size) as pool:
+                ending = [pool.submit(run, exercise_communicator(comm)) for comm in comms]
+            for future in ending:
+                future.result()
+        finally:
+            for comm in comms:
+                comm.close()
+
+
+def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
+    """Check that a wait for a rank that is silent ends, and says who waited, when and in which phase.
+
+    Args:
+        connect: makes the communicators of two ranks with a short deadline.
+
+    Raises:
+        AssertionError: the error came late, or does not name rank, step and phase; or none came.
+
+    Cost: the deadline.
+    """
+    waiting, silent = connect()
+    started = time.monotonic()
+    try:
+        waiting.irecv(silent.rank, 1, "check", Raw("control")).wait()
+    except CommunicationError as error:
+        missing = [word for word in ("rank 0", "step 0", "check") if word not in str(error)]
+        assert not missing, f"the error does not name {', '.join(missing)}: {error}"
+    else:
+        raise AssertionError("a message came that nobody sent")
+    finally:
+        waiting.close()
+        silent.close()
+    seconds = time.monotonic() - started
+    assert seconds < _LATEST, f"the wait ended after {seconds:.1f} s"
 
 
 async def exercise_communicator(comm: Communicator) -> None:

@@ -23,6 +23,7 @@ from sparsync.transports.base import Operation
 __all__ = ["Actor", "Host", "Line", "Port", "Signal", "ThreadHost"]
 
 _NAP = 0.5  # seconds between looks at deaths while nothing comes and nothing is due
+_NAMED = 4  # ranks in a message, those first that have been silent for longest
 
 
 class Port(ABC):
@@ -151,6 +152,8 @@ class ThreadHost(Host):
         self._signals: list[_Event] = []
         self._error: BaseException | None = None
         self._closing = False
+        self._gone: dict[int, str] = {}
+        self._heard = {peer: self.now for peer in range(world_size) if peer != rank}
         actor.port = self
         self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
         self._thread.start()
@@ -171,7 +174,7 @@ class ThreadHost(Host):
 
     def signal(self, where: Callable[[], str]) -> Signal:
         """Return an event; it ends in an error if the actor fails or the timeout passes."""
-        event = _Event(where, self._timeout)
+        event = _Event(where, self._timeout, self._silent)
         if self._error is not None:
             event.fail(self._error)
         self._signals = [one for one in self._signals if not one.done]
@@ -204,23 +207,35 @@ class ThreadHost(Host):
         seconds = _NAP if due is None else min(max(due - self.now, 0.0), _NAP)
         message = self._line.take(seconds)
         if message is not None:
-            self._actor.receive(*message)
+            self._receive(*message)
         deaths = self._line.deaths()
         while deaths and (message := self._line.take(0.0)) is not None:
-            self._actor.receive(*message)  # its last words come first
+            self._receive(*message)  # its last words come first
         for peer, reason in deaths:
+            self._gone[peer] = reason
             self._actor.lose(peer, reason)
         due = self._actor.due
         if due is not None and self.now >= due:
             self._actor.tick()
 
+    def _receive(self, source: int, payload: Tensor) -> None:
+        self._heard[source] = self.now
+        self._actor.receive(source, payload)
+
+    def _silent(self) -> str:
+        """Say which ranks are gone, or how long each has been silent."""
+        gone = [f"rank {peer} is gone ({reason})" for peer, reason in list(self._gone.items())]
+        since = sorted((heard, peer) for peer, heard in list(self._heard.items()))
+        ages = [f"rank {peer} for {self.now - heard:.1f} s" for heard, peer in since]
+        return ", ".join(gone[:_NAMED]) + "." if gone else f"silent: {', '.join(ages[:_NAMED])}."
+
 
 @final
 class _Event(Signal):
-    """A signal that a thread waits for."""
+    """A signal that a thread waits for; ``silent`` says who has not been heard of."""
 
-    def __init__(self, where: Callable[[], str], timeout: float) -> None:
-        self.where, self.timeout = where, timeout
+    def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
+        self.where, self.timeout, self.silent = where, timeout, silent
         self.error: BaseException | None = None
         self._set = threading.Event()
 
@@ -235,7 +250,7 @@ class _Event(Signal):
     def wait(self) -> None:
         if not self._set.wait(self.timeout):
             raise DeadlineError(
-                f"{self.where()} did not complete within {self.timeout:g} s; is a rank stuck? "
+                f"{self.where()} did not complete within {self.timeout:g} s; {self.silent()} "
                 "Raise timeout= if it is only slow"
             )
         if isinstance(self.error, CommunicationError):

@@ -195,8 +195,8 @@ class Communicator(ABC):
             elsewhere = self.ledger.booked - booked
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
-    def work(self, nbytes: int) -> Operation:
-        """Account for reducing ``nbytes``: virtual time in the simulator, nothing elsewhere."""
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
+        """Account for reducing a (dense) message of so many bytes: virtual time in the simulator."""
         return Finished()
 
     def host(self, actor: Actor) -> Host:
@@ -295,6 +295,6 @@ class Subgroup(Communicator):
         """Ask the parent."""
         return self.parent.now
 
-    def work(self, nbytes: int) -> Operation:
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
         """Account through the parent."""
-        return self.parent.work(nbytes)
+        return self.parent.work(nbytes, dense=dense)

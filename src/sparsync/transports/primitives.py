@@ -56,7 +56,7 @@ async def allreduce(comm: Communicator, tensor: Tensor, phase: str, op: ReduceOp
         theirs = await _exchange(comm, blocks, comm.rank + skip, count, skip, phase)
         for i, block in enumerate(theirs):
             _combine_(blocks[(comm.rank + i) % world_size], block, op)
-        await comm.work(theirs.numel() * theirs.element_size())
+        await comm.work(theirs.numel() * theirs.element_size(), dense=True)
     for skip, count in reversed(list(rounds(world_size))):
         theirs = await _exchange(comm, blocks, comm.rank, count, -skip, phase)
         for i, block in enumerate(theirs):

@@ -17,6 +17,7 @@ from sparsync.transports.base import Communicator, Operation, ReduceOp, check_ti
 from sparsync.transports.framing import Framing
 from sparsync.transports.ledger import Parts
 from sparsync.transports.torch_line import TorchLine
+from sparsync.transports.torch_roll import RollCall
 
 __all__ = ["TorchCommunicator"]
 
@@ -58,6 +59,7 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
+        self.roll = RollCall(group, self.rank, self.world_size)
         self.announce_lengths = on_gpu if announce_lengths is None else announce_lengths
 
     def host(self, actor: Actor) -> Host:
@@ -153,10 +155,16 @@ class TorchCommunicator(Communicator):
 
 @final
 class _named:
-    """Turns what torch raises into an error that names rank, phase and step."""
+    """Turns what torch raises into an error that names rank, phase and step.
 
-    def __init__(self, comm: TorchCommunicator, where: str) -> None:
-        self.comm, self.where = comm, where
+    Args:
+        comm: of this rank.
+        where: what was under way, and with which rank.
+        among_all: with all of them: those that are missing are asked for.
+    """
+
+    def __init__(self, comm: TorchCommunicator, where: str, *, among_all: bool = False) -> None:
+        self.comm, self.where, self.among_all = comm, where, among_all
 
     def __enter__(self) -> None:
         self.started = time.monotonic()
@@ -168,14 +176,18 @@ class _named:
         seconds = time.monotonic() - self.started
         first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
         place = f"rank {rank}, step {step}: {self.where}"
+        alive, gone = "is that rank alive?", "the peer is gone or broke off"
+        if self.among_all:
+            gone = self.comm.roll.missing()
+            alive = f"{gone}."
+        else:
+            self.comm.roll.answer()
         if "imed out" in first_line or "timeout" in first_line.lower():
             raise DeadlineError(
-                f"{place} did not complete within {self.comm.timeout:g} s; is that rank alive? "
+                f"{place} did not complete within {self.comm.timeout:g} s; {alive} "
                 "Raise timeout= if it is only slow"
             ) from error
-        raise PeerError(
-            f"{place} failed after {seconds:.1f} s: the peer is gone or broke off ({first_line})"
-        ) from error
+        raise PeerError(f"{place} failed after {seconds:.1f} s: {gone} ({first_line})") from error
 
 
 @final
@@ -204,7 +216,7 @@ class _Late(Operation):
         self.comm, self.where, self.start = comm, where, start
 
     def wait(self) -> None:
-        with _named(self.comm, self.where):
+        with _named(self.comm, self.where, among_all=True):
             self.start().wait(timedelta(seconds=self.comm.timeout))
         self.done = True
 

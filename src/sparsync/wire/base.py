@@ -67,7 +67,8 @@ def pack_header(header: Header) -> bytes:
     if header.count >= 1 << 32:
         raise ConfigurationError(f"{header.count} entries exceed one message; use smaller units")
     if header.dtype not in _CODE_OF:
-        raise ConfigurationError(f"values of {header.dtype} have no wire format")
+        known = ", ".join(str(dtype) for dtype in _CODE_OF)
+        raise ConfigurationError(f"values of {header.dtype} have no wire format; choose {known}")
     return _HEADER.pack(_MAGIC, header.format, _CODE_OF[header.dtype], header.option, header.count)
 
 

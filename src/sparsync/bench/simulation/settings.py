@@ -116,7 +116,8 @@ class SimulationSettings:
             )
         if self.inputs not in (SPREAD, *INPUTS) and not Path(self.inputs).is_file():
             raise ConfigurationError(
-                f"inputs {self.inputs!r} is neither a file nor one of {SPREAD}, {', '.join(INPUTS)}"
+                f"inputs {self.inputs!r} is neither a file nor one of {SPREAD}, {', '.join(INPUTS)}; "
+                "give a file of recorded gradients, or one of these"
             )
         for rank, factor in self.stragglers:
             if not (0 <= rank < self.ranks and 1 <= factor < math.inf):

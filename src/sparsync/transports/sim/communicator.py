@@ -40,8 +40,8 @@ class Prices:
     Attributes:
         weigh: what a message counts for.
         encode: seconds per entry, of the rank that makes a message (not of one that passes it on).
-        decode: seconds per entry, of every rank that receives it.
-        gamma: seconds per byte reduced, instead of the network's.
+        decode: seconds per entry, of every rank that receives it: to unpack and to sum.
+        gamma: seconds per byte of dense sums, instead of the network's.
     """
 
     weigh: Callable[[Tensor, Framing], Weight]
@@ -84,10 +84,12 @@ class SimCommunicator(Communicator):
             self.network.charge(self.rank, seconds)
             self.ledger.spent(stage, seconds)
 
-    def work(self, nbytes: int) -> Operation:
-        """Charge ``gamma`` seconds per byte reduced."""
-        gamma = self.network.links.gamma if self.prices is None else self.prices.gamma
-        self.charge("unpack", gamma * nbytes)
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
+        """Charge ``gamma`` seconds per byte reduced; summing what has a price to unpack is in that."""
+        if self.prices is None:
+            self.charge("unpack", self.network.links.gamma * nbytes)
+        elif dense:
+            self.charge("unpack", self.prices.gamma * nbytes)
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:

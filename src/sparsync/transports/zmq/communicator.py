@@ -224,7 +224,9 @@ class ZmqCommunicator(Communicator):
         which step.  Give such messages a channel of their own.
         """
         if self.world_size == 1:
-            raise ConfigurationError("a world of one has nobody to receive from")
+            raise ConfigurationError(
+                "a world of one has nobody to receive from; ask for world_size first"
+            )
         return self._post(None, capacity, phase, framing)
 
     def _post(self, source: int | None, capacity: int, phase: str, framing: Framing) -> Receive:

@@ -1,0 +1,283 @@
+"""One page per preset, and the table of all of them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from site_pages import docstrings
+from site_pages.choosing import NETWORKS, machine_on
+from site_pages.examples import algorithm_program, output_of
+from site_pages.readme import algorithm_rows, linked, table_row
+from sparsync.planning.forms import COLLECTIVES, UNPREDICTABLE, Job
+from sparsync.planning.planner import plan
+from sparsync.planning.predict import predict
+from sparsync.planning.wording import format_bandwidth
+from sparsync.presets import PRESETS, Algorithm, resolve
+from sparsync.selection import Everything
+
+__all__ = ["attach_line", "overview", "page", "pages"]
+
+_SIZE = 14_728_266  # VGG-16 on CIFAR-10, as in Ok-Topk's table 1
+_K = 147_283  # 1 %
+_RANKS = (8, 64)
+
+
+def pages() -> dict[str, str]:
+    """Return every page by its path in the site."""
+    made = {f"algorithms/{name}.md": page(name) for name in PRESETS}
+    return {"algorithms/index.md": overview(), **made}
+
+
+def overview() -> str:
+    """Return the table of all presets, those that send least on eight ranks first."""
+    head = [
+        table_row("name", "from", "words per k", "messages", "against dense, 1 Gbit/s"),
+        table_row(*["---"] * 5),
+    ]
+    names = sorted(PRESETS, key=lambda name: (name not in COLLECTIVES, _volume(name)))
+    rows = [table_row(f"[`{name}`]({name}.md)", *_overview_cells(name)) for name in names]
+    return "\n".join(
+        [
+            "# Algorithms",
+            "",
+            f"Predicted for n = {_SIZE:,} elements, k = {_K:,} (density 1 %), on 8 / 64 ranks: what the "
+            "busiest rank sends or receives, in words of 4 bytes per entry asked for; the messages "
+            "that it sends one after the other; and how many times as fast as dense a step is "
+            "predicted to be where each rank has a core of its own "
+            "([the model](../planning.md#the-model)).",
+            "",
+            *head,
+            *rows,
+            "",
+            "A preset is a name for a selector, a collective and a codec, with its paper's constants. "
+            "Which one for which network: [choosing](../choosing.md). Averages of models instead of "
+            "gradients: [schemes](../schemes/index.md).",
+            "",
+        ]
+    )
+
+
+def page(name: str) -> str:
+    """Return the page of one preset."""
+    algorithm = resolve(name)
+    origin, volume, remark = (linked(cell) for cell in algorithm_rows()[name])
+    documented = docstrings.parts(PRESETS[name])
+    _, *more = documented[""].split("\n\n")
+    blocks = [
+        f"# {name}",
+        docstrings.summary(PRESETS[name]),
+        f"**From:** {origin}" + (f"\n\n**In short:** {remark}" if remark else ""),
+        *map(docstrings.as_markdown, more),
+        _parts(algorithm),
+        "## Cost",
+        f"**Volume per rank and step, words:** {volume}",
+        *_cost(name, algorithm),
+        "## When to use it",
+        *_when(name),
+        "## Differs from the paper",
+        *_labelled(algorithm, "Differs from the paper"),
+        "## Options",
+        _options(name, algorithm),
+        "## Example",
+        *_example(name, algorithm),
+        "## References",
+        *_references(name, algorithm),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def attach_line(name: str) -> str:
+    """Return how a training script asks for it."""
+    algorithm = resolve(name)
+    density = "" if algorithm.make_selector is Everything else ", density=0.01"
+    momentum = ", correction=sparsync.Correction(momentum=0.9)" if algorithm.corrects else ""
+    return f'sync = sparsync.attach(ddp_model, "{name}"{density}{momentum})'
+
+
+# ---- parts ------------------------------------------------------------------------------------------
+
+
+def _classes(algorithm: Algorithm) -> list[type]:
+    """Return the selector's class, those that it wraps, and the collective's."""
+    made: list[Any] = [algorithm.make_selector()]
+    while hasattr(made[-1], "make_selector"):
+        made.append(made[-1].make_selector())
+    return [type(part) for part in [*made, algorithm.make_collective()]]
+
+
+def _codec(algorithm: Algorithm) -> str:
+    collective = algorithm.make_collective()
+    holder: Any = getattr(collective, "terms", collective)
+    found = [
+        repr(c) for c in (getattr(collective, "local", None), getattr(holder, "codec", None)) if c
+    ]
+    return f"`{'`, then `'.join(found)}`" if found else "none of its own"
+
+
+def _parts(algorithm: Algorithm) -> str:
+    rows = [table_row("part", "what it does"), table_row("---", "---")]
+    for part in _classes(algorithm):
+        rows.append(table_row(_reference(part), docstrings.summary(part)))
+    rows.append(table_row("codec", f"{_codec(algorithm)} ([wire format](../wire-format.md))"))
+    return "\n".join(rows)
+
+
+def _reference(part: type) -> str:
+    return f"[`{part.__name__}`][{part.__module__}.{part.__name__}]"
+
+
+def _labelled(algorithm: Algorithm, label: str) -> list[str]:
+    said = [(part, docstrings.parts(part).get(label, "")) for part in _classes(algorithm)]
+    return [f"{_reference(part)}: {docstrings.as_markdown(text)}" for part, text in said if text]
+
+
+def _references(name: str, algorithm: Algorithm) -> list[str]:
+    preset = docstrings.parts(inspect.getmodule(PRESETS[name])).get("References")
+    said = [preset, *(docstrings.parts(part).get("References") for part in _classes(algorithm))]
+    return [
+        f"- {linked(docstrings.as_markdown(text))}" for text in dict.fromkeys(said) if text
+    ] or ["None: it is ours."]
+
+
+# ---- cost -------------------------------------------------------------------------------------------
+
+
+def _cost(name: str, algorithm: Algorithm) -> list[str]:
+    said = _labelled(algorithm, "Cost")
+    if name not in COLLECTIVES:
+        return [*said, f"It has no closed form of its own: {UNPREDICTABLE[name]}."]
+    form = COLLECTIVES[name]
+    rows = [
+        table_row("P", "words", "words per k", "messages", "turns", "lower bound, words"),
+        table_row(*["---"] * 6),
+    ]
+    for ranks in _RANKS:
+        job = Job(_SIZE, _K, ranks)
+        work = form.work(job)
+        words = _words(name, ranks)
+        cells = (
+            f"{words:,.0f}",
+            f"{words / _K:.2f}",
+            f"{work.cost.messages:.3g}",
+            f"{work.turns:.3g}",
+        )
+        rows.append(table_row(ranks, *cells, f"{form.bound(job):,.0f}"))
+    bound = docstrings.summary(form.bound).removesuffix(".")
+    return [
+        *said,
+        f"The closed form ({linked(form.equation)}) for n = {_SIZE:,} and k = {_K:,}, of the busiest "
+        f"rank, in words of 4 bytes; the bound is that of {bound}. A turn is a wait for others behind "
+        "work of one's own ([the model](../planning.md#the-model)).",
+        "\n".join(rows),
+    ]
+
+
+def _words(name: str, ranks: int) -> float:
+    made = predict(name, size=_SIZE, k=_K, world_size=ranks, machine=machine_on("1 Gbit/s"))
+    return made.bytes_sent / 4
+
+
+def _volume(name: str) -> float:
+    return _words(name, 8) if name in COLLECTIVES else 0.0
+
+
+def _gain(name: str, network: str, ranks: int) -> float:
+    """Return how many times as fast as dense a step is predicted to be."""
+    machine = machine_on(network)
+    dense, made = (
+        predict(collective, size=_SIZE, k=_K, world_size=ranks, machine=machine)
+        for collective in ("dense", name)
+    )
+    return dense.seconds / made.seconds
+
+
+def _overview_cells(name: str) -> list[str]:
+    origin = linked(algorithm_rows()[name][0])
+    if name not in COLLECTIVES:
+        return [origin, *["of the chosen one"] * 3]
+    works = [COLLECTIVES[name].work(Job(_SIZE, _K, ranks)) for ranks in _RANKS]
+    return [
+        origin,
+        " / ".join(f"{_words(name, ranks) / _K:.3g}" for ranks in _RANKS),
+        " / ".join(f"{work.cost.messages:.3g}" for work in works),
+        " / ".join(f"{_gain(name, '1 Gbit/s', ranks):.2g} x" for ranks in _RANKS),
+    ]
+
+
+def _when(name: str) -> list[str]:
+    if name == "dense":
+        return [
+            "Where the network is faster than selection: [the table](../choosing.md) says from where on. "
+            "All others are compared with it."
+        ]
+    if name not in COLLECTIVES:
+        return [
+            f"Nothing can be predicted for it alone: {UNPREDICTABLE[name]}. "
+            "[The decision table](../choosing.md) shows what it chooses on typical networks."
+        ]
+    rows = [table_row("network", *(f"P = {ranks}" for ranks in _RANKS)), table_row(*["---"] * 3)]
+    for network in NETWORKS:
+        gains = [_gain(name, network, ranks) for ranks in _RANKS]
+        rows.append(
+            table_row(network, *(f"{g:.2g} x" if g > 1 else f"**{g:.2g} x**" for g in gains))
+        )
+    return [
+        f"{_limits(name)} How many times as fast as dense a step is predicted to be at 1 % "
+        "(bold: do not use it there):",
+        "\n".join(rows),
+        "Of several that are faster than dense, [the table](../choosing.md) names the fastest. "
+        "[How well this predicts](../planning.md#how-well-it-predicts).",
+    ]
+
+
+def _limits(name: str) -> str:
+    """Say up to which bandwidth it beats dense."""
+    limits = []
+    for ranks in _RANKS:
+        machine = machine_on("1 Gbit/s")
+        candidates = ("dense", name)
+        rate = plan(_SIZE, ranks, machine, k=_K, candidates=candidates).break_even_bandwidth
+        if COLLECTIVES[name].whole:  # the planner compares dense with what selects
+            gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]
+            return "Every element travels." if any(gains) else "Dense is as fast, or faster."
+        at = "at any" if rate is None else f"below {format_bandwidth(rate)}" if rate else "at no"
+        limits.append(f"{at}{'' if rate else ' bandwidth'} on {ranks} ranks")
+    return (
+        f"A step is predicted to be faster than dense {' and '.join(limits)}, at 50 µs per message."
+    )
+
+
+# ---- options and example ----------------------------------------------------------------------------
+
+
+def _options(name: str, algorithm: Algorithm) -> str:
+    collective = type(algorithm.make_collective())
+    said = {**docstrings.arguments(collective), **docstrings.arguments(PRESETS[name])}
+    taken = inspect.signature(PRESETS[name]).parameters
+    rows = [table_row("option", "default", "meaning"), table_row(*["---"] * 3)]
+    listed: dict[str, inspect.Parameter] = {}
+    for parameter in taken.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            listed[parameter.name] = parameter
+            continue
+        more = inspect.signature(collective).parameters
+        listed |= {n: p for n, p in more.items() if n not in listed}
+    for parameter in listed.values():
+        default = f"`{parameter.default!r}`"
+        rows.append(table_row(f"`{parameter.name}`", default, said.get(parameter.name, "")))
+    return "\n".join(rows) if listed else "None."
+
+
+def _example(name: str, algorithm: Algorithm) -> list[str]:
+    program = algorithm_program(name)
+    shown = [
+        "In a training script:",
+        f"```python\n{attach_line(name)}\n```",
+        "One step on virtual ranks, and what it prints:",
+        f"```python\n{program}```",
+        f"```text\n{output_of(program)}```",
+    ]
+    if algorithm.corrects:
+        shown.insert(2, "with an optimizer that has no momentum of its own.")
+    return shown

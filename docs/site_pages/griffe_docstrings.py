@@ -1,0 +1,26 @@
+"""What mkdocstrings is to make of this library's docstrings: an extension of griffe."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+from site_pages.docstrings import as_markdown
+
+__all__ = ["Docstrings"]
+
+_LABEL = re.compile(r"(?:^|(?<=   ))(Cost|State|Differs from the paper|References):(?=[ \n])", re.M)
+
+
+class Docstrings(Extension):
+    """Marks of reStructuredText become Markdown; examples are code, and labels are bold."""
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        """Rewrite one docstring."""
+        if obj.docstring is None:
+            return
+        text = as_markdown(obj.docstring.value)
+        text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+        obj.docstring.value = _LABEL.sub(r"\n**\1:**", text)

@@ -1,0 +1,120 @@
+"""The pages of the API: one per public package, one for the modules beside them; from docstrings.
+
+Modules are read, not imported: those for MPI or Triton have pages without MPI or Triton.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import MappingProxyType
+
+import sparsync
+from site_pages.readme import ROOT, table_row
+
+__all__ = ["HIDDEN", "modules", "pages"]
+
+HIDDEN = MappingProxyType(
+    {
+        "__init__": "its names are on the index",
+        "__main__": "the command line",
+        "bench": "the command line",
+        "cli": "the command line",
+        "reproduce": "the command line",
+    }
+)
+"""What has no page, and why."""
+
+_SOURCE = ROOT / "src" / "sparsync"
+_TOGETHER = "core"  # the modules that are in no package share a page
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def pages() -> dict[str, str]:
+    """Return every page by its path in the site."""
+    groups = _groups()
+    return {
+        "api/index.md": _index(groups),
+        **{f"api/{name}.md": _page(name, members) for name, members in groups.items()},
+    }
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of all public modules by their names."""
+    found = {}
+    for path in sorted(_SOURCE.rglob("*.py")):
+        first, *rest = path.relative_to(_SOURCE).with_suffix("").parts
+        parts = [part for part in (first, *rest) if part != "__init__"]
+        if first not in HIDDEN and not any(part.startswith("_") for part in parts):
+            found[".".join(["sparsync", *parts])] = path
+    return found
+
+
+def _groups() -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {_TOGETHER: []}
+    for name, path in modules().items():
+        axis = name.split(".")[1]
+        packaged = path.parent != _SOURCE
+        groups.setdefault(axis if packaged else _TOGETHER, []).append(name)
+    return groups
+
+
+def _defined(path: Path) -> list[str]:
+    """Return a module's public names that are its own, and not passed on from another."""
+    own: set[str] = set()
+    public: list[str] = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, _Definition):
+            own.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [ast.unparse(target) for target in targets]
+            own.update(names)
+            if names == ["__all__"] and node.value is not None:
+                public = ast.literal_eval(node.value)
+    return [name for name in public if name in own]
+
+
+def _index(groups: dict[str, list[str]]) -> str:
+    """Return the page of the names that ``import sparsync`` gives."""
+    homes = {name: home for home, path in modules().items() for name in _defined(path)}
+    rows = [table_row("name", "defined in"), table_row("---", "---")]
+    for name in sparsync.__all__:
+        home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
+        home = homes[name] if home not in modules() else home  # a constant's is that of its type
+        rows.append(table_row(f"[`sparsync.{name}`][{home}.{name}]", f"`{home}`"))
+    parts = [f"- [{_title(name)}]({name}.md): {_about(name)}" for name in groups]
+    return "\n".join(
+        [
+            "# API reference",
+            "",
+            "From the docstrings, whose examples are run as tests. `import sparsync` gives:",
+            "",
+            *rows,
+            "",
+            "By part:",
+            "",
+            *parts,
+            "",
+        ]
+    )
+
+
+def _title(name: str) -> str:
+    return "The core" if name == _TOGETHER else f"sparsync.{name}"
+
+
+def _about(name: str) -> str:
+    if name == _TOGETHER:
+        return "the life of a gradient, and what all parts share."
+    tree = ast.parse((_SOURCE / name / "__init__.py").read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").split("\n")[0]
+
+
+def _page(name: str, members: list[str]) -> str:
+    blocks = [f"# {_title(name)}"]
+    for module in members:
+        shown = _defined(modules()[module])
+        listed = f"[{', '.join(shown)}]" if shown else "false"
+        blocks.append(f"::: {module}\n    options:\n      members: {listed}")
+    return "\n\n".join(blocks) + "\n"

@@ -1,0 +1,155 @@
+"""One page per scheme of averaging models, and the table of all of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+
+from site_pages import docstrings
+from site_pages.examples import output_of, scheme_program
+from site_pages.readme import ROOT, linked, scheme_rows, table_row
+from sparsync import simulate
+from sparsync.averaging.base import Averager
+from sparsync.averaging.schemes import SCHEMES, options_of
+from sparsync.presets import Algorithm
+from sparsync.transports.sim import SimCommunicator
+
+__all__ = ["overview", "page", "pages"]
+
+_SIZE = 8_192  # elements of the model whose bytes are counted
+_STEPS = 8  # where the scheme has no period of its own
+_COMPUTE = 0.1  # virtual seconds of a step: nobody is late
+_SETTLED = 10.0  # virtual seconds after which nothing is under way any more
+_RANKS = (8, 64)
+_GUIDE = (ROOT / "docs" / "averaging.md").read_text(encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """Return every page by its path in the site."""
+    made = {f"schemes/{name}.md": page(name) for name in SCHEMES}
+    return {"schemes/index.md": overview(), **made}
+
+
+def overview() -> str:
+    """Return the table of all schemes."""
+    rows = [
+        table_row("scheme", "from", "models sent per rank and step", "who waits for whom"),
+        table_row(*["---"] * 4),
+    ]
+    for name in SCHEMES:
+        origin, _, waits = (linked(cell) for cell in scheme_rows()[name])
+        sent = " / ".join(f"{_models_sent(name, ranks):.3g}" for ranks in _RANKS)
+        rows.append(table_row(f"[`{name}`]({name}.md)", origin, sent, waits))
+    return "\n".join(
+        [
+            "# Schemes of averaging",
+            "",
+            "Every rank trains its own model, and models are averaged: [how and when to use that]"
+            "(../averaging.md). Counted on 8 / 64 virtual ranks over a period, with each scheme's own "
+            "defaults: the most that a rank sends or receives per step, in models of n elements.",
+            "",
+            *rows,
+            "",
+        ]
+    )
+
+
+def page(name: str) -> str:
+    """Return the page of one scheme."""
+    scheme = _class(name)
+    origin, volume, waits = (linked(cell) for cell in scheme_rows()[name])
+    documented = docstrings.parts(scheme)
+    _, *more = documented[""].split("\n\n")
+    program = scheme_program(name)
+    rows = [table_row("P", "models sent per rank and step"), table_row("---", "---")]
+    rows += [table_row(ranks, f"{_models_sent(name, ranks):.3g}") for ranks in _RANKS]
+    blocks = [
+        f"# {name}",
+        docstrings.summary(scheme),
+        f"**From:** {origin}",
+        *map(docstrings.as_markdown, more),
+        "## Cost",
+        f"**Sent per rank and step, models of n elements:** {volume}",
+        f"**Who waits:** {waits}",
+        f"**In full:** {docstrings.as_markdown(documented['Cost'])}",
+        "Counted on virtual ranks over a period, with the defaults below:",
+        "\n".join(rows),
+        "## When to use it",
+        *_guide(name),
+        "[Averages, or sparse gradients?](../averaging.md#averages-or-sparse-gradients)",
+        "## Differs from the paper",
+        docstrings.as_markdown(documented["Differs from the paper"]),
+        "## Options",
+        _options(name),
+        "## Example",
+        "In a training script, with any optimizer:",
+        f"```python\n{_usage(name)}```",
+        "On virtual ranks, of which another one is late on every step, and what it prints:",
+        f"```python\n{program}```",
+        f"```text\n{output_of(program)}```",
+        "## References",
+        linked(docstrings.as_markdown(documented["References"])),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _class(name: str) -> type[Averager]:
+    """Return the class behind a scheme with settings."""
+    made = SCHEMES[name]
+    found: type[Averager] = made.func if isinstance(made, functools.partial) else made  # type: ignore
+    return found
+
+
+def _guide(name: str) -> list[str]:
+    """Return what the guide says of a scheme, under a heading that names it."""
+    for heading, text in re.findall(r"^### ([^\n]+)\n\n(.*?)(?=\n#|\Z)", _GUIDE, re.M | re.S):
+        if name in heading.split(", "):
+            return [text.strip()]
+    raise KeyError(f"docs/averaging.md has no section ### {name}")
+
+
+def _options(name: str) -> str:
+    said = docstrings.arguments(_class(name))
+    rows = [table_row("option", "default", "meaning"), table_row(*["---"] * 3)]
+    for option, default in options_of(name).items():
+        shown = (
+            f"an `Algorithm`, {default.name}"
+            if isinstance(default, Algorithm)
+            else f"`{default!r}`"
+        )
+        rows.append(table_row(f"`{option}`", shown, said.get(option, "")))
+    return "\n".join(rows) if len(rows) > 2 else "None of its own."
+
+
+def _usage(name: str) -> str:
+    return (
+        "from sparsync.averaging.schemes import SCHEMES\n\n"
+        f'with SCHEMES["{name}"](model) as averager:  # a plain module, equal on all ranks\n'
+        "    for inputs, targets in loader:\n"
+        "        optimizer.zero_grad()\n"
+        "        loss_function(model(inputs), targets).backward()\n"
+        "        optimizer.step()\n"
+        "        averager.step()\n"
+    )
+
+
+@functools.cache
+def _models_sent(name: str, world_size: int) -> float:
+    """Count what the busiest rank sends or receives per step, in models, over one period."""
+    options = options_of(name)
+    steps = options.get("period") or options.get("sync_period") or _STEPS
+
+    async def program(comm: SimCommunicator) -> None:
+        averager, model = SCHEMES[name](), torch.zeros(_SIZE)
+        noise = torch.randn(_SIZE, generator=torch.Generator().manual_seed(comm.rank))
+        await averager.begin(comm, model, 0)
+        for step in range(steps):
+            await comm.compute(_COMPUTE)
+            model = await averager.average(comm, model + noise, step)
+        await comm.compute(_SETTLED)
+
+    totals = [ledger.total() for ledger in simulate(program, world_size).ledgers]
+    most = max(max(total.sent, total.received) for total in totals)
+    return most / steps / (_SIZE * torch.float32.itemsize)

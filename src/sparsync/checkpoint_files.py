@@ -1,0 +1,174 @@
+"""Files of checkpoints: written whole or not at all, read without running what is in them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from sparsync.errors import CheckpointError
+
+__all__ = [
+    "SHARED",
+    "Seat",
+    "is_whole",
+    "numbered",
+    "read_file",
+    "remove_folder",
+    "remove_old",
+    "states_in",
+    "whole_checkpoints",
+    "write_file",
+]
+
+SHARED: Final = "shared.pt"
+_FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
+_STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
+_BROKEN: Final = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
+_NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
+
+
+class Seat(NamedTuple):
+    """Whose file it is: a rank among the replicas, and a part of one where parameters are divided.
+
+    Example:
+        >>> Seat(1, 4, 0, 1).name, Seat(1, 2, 0, 2).name
+        ('sparsync-rank-1-of-4.pt', 'sparsync-rank-1-of-2-part-0-of-2.pt')
+    """
+
+    rank: int
+    ranks: int
+    part: int
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        part = f"-part-{self.part}-of-{self.parts}" if self.parts > 1 else ""
+        return f"sparsync-rank-{self.rank}-of-{self.ranks}{part}.pt"
+
+    @property
+    def place(self) -> int:
+        """Number among all processes; 0 leads."""
+        return self.rank * self.parts + self.part
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write with ``torch.save`` so that the file is there whole, or as it was before.
+
+    Raises:
+        CheckpointError: names the file and why; nothing is left of it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except _BROKEN as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {_line(error)}") from error
+
+
+def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Read what ``write_file`` wrote of a dictionary, onto the CPU.
+
+    Args:
+        path: of the file.
+        mapped: tensors stay in the file until they are looked at; they are not to be written to.
+
+    Raises:
+        CheckpointError: not there, damaged, or of more than tensors and plain values.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except _BROKEN as error:
+        raise CheckpointError(
+            f"cannot read {path}: {_line(error)}; files of sparsync.save hold tensors and plain values, "
+            "and nothing else is loaded"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a saved state")
+    return dict(content)
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """Return all checkpoints in a folder, whole or not, by number."""
+    found = [(_FOLDER.fullmatch(path.name), path) for path in folder.glob("*-step-*")]
+    return {int(match[1]): path for match, path in found if match}
+
+
+def whole_checkpoints(folder: Path, step: int | None = None) -> dict[int, Path]:
+    """Return the checkpoints (of one step) that have all their files, by number."""
+    return {
+        number: path
+        for number, path in numbered(folder).items()
+        if (step is None or path.name.endswith(f"-step-{step:08d}"))
+        and (path / SHARED).exists()
+        and is_whole(list(states_in(path)))
+    }
+
+
+def states_in(folder: Path) -> dict[Seat, Path]:
+    """Return the files of ranks in one checkpoint."""
+    found = [(_STATE.fullmatch(path.name), path) for path in sorted(folder.glob("sparsync-rank-*"))]
+    return {
+        Seat(int(m[1]), int(m[2]), int(m[3] or 0), int(m[4] or 1)): path for m, path in found if m
+    }
+
+
+def is_whole(seats: list[Seat]) -> bool:
+    """Tell whether these are all seats of one job.
+
+    Example:
+        >>> is_whole([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)]), is_whole([Seat(0, 2, 0, 1)])
+        (True, False)
+    """
+    kinds = {(seat.ranks, seat.parts) for seat in seats}
+    return len(kinds) == 1 and len(seats) == seats[0].ranks * seats[0].parts
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest whole checkpoints, and what was never whole before them."""
+    newest = sorted(whole_checkpoints(folder))[-keep:]
+    for number, path in numbered(folder).items():
+        if newest and number < newest[0]:
+            for file in (*path.glob("sparsync-rank-*"), path / SHARED):
+                file.unlink(missing_ok=True)  # other ranks do the same
+            remove_folder(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove an empty folder; one with other ranks' or somebody else's files stays."""
+    try:
+        path.rmdir()
+    except OSError:
+        return
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renamed file survive a power cut, where that can be done."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,69 @@
+"""Accelerate: ``sync = attach(accelerator, model, density=0.01)``, behind ``accelerator.prepare``.
+
+``accelerator.save_state`` and ``load_state`` then keep every rank's residual as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.frameworks import attach_wrapped, resume, save_beside
+from sparsync.integrations.sync import Sync
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["attach"]
+
+_FOLDER: Final = (
+    "sparsync"  # in the checkpoint; the second model's is sparsync_1, as Accelerate counts
+)
+
+
+def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Sync:
+    """Exchange a prepared model's gradients sparsely; the training loop stays as it is.
+
+    Args:
+        accelerator: the one that prepared the model.
+        model: what ``accelerator.prepare`` returned.
+        options: of ``sparsync.attach``.  ``optimizer`` is the prepared one, where there is one.
+
+    Returns:
+        The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
+        rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it.
+
+    Raises:
+        ConfigurationError: the model was not prepared, Accelerate runs a single process, or what
+            ``sparsync.attach`` refuses.
+        PeerError: ranks disagree.
+    """
+    at = _place(accelerator, model)
+    how = "start several: accelerate launch --num_processes 2 ..., or torchrun"
+    sync = attach_wrapped(model, accelerator._optimizers, options, how)
+    name = f"{_FOLDER}_{at}" if at else _FOLDER
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        save_beside(sync, Path(folder) / name)
+
+    def load(models: Any, folder: str) -> None:
+        resume(sync, Path(folder) / name)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return sync
+
+
+def _place(accelerator: Accelerator, model: torch.nn.Module) -> int:
+    """Return which of the prepared models it is; on CPU Accelerate keeps them without their DDP."""
+    inner = accelerator.unwrap_model(model)
+    for at, prepared in enumerate(accelerator._models):
+        if accelerator.unwrap_model(prepared) is inner:
+            return at
+    raise ConfigurationError(
+        f"this {type(model).__name__} is none of the accelerator's {len(accelerator._models)} prepared "
+        "models; call model = accelerator.prepare(model) before attach"
+    )

@@ -1,0 +1,101 @@
+"""What Accelerate, Lightning and the Hugging Face Trainer share: attach, and resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync import checkpoint
+from sparsync.checkpoint_files import states_in
+from sparsync.collectives.agreement import agree
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.attach import attach
+from sparsync.integrations.sync import Sync
+from sparsync.transports.base import run
+
+__all__ = ["attach_wrapped", "missing", "resume", "save_beside"]
+
+
+def missing(framework: str, error: ImportError) -> ConfigurationError:
+    """Return what to raise where a framework cannot be imported."""
+    return ConfigurationError(
+        f"sparsync.integrations.{framework} needs {framework}, which cannot be imported ({error}): "
+        f"pip install {framework}"
+    )
+
+
+def attach_wrapped(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: dict[str, Any],
+    how: str,
+) -> Sync:
+    """Attach to the module that a framework wrapped, and maybe compiled, for training.
+
+    Args:
+        model: as the framework calls it.
+        optimizers: the framework's; a single one is checked as ``attach`` checks its ``optimizer``.
+        options: of ``sparsync.attach``.
+        how: what makes this framework start several processes, for the error.
+
+    Raises:
+        ConfigurationError: there is a single process, or what ``sparsync.attach`` refuses.
+        PeerError: ranks disagree.
+    """
+    wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone and not isinstance(wrapped, DistributedDataParallel):
+        raise ConfigurationError(
+            f"training runs in a single process, which exchanges nothing; {how}, or leave sparsync away"
+        )
+    if len(optimizers) == 1:
+        inner = getattr(optimizers[0], "optimizer", optimizers[0])  # of Accelerate's wrapper
+        options = {"optimizer": inner, **options}
+    sync: Sync = attach(wrapped, **options)
+    return sync
+
+
+def save_beside(sync: Sync, folder: Path) -> None:
+    """Write this rank's state into a folder of a framework's checkpoint, which may be written again.
+
+    Raises:
+        CheckpointError: this rank could not write; others are not asked.
+    """
+    checkpoint.save_state(sync, folder)
+    for seat, file in states_in(folder).items():
+        if (
+            seat.ranks != sync.reducer.comm.world_size
+        ):  # of an older run: what is there is of one step
+            file.unlink(missing_ok=True)
+
+
+def resume(sync: Sync, folder: Path) -> bool:
+    """Load what ``save_beside`` wrote into a framework's checkpoint; all ranks call it.
+
+    A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
+    warning says so.
+
+    Returns:
+        Whether there was a state.
+
+    Raises:
+        PeerError: some ranks see a folder and others do not.
+        CheckpointError, ConfigurationError: see ``checkpoint.load_states``.
+    """
+    present = folder.is_dir()
+    run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
+    if present:
+        checkpoint.load_states(sync, folder)
+    else:
+        warnings.warn(
+            f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "
+            "run; if it was saved with sparsync, copy that folder, too",
+            stacklevel=2,
+        )
+    return present

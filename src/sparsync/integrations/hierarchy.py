@@ -1,0 +1,251 @@
+"""Dense inside a node, sparse between nodes: each rank of a node exchanges its part of every unit.
+
+::
+
+    gradient --reduce-scatter in the node--> this rank's part of the node's mean
+    accumulate, select, exchange with the ranks of the same place in other nodes, retain
+    average <--allgather in the node-- this rank's part of the average
+
+So every rank uses its own link, a node sends what one rank would, and the residual of n elements is
+divided over the node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsync.collectives.agreement import agree
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.integrations.pieces import divide
+from sparsync.integrations.settings import Settings
+from sparsync.integrations.wires import OwnGroups
+from sparsync.reducer import Reducer
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.base import Operation, run
+from sparsync.transports.ledger import Parts
+from sparsync.transports.torch import TorchCommunicator
+from sparsync.units import Unit
+
+__all__ = ["NodeReducer", "Nodes", "node_reducer", "nodes_of"]
+
+_SCATTER: Final = "node reduce-scatter"
+_GATHER: Final = "node allgather"
+
+
+@final
+class Nodes:
+    """Where this rank is: its node, and the ranks of the same place in the others.
+
+    Attributes:
+        inner: global ranks of this node.
+        outer: global ranks of the same place in every node.
+    """
+
+    def __init__(self, inner: Sequence[int], outer: Sequence[int]) -> None:
+        self.inner, self.outer = list(inner), list(outer)
+
+
+def nodes_of(
+    hierarchy: Any, ranks: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> Nodes:
+    """Return how ranks form nodes.
+
+    Args:
+        hierarchy: "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or
+            a mesh of two dimensions, (nodes, ranks of a node).
+        ranks: global ranks of the model's process group.
+        environ: environment variables.
+
+    Raises:
+        ConfigurationError: neither of them, or nodes of different sizes, or of other ranks.
+
+    Example:
+        >>> nodes_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "4"}).outer
+        [0]
+    """
+    me = dist.get_rank() if dist.is_initialized() else ranks[0]
+    if isinstance(hierarchy, DeviceMesh):
+        grid = hierarchy.mesh.tolist() if hierarchy.ndim == 2 else None
+        if grid is None or sorted(r for node in grid for r in node) != sorted(ranks):
+            raise ConfigurationError(
+                f"hierarchy is {hierarchy}; give a mesh of two dimensions, (nodes, ranks of a node), "
+                f"that holds the ranks of the model: {list(ranks)}"
+            )
+    elif hierarchy == "node":
+        size = environ.get("LOCAL_WORLD_SIZE", "")
+        if not size.isdigit() or int(size) == 0 or len(ranks) % int(size):
+            raise ConfigurationError(
+                f"hierarchy='node' needs LOCAL_WORLD_SIZE, as torchrun sets it, to divide the "
+                f"{len(ranks)} ranks; it is {size!r}: give a mesh (nodes, ranks of a node) instead"
+            )
+        starts = range(0, len(ranks), int(size))
+        grid = [list(ranks[start : start + int(size)]) for start in starts]
+    else:
+        raise ConfigurationError(
+            f"hierarchy is {hierarchy!r}; give 'node', or a mesh (nodes, ranks of a node)"
+        )
+    grid = [sorted(node) for node in grid]  # as ranks of a group are
+    (inner,) = [node for node in grid if me in node]
+    return Nodes(inner, [node[inner.index(me)] for node in grid])
+
+
+def node_reducer(
+    settings: Settings, nodes: Nodes, units: Sequence[Unit], groups: OwnGroups
+) -> NodeReducer:
+    """Connect this rank with its node and with its peers in other nodes; all ranks call it.
+
+    Raises:
+        ConfigurationError: the correction clips.
+        PeerError: ranks disagree.
+    """
+    if settings.correction.clip is not None:
+        raise ConfigurationError(
+            "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= each "
+            "rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
+        )
+    inner = groups.make(nodes.inner, backend=None)  # NCCL, where DDP has it
+    node = TorchCommunicator(inner, timeout=settings.wires.timeout)
+    run(agree(node, settings.facts))
+    runs, _, _ = divide(units, node.rank, node.world_size)
+    outer = groups.make(nodes.outer)
+    reducer = settings.reducer(outer, runs, ranks_of_a_node=node.world_size)
+    return NodeReducer(reducer, units, node)
+
+
+@final
+class NodeReducer:
+    """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
+
+    Args:
+        reducer: of this rank's part of every unit, over the nodes.
+        units: the whole units.
+        node: the ranks of this node; its ledger counts what they send each other: what a ring would.
+
+    Attributes:
+        pieces: which part of every parameter this rank exchanges.
+
+    Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
+    """
+
+    def __init__(self, reducer: Reducer, units: Sequence[Unit], node: TorchCommunicator) -> None:
+        self.reducer, self.units, self.node = reducer, list(units), node
+        self.clipper = reducer.clipper
+        runs, self.pieces, self._lengths = divide(units, node.rank, node.world_size)
+        assert [run.slots for run in runs] == [unit.slots for unit in reducer.units]
+        self._flat = [
+            torch.zeros(length * node.world_size, dtype=unit.dtype, device=unit.device)
+            for unit, length in zip(units, self._lengths, strict=True)
+        ]
+        self._weights: dict[int, Tensor] = {}
+
+    def accumulate(
+        self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """Put a gradient where the node averages it; weights likewise, if they decay."""
+        with self.reducer.comm.stage("mask"):
+            here = self._flat[unit][start : start + gradient.numel()]
+            torch.div(gradient, self.node.world_size, out=here)  # sums of 16 bits could overflow
+            if self.reducer.correction.weight_decay and weights is not None:
+                whole = self._weights.setdefault(unit, torch.zeros_like(self._flat[unit]))
+                whole[start : start + weights.numel()] = weights
+
+    async def exchange(self, unit: int) -> None:
+        """Sum over the node, then exchange this rank's part between nodes."""
+        node, flat, length = self.node, self._flat[unit], self._lengths[unit]
+        mine = self.reducer.units[unit].size  # shorter where the parts do not come out even
+        part = torch.empty(length, dtype=flat.dtype, device=flat.device)
+        with self.reducer.comm.stage("communicate"):
+            work = _reduce_scatter(part, flat, group=node.group, async_op=True)
+            await _Started(node, _SCATTER, work, self.reducer.step)
+        self._book(_SCATTER, flat)
+        weights = self._weights.get(unit)
+        if weights is not None:
+            first = node.rank * length
+            weights = weights[first : first + mine]
+        self.reducer.accumulate(unit, 0, part[:mine], weights)
+        await self.reducer.exchange(unit)
+
+    async def share(self) -> None:
+        """Agree on the next step's shares of k, with the same place of other nodes."""
+        await self.reducer.share()
+
+    def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
+        """Close the step on all ranks of the node or on none; return whole averages."""
+        averages = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
+        return [self._gathered(unit, average) for unit, average in enumerate(averages)]
+
+    def refuse(self) -> None:
+        """Undo the open step."""
+        self.reducer.refuse()
+
+    def skip(self) -> None:
+        """Refuse the open step and go on to the next."""
+        self.reducer.skip()
+
+    def _gathered(self, unit: int, average: Vector) -> Vector:
+        flat, length = self._flat[unit], self._lengths[unit]
+        part = torch.zeros(length, dtype=flat.dtype, device=flat.device)
+        average.write_to_(part[: average.size])
+        work = _all_gather(flat, part, group=self.node.group, async_op=True)
+        _Started(self.node, _GATHER, work, self.reducer.step - 1).wait()
+        self._book(_GATHER, flat)
+        return DenseVector(flat[: self.units[unit].size])
+
+    def _book(self, phase: str, flat: Tensor) -> None:
+        others = self.node.world_size - 1
+        nbytes = flat.numel() * flat.itemsize * others // self.node.world_size
+        ledger = self.node.ledger
+        ledger.sent(phase, nbytes, Parts(value=nbytes), others)
+        ledger.received(phase, nbytes, others)
+
+
+@final
+class _Started(Operation):
+    """A native collective that is under way; in the engine, it starts in one order on all ranks."""
+
+    def __init__(self, node: TorchCommunicator, phase: str, work: Any, step: int) -> None:
+        self.node, self.phase, self.work, self.step = node, phase, work, step
+
+    def wait(self) -> None:
+        node = self.node
+        place = f"rank {node.rank} of the node, step {self.step}: phase '{self.phase}'"
+        try:
+            if self.work is not None:
+                self.work.wait(timedelta(seconds=node.timeout))
+        except RuntimeError as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            if "imed out" in why or "timeout" in why.lower():
+                raise DeadlineError(
+                    f"{place} did not complete within {node.timeout:g} s; are all ranks of this node "
+                    "alive? Raise timeout= if they are only slow"
+                ) from error
+            raise PeerError(f"{place} failed: a rank of this node is gone ({why})") from error
+        self.done = True
+
+    def poll(self, seconds: float) -> bool:
+        if not self.done and (seconds > 0 or self.work is None or self.work.is_completed()):
+            self.wait()
+        return self.done
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
+    """Call it by its present name, or by that of torch before 2.13."""
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
+    return getattr(dist, name)(part, whole, **options)
+
+
+def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(whole, part, **options)

@@ -1,0 +1,117 @@
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback(density=0.01)])``.
+
+Beside every checkpoint ``NAME.ckpt`` then lies ``NAME.ckpt.sparsync`` with every rank's residual, and
+``trainer.fit(ckpt_path=...)`` reads it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.frameworks import attach_wrapped, missing, resume, save_beside
+from sparsync.integrations.sync import Sync
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+__all__ = ["SparsyncCallback"]
+
+_SUFFIX: Final = ".sparsync"
+
+
+class SparsyncCallback(Callback):
+    """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
+
+    Args:
+        options: of ``sparsync.attach``.  ``optimizer`` is the module's, if it has a single one.
+
+    Attributes:
+        sync: the handle of ``sparsync.attach``; None before training starts.
+
+    Raises:
+        ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
+
+    Lightning tells a callback neither the path of a checkpoint nor lets ranks other than 0 write one:
+    so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are wrapped.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.sync: Sync | None = None
+        self._options = options
+        self._strategy: Any = None  # whose methods are wrapped
+        self._resumed: int | None = None  # step of the sparse exchange in the Trainer's checkpoint
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the wrapped module, after everything else was restored and before a gradient."""
+        self._follow(trainer)
+        for checkpoints in trainer.checkpoint_callbacks:
+            _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
+        how = 'give Trainer(strategy="ddp", devices=2)'
+        model = trainer.strategy.model
+        self.sync = attach_wrapped(model, trainer.optimizers, self._options, how)
+        if trainer.ckpt_path:
+            self._resume(self.sync, trainer.ckpt_path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes into the checkpoint itself: the step, to know what belongs together."""
+        return {} if self.sync is None else {"step": self.sync.reducer.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the step of the checkpoint that is being resumed."""
+        self._resumed = state_dict["step"]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the engine thread and its process group; ``sync.stats()`` stays readable."""
+        if stage == "fit" and self.sync is not None:
+            self.sync.close()
+
+    def _resume(self, sync: Sync, checkpoint: Path | str) -> None:
+        step, self._resumed = self._resumed, None
+        folder = _folder(checkpoint)
+        if resume(sync, folder) and sync.reducer.step != step:
+            raise ConfigurationError(
+                f"{checkpoint} was saved at step {step} of the sparse exchange, {folder} at step "
+                f"{sync.reducer.step}: one is from another run, or the job ended between the two; "
+                "resume from another checkpoint, or without that folder (residuals then start at zero)"
+            )
+
+    def _follow(self, trainer: Any) -> None:
+        """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
+        strategy = trainer.strategy
+        if strategy is self._strategy:
+            return
+        self._strategy = strategy
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if self.sync is not None and "callbacks" in checkpoint:  # else: weights only
+                save_beside(self.sync, _folder(filepath))
+            save(checkpoint, filepath, *args, **kwargs)
+
+        def remove_checkpoint(filepath: Any) -> None:
+            remove(filepath)
+            if trainer.local_rank == 0:
+                shutil.rmtree(_folder(filepath), ignore_errors=True)
+
+        strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
+
+
+def _folder(checkpoint: Path | str) -> Path:
+    """Return where the ranks' states of a checkpoint are; a link's are its target's.
+
+    Raises:
+        ConfigurationError: the checkpoint is not on a file system.
+    """
+    path = str(checkpoint)
+    if "://" in path and not path.startswith("file://"):
+        raise ConfigurationError(
+            f"every rank saves its state beside the checkpoint, which needs a folder, not {path}; give "
+            "ModelCheckpoint(dirpath=...) a local or mounted one, and copy it from there"
+        )
+    real = Path(path.removeprefix("file://")).resolve()
+    return real.with_name(real.name + _SUFFIX)

@@ -1,0 +1,168 @@
+"""Ranks that are killed or frozen in every phase: the others end in time, and say who, when and where.
+
+The slow sweeps take their phases from simulated runs of all presets and schemes.
+"""
+
+import re
+
+import pytest
+import torch.distributed as dist
+
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.presets import PRESETS
+from sparsync.transports.torch_roll import RollCall
+
+from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
+from .fault_server import Jobs
+
+pytestmark = pytest.mark.gloo
+
+RANKS = 3
+TIMEOUT = 10.0  # seconds; of the ranks' waits
+LINGER = 5.0  # seconds that closing may take: ``ZmqSettings.linger``
+FROZEN_TIMEOUT = 1.5
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    jobs = Jobs()
+    yield jobs
+    jobs.close()
+
+
+def check(answer, victim, step, code=-9, seconds=TIMEOUT + LINGER):
+    """What always holds: nobody hangs, nothing is left, every survivor names a peer in time."""
+    assert not answer["hung"] and not answer["left"], answer
+    assert answer["ranks"][victim]["code"] == code, "the victim never came to its moment"
+    named = set()
+    for number, rank in enumerate(answer["ranks"]):
+        if number != victim:
+            said = rank["said"]
+            assert rank["code"] == 0 and said["threads"] == [], answer
+            assert rank["seconds"] < seconds, answer
+            assert said["error"] in ("PeerError", "DeadlineError"), answer
+            # the victim's last messages may be lost with it, or be enough for the whole step
+            place = rf"rank {number}, step ({step - 1}|{step}|{step + 1})[:,] .*phase '[a-z -]+'"
+            assert re.match(place, said["text"]), answer
+            assert said.get("kept", True), "a residual, threshold or boundary has changed"
+            named |= set(re.findall(r"rank (\d+)", said["text"].split("phase")[0])[1:])
+            named |= set(re.findall(r"ranks? (\d+)", said["text"].split("phase")[1]))
+    assert str(victim) in named, answer
+
+
+def kill(jobs, transport, preset, victim, moment, **more):
+    return jobs.run(
+        "fault_programs.reduce_steps",
+        RANKS,
+        transport=transport,
+        timeout=TIMEOUT,
+        algorithm=preset,
+        victim=victim,
+        moment=moment,
+        **more,
+    )
+
+
+# ---- every phase of every collective --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transport", "preset", "victim", "moment"),
+    [
+        ("zmq", "budgeted", 1, (3, "split", 0)),
+        ("zmq", "oktopk", 0, (2, "boundaries", 1)),
+        ("torch", "budgeted", 2, (3, "allgather", 0)),
+        ("torch", "dense", 0, (3, "dense", 0)),
+    ],
+)
+def test_a_killed_rank_is_named(jobs, transport, preset, victim, moment):
+    check(kill(jobs, transport, preset, victim, moment), victim, moment[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_a_rank_killed_in_any_phase_is_named(jobs, transport, preset):
+    found = breakdowns_of_preset(preset, RANKS)
+    assert {moment[1] for _, moment in found} >= {"xi"}
+    for victim, moment in found:
+        check(kill(jobs, transport, preset, victim, moment), victim, moment[0])
+
+
+def test_the_sweep_meets_every_phase_of_oktopk():
+    phases = {moment[1] for _, moment in breakdowns_of_preset("oktopk", RANKS)}
+    assert phases >= {"split", "sizes", "threshold", "balance", "allgatherv", "boundaries"}
+
+
+def test_a_store_that_is_gone_as_well_is_said(monkeypatch):
+    def gone():
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", gone)
+    assert "the store does not answer" in RollCall(None, 0, 3).missing()
+
+
+# ---- frozen ---------------------------------------------------------------------------------------
+
+
+def freeze(jobs, transport, preset, victim, moment):
+    answer = jobs.run(
+        "fault_programs.reduce_steps",
+        RANKS,
+        transport=transport,
+        timeout=FROZEN_TIMEOUT,
+        algorithm=preset,
+        victim=victim,
+        moment=moment,
+        how="SIGSTOP",
+    )
+    check(answer, victim, moment[0], code=0, seconds=FROZEN_TIMEOUT + 1 + LINGER)
+    errors = [rank["said"]["error"] for rank in answer["ranks"]]
+    assert "DeadlineError" in errors[:victim] + errors[victim + 1 :], answer
+    assert errors[victim] in ("PeerError", "DeadlineError"), answer  # when it may go on
+    assert answer["ranks"][victim]["said"]["kept"], answer
+
+
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_a_frozen_rank_is_named_at_the_deadline(jobs, transport):
+    freeze(jobs, transport, "budgeted", 1, (3, "split", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_rank_frozen_in_any_preset_is_named(jobs, preset):
+    victim, moment = breakdowns_of_preset(preset, RANKS)[0]
+    freeze(jobs, "zmq", preset, victim, moment)
+
+
+# ---- averages of models ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_averaging_ends_or_goes_on_when_a_rank_is_killed(jobs, transport, scheme):
+    for victim, moment in breakdowns_of_scheme(scheme, RANKS):
+        answer = jobs.run(
+            "fault_programs.average_steps",
+            RANKS,
+            transport=transport,
+            timeout=4.0,
+            scheme=scheme,
+            victim=victim,
+            moment=moment,
+        )
+        assert not answer["hung"] and not answer["left"], answer
+        assert answer["ranks"][victim]["code"] == -9, "the victim never came to its moment"
+        for number, rank in enumerate(answer["ranks"]):
+            if number != victim:
+                said = rank["said"]
+                assert rank["code"] == 0 and said["threads"] == [], answer
+                assert rank["seconds"] < 4.0 + 1 + LINGER, answer
+                if said["error"] is None:  # pairs that did not need the victim
+                    assert scheme == "adpsgd" and said["step"] == STEPS + 1, answer
+                    continue
+                assert re.match(rf"rank {number}, step \d+[:,] .*phase '[a-z]+'", said["text"]), (
+                    answer
+                )
+                assert re.search(r"rank \d+.*ranks? \d+", said["text"]), answer

@@ -1,0 +1,78 @@
+"""The public interface as text: ``python -m tests.packaging.interface > tests/packaging/interface.txt``.
+
+One line per name, with its parameters; ``=`` marks those that may be left out.  Public is what stands in
+``__all__`` of the modules below; everything else may change in any release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+MODULES = (
+    "sparsync",
+    "sparsync.averaging",
+    "sparsync.collectives",
+    "sparsync.errors",
+    "sparsync.lab",
+    "sparsync.launchers",
+    "sparsync.linear",
+    "sparsync.monitoring",
+    "sparsync.presets",
+    "sparsync.selection",
+    "sparsync.testing",
+    "sparsync.transports.base",
+    "sparsync.transports.sim",
+    "sparsync.wire",
+)
+FILE = Path(__file__).with_suffix(".txt")
+
+_MARKS = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+def lines() -> list[str]:
+    """Return the interface, module by module."""
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        found += [f"{name}.{public}{_shape(getattr(module, public))}" for public in module.__all__]
+    return found
+
+
+def _shape(thing: object) -> str:
+    """Return a function's parameters, or a class's own with its public methods."""
+    if inspect.ismodule(thing) or not callable(thing):
+        return f": {type(thing).__name__}"
+    if not inspect.isclass(thing):
+        return _parameters(thing)
+    methods = [
+        f".{name}{_parameters(method)}"
+        for name, method in sorted(vars(thing).items())
+        if inspect.isfunction(method) and not name.startswith("_")
+    ]
+    return " ".join([_parameters(thing), *methods])
+
+
+def _parameters(function: object) -> str:
+    try:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # an exception's: made by C
+        return "(...)"
+    named = False
+    shown = []
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and not named:
+            shown.append("*")
+        named |= p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        default = "" if p.default is p.empty else "="
+        shown.append(f"{_MARKS.get(p.kind, '')}{p.name}{default}")
+    return f"({', '.join(shown)})"
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(lines()) + "\n")

@@ -1,0 +1,232 @@
+"""Checkpoints: resume is exact, files are whole or not there, bad ones are refused."""
+
+import contextlib
+import os
+import pickle
+import resource
+
+import pytest
+import torch
+
+from sparsync import ConfigurationError, Correction
+from sparsync.checkpoint import load, save
+from sparsync.checkpoint_files import read_file, write_file
+from sparsync.errors import CheckpointError
+from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.transports.base import run
+from sparsync.transports.sim import simulate
+from sparsync.transports.solo import SoloCommunicator
+from tests.contracts.table import ALGORITHMS
+
+from .small_reducers import gradients, reducer_on
+
+# ---- exact resume ---------------------------------------------------------------------------------
+
+
+async def one_by_one(reducer, step):
+    """Do a step as DDP with small buckets does: parameters come alone, the last first."""
+    whole = gradients(reducer, step)
+    for unit, (planned, flat) in enumerate(zip(reducer.units, whole, strict=True)):
+        weights = torch.ones(planned.size)
+        for slot in reversed(planned.slots):
+            here = slice(slot.start, slot.start + slot.size)
+            reducer.accumulate(unit, slot.start, flat[here], weights[here])
+        await reducer.exchange(unit)
+    await reducer.share()
+    return torch.cat([average.to_dense() for average in reducer.commit()])
+
+
+async def at_once(reducer, step):
+    whole = gradients(reducer, step)
+    await reducer.reduce(whole, [torch.ones(unit.size) for unit in reducer.units])
+    return torch.cat(whole)
+
+
+@pytest.mark.parametrize("unit_bytes", [None, 80])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_resumes_bit_for_bit(name, unit_bytes, tmp_path):
+    correction = Correction(momentum=0.9) if "signs" not in name else None
+
+    async def program(comm):
+        def make():
+            return reducer_on(comm, ALGORITHMS[name], unit_bytes, correction)
+
+        through, expected, saved = make(), [], {}
+        for step in range(5):
+            if step in (1, 2):  # within a period of 2, and where one opens
+                path = tmp_path / f"{step}-{comm.rank}.pt"
+                torch.save(reducer_state(through), path)
+                saved[step] = torch.load(path, weights_only=True)
+            expected.append(await at_once(through, step))
+        for first, state in saved.items():
+            resumed = make()
+            await restore_reducer(resumed, state)
+            for step in range(first, 5):
+                assert torch.equal(await one_by_one(resumed, step), expected[step])
+        return True
+
+    assert simulate(program, 3).results == [True] * 3
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+class Sync:
+    """What ``attach`` returns, of one rank."""
+
+    def __init__(self, steps=0, momentum=0.0):
+        self.reducer = reducer_on(SoloCommunicator(), correction=Correction(momentum=momentum))
+        for step in range(steps):
+            self.train(step)
+
+    def train(self, step):
+        run(self.reducer.reduce(gradients(self.reducer, step)))
+
+    def state_dict(self):
+        return reducer_state(self.reducer)
+
+    def load_state_dict(self, state):
+        run(restore_reducer(self.reducer, state))
+
+
+def residual(sync):
+    return sync.reducer.residuals[0].value
+
+
+def test_a_checkpoint_has_everything(tmp_path):
+    sync, model = Sync(steps=3), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    folder = save(sync, tmp_path, model=model, optimizer=optimizer, epoch=7, best=0.25)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "shared.pt",
+        "sparsync-rank-0-of-1.pt",
+    ]
+    other, fresh = Sync(), torch.nn.Linear(2, 1)
+    moments = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    rest = load(other, tmp_path, model=fresh, optimizer=moments)
+    assert rest == {"epoch": 7, "best": 0.25}
+    assert torch.equal(fresh.weight, model.weight)
+    assert moments.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+    assert other.reducer.step == 3
+    assert torch.equal(residual(other), residual(sync))
+
+
+def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
+    sync = Sync()
+    folders = []
+    for step in range(4):
+        sync.train(step)
+        folders.append(save(sync, tmp_path))
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    (folders[3] / "sparsync-rank-0-of-1.pt").unlink()
+    other = Sync()
+    load(other, tmp_path)
+    assert other.reducer.step == 3
+    load(other, tmp_path, step=3)
+    with pytest.raises(CheckpointError, match="no whole checkpoint of step 1 in"):
+        load(other, tmp_path, step=1)
+    assert save(sync, tmp_path, keep=None).name == "000005-step-00000004"
+    with pytest.raises(ConfigurationError, match="keep is 0"):
+        save(sync, tmp_path, keep=0)
+
+
+@contextlib.contextmanager
+def small_disk():
+    """Files cannot grow beyond 1 kB, as on a disk that is full; nor can pytest's own, so be brief."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    sync = Sync(steps=2)
+    save(sync, tmp_path)
+    before, kept = residual(sync).clone(), sorted(tmp_path.rglob("*"))
+    sync.train(2)
+    wrong = r"cannot write .*rank-0-of-1\.pt: .*before are as they"
+    with pytest.raises(CheckpointError, match=wrong), small_disk():
+        save(sync, tmp_path)
+    assert sorted(tmp_path.rglob("*")) == kept
+    other = Sync()
+    load(other, tmp_path)
+    assert other.reducer.step == 2
+    assert torch.equal(residual(other), before)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "state.pt"
+    write_file(path, {"values": torch.ones(5)})
+    with pytest.raises(CheckpointError, match="cannot write"), small_disk():
+        write_file(path, {"values": torch.ones(5000)})
+    assert torch.equal(read_file(path)["values"], torch.ones(5))
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def code(path, trace):
+    path.write_bytes(pickle.dumps(Payload(f"touch {trace}"), protocol=2))
+
+
+def zipped_code(path, trace):
+    torch.save({"version": 2, "residual": Payload(f"touch {trace}")}, path)
+
+
+def cut(path, trace):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def noise(path, trace):
+    path.write_bytes(b"\x00\xff" * 500)
+
+
+def nothing(path, trace):
+    path.write_bytes(b"")
+
+
+def a_list(path, trace):
+    torch.save([1, 2], path)
+
+
+@pytest.mark.parametrize("damage", [code, zipped_code, cut, noise, nothing, a_list])
+@pytest.mark.parametrize("name", ["sparsync-rank-0-of-1.pt", "shared.pt"])
+def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage):
+    folder, trace, sync = save(Sync(steps=2), tmp_path), tmp_path / "trace", Sync(steps=1)
+    before = residual(sync).clone()
+    damage(folder / name, trace)
+    with pytest.raises(CheckpointError) as caught:
+        load(sync, tmp_path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not trace.exists(), "code of a file was run"
+    assert torch.equal(residual(sync), before)
+    assert sync.reducer.step == 1
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    save(Sync(steps=2, momentum=0.5), tmp_path)
+    sync = Sync(steps=1)
+    before = residual(sync).clone()
+    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, this run has 0\.0"):
+        load(sync, tmp_path)
+    with pytest.raises(ConfigurationError, match="has no 'model', only"):
+        load(sync, tmp_path, model=torch.nn.Linear(1, 1))
+    assert torch.equal(residual(sync), before)
+
+
+def test_no_checkpoint_is_no_hang(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
+        load(Sync(), tmp_path / "nowhere")

@@ -1,0 +1,251 @@
+"""The sentinel: what differs is named, by tensor and rank; a majority heals; nothing else is said."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsync import ConfigurationError, PeerError
+from sparsync.collectives.equality import digest, divergences, heal_
+from sparsync.integrations.sentinel import Sentinel
+from sparsync.transports.base import run
+from sparsync.transports.sim import simulate
+from sparsync.transports.solo import SoloCommunicator
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool,
+          torch.complex64, torch.float8_e4m3fn]  # fmt: skip
+
+
+# ---- digests --------------------------------------------------------------------------------------
+
+
+@given(
+    size=st.integers(1, 5000),
+    at=st.integers(0, 10**6),
+    bit=st.integers(0, 31),
+    dtype=st.sampled_from([torch.float32, torch.int32]),
+)
+def test_every_bit_counts(size, at, bit, dtype):
+    values = torch.arange(size, dtype=torch.int32).view(dtype)
+    flipped = values.clone()
+    flipped.view(torch.int32)[at % size] ^= -(2**31) if bit == 31 else 2**bit
+    assert digest(values) != digest(flipped)
+    assert digest(values) == digest(values.clone())
+
+
+@given(size=st.integers(2, 5000), one=st.integers(0, 10**6), other=st.integers(0, 10**6))
+def test_two_that_change_places_are_seen(size, one, other):
+    one, other = one % size, other % size
+    values = torch.arange(size)
+    swapped = values.clone()
+    swapped[one], swapped[other] = other, one
+    assert (digest(values) == digest(swapped)) == (one == other)
+
+
+@pytest.mark.parametrize("distance", [1, 1023, 1024, 1025, 2048])
+def test_neighbours_in_a_row_or_column_that_change_places_are_seen(distance):
+    values = torch.arange(4096)
+    swapped = values.clone()
+    swapped[7], swapped[7 + distance] = 7 + distance, 7
+    assert digest(values) != digest(swapped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_digests_do_not_depend_on_where_a_tensor_lies(dtype):
+    values = torch.arange(20_001).remainder(2).to(dtype)
+    shifted = torch.cat([values[:1], values])[1:]  # not at a multiple of 8 bytes
+    apart = torch.stack([values, values], 1)[:, 0]  # not contiguous
+    assert digest(values) == digest(shifted) == digest(apart)
+    assert digest(values) != digest(values[:-1])
+
+
+def test_digests_know_dtype_shape_and_sign_of_zero():
+    zeros = torch.zeros(6)
+    others = [zeros.view(2, 3), -zeros, zeros.int(), torch.zeros(5), torch.zeros(0)]
+    assert len({digest(t) for t in (zeros, *others)}) == 6
+
+
+# ---- comparing and healing ------------------------------------------------------------------------
+
+
+def compare(world_size, change, policy="raise"):
+    """Compare three tensors after ``change(rank, tensors)``; return what each rank holds then."""
+
+    async def program(comm):
+        tensors = {"a": torch.arange(5.0), "b": torch.ones(2, 3), "count": torch.tensor(7)}
+        change(comm.rank, tensors)
+        await Sentinel(policy=policy).check(comm, tensors, step=99)
+        return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+    return simulate(program, world_size).results
+
+
+def flip(which, *ranks):
+    def change(rank, tensors):
+        if rank in ranks:
+            tensors[which].view(-1)[0] += 1 + rank
+
+    return change
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "heal"])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_equal_replicas_pass_without_a_word(world_size, policy):
+    held = compare(world_size, lambda rank, tensors: None, policy)
+    assert held[0]["b"] == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "change", "words"),
+    [
+        (4, flip("b", 2), "step 99: 'b' differs on rank 2: replicas are no longer equal"),
+        (5, flip("count", 0, 3), "'count' differs on ranks 0, 3"),
+        (2, flip("a", 1), "'a' differs between rank 0 and rank 1, none of which is a majority"),
+    ],
+)
+def test_the_tensor_and_the_ranks_are_named(world_size, change, words):
+    with pytest.raises(PeerError) as caught:
+        compare(world_size, change)
+    assert words in str(caught.value)
+
+
+def test_many_tensors_are_counted():
+    async def program(comm):
+        tensors = {f"t{i}": torch.full((2,), float(comm.rank == 1)) for i in range(8)}
+        await Sentinel().check(comm, tensors, step=0)
+
+    with pytest.raises(
+        PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 tensors more"
+    ):
+        simulate(program, 3)
+
+
+def test_a_warning_changes_nothing():
+    with pytest.warns(RuntimeWarning, match="'b' differs on rank 2"):
+        held = compare(4, flip("b", 2), "warn")
+    assert held[2]["b"][0][0] == 4.0
+    assert held[1]["b"][0][0] == 1.0
+
+
+@given(
+    world_size=st.integers(3, 6),
+    torn=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=4),
+)
+def test_a_majority_heals_in_place(world_size, torn):
+    wrong = {name: {rank % world_size for n, rank in torn if n == name} for name in "ab"}
+    healthy = all(2 * len(ranks) < world_size for ranks in wrong.values())
+
+    def change(rank, tensors):
+        for name, ranks in wrong.items():
+            flip(name, *ranks)(rank, tensors)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not healthy:  # nobody knows: all keep what they have, and are told
+            with pytest.raises(PeerError, match="none of which is a majority: nobody can tell"):
+                compare(world_size, change, "heal")
+            return
+        held = compare(world_size, change, "heal")
+    right = {"a": [0.0, 1.0, 2.0, 3.0, 4.0], "b": [[1.0] * 3] * 2, "count": 7}
+    assert held == [right] * world_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_dtype_and_layout_is_healed(dtype):
+    async def program(comm):
+        values = torch.arange(24).remainder(2).to(dtype).view(2, 3, 2, 2)
+        image = values.contiguous(memory_format=torch.channels_last)
+        pointer, stride = image.data_ptr(), image.stride()
+        if comm.rank == 0:
+            image.copy_(torch.zeros_like(values))
+        tensors = {"image": image, "empty": torch.zeros(0, dtype=dtype)}
+        torn = await divergences(comm, tensors)
+        await heal_(comm, tensors, torn)
+        return torch.equal(image.float(), values.float()), (image.data_ptr(), image.stride()) == (
+            pointer,
+            stride,
+        )
+
+    if dtype.is_complex:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what float() leaves out
+            assert simulate(program, 3).results == [(True, True)] * 3
+    else:
+        assert simulate(program, 3).results == [(True, True)] * 3
+
+
+def test_other_tensors_are_refused_not_compared():
+    async def program(comm):
+        names = ["a", "b"] if comm.rank else ["a"]
+        await divergences(comm, {name: torch.ones(2) for name in names})
+
+    with pytest.raises(PeerError, match="compares 1 tensors, but ranks 1, 2 others than that"):
+        simulate(program, 3)
+
+
+# ---- what is compared -----------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.local = nn.BatchNorm1d(2)
+        self.together = nn.SyncBatchNorm(2)
+        self.register_buffer("positions", torch.arange(3.0))
+        self.first.weight.requires_grad = False
+
+
+def test_parameters_and_synchronised_statistics_are_compared():
+    assert list(Sentinel().tensors(Mixed())) == [
+        "first.weight",  # frozen, and equal all the same
+        "local.weight",
+        "local.bias",
+        "together.weight",
+        "together.bias",
+        "together.running_mean",
+        "together.running_var",
+        "together.num_batches_tracked",
+    ]
+    assert "positions" in Sentinel(buffers=["positions"]).tensors(Mixed())
+    assert "local.bias" not in Sentinel().tensors(Mixed(), ignored=["local.bias"])
+
+
+def test_the_optimizer_is_compared_too():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sentinel = Sentinel(optimizer=optimizer)
+    assert list(sentinel.tensors(model)) == ["weight", "bias"]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert list(sentinel.tensors(model))[2:] == [
+        "momentum_buffer of weight",
+        "momentum_buffer of bias",
+    ]
+    run(sentinel.check(SoloCommunicator(), sentinel.tensors(model), 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"period": 0}, "period is 0; give a whole number"),
+        ({"period": 1.5}, "period is 1.5"),
+        ({"policy": "pray"}, "policy is 'pray'; choose one of raise, warn, heal"),
+        ({"buffers": "positions"}, "give a list of names"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Sentinel(**settings)
+
+
+def test_an_unknown_buffer_is_named():
+    with pytest.raises(ConfigurationError, match="'place', which is no name of a buffer"):
+        Sentinel(buffers=["place"]).tensors(Mixed())
+
+
+def test_it_is_due_when_a_period_closes():
+    assert [step for step in range(9) if Sentinel(period=3).due(step)] == [2, 5, 8]

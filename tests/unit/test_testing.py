@@ -1,0 +1,300 @@
+"""The public contracts can fail: each finds what breaks its seam, and says which case."""
+
+import queue
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from sparsync import (
+    Algorithm,
+    DeadlineError,
+    PeerError,
+    Reduced,
+    SparseVector,
+    SparsyncError,
+    testing,
+)
+from sparsync.averaging import LocalSgd
+from sparsync.collectives import Allgather, Collective
+from sparsync.selection import Exact, Selector
+from sparsync.transports.base import Communicator, Finished, Operation
+from sparsync.wire import Coo
+from sparsync.wire.base import Codec, Encoded
+
+
+@dataclass(frozen=True)
+class Calls:
+    count: int = 0
+
+
+class Broken(Selector):
+    """Exact, but for ``change``, which is given what it would return."""
+
+    def __init__(self, change):
+        self.change, self.exact, self.state = change, Exact(), Calls()
+
+    def select(self, accumulated, k, step, found=None):
+        selected = self.exact.select(accumulated, k, step)
+        self.state = Calls(self.state.count + 1)
+        return self.change(self, accumulated, selected)
+
+
+def without_nan(self, accumulated, selected):
+    return SparseVector.from_dense(selected.to_dense().nan_to_num(0.0))
+
+
+def one_more(self, accumulated, selected):
+    return Exact().select(accumulated, selected.nnz + 1, 0) if selected.nnz else selected
+
+
+def rounded(self, accumulated, selected):
+    return SparseVector(selected.indices, selected.values.bfloat16().float(), selected.size)
+
+
+def with_a_zero(self, accumulated, selected):
+    zeros = (accumulated == 0).nonzero().flatten()[:1]
+    indices = torch.cat([selected.indices, zeros]).sort().values
+    return SparseVector(indices, accumulated[indices], selected.size)
+
+
+def fewer_when_new(self, accumulated, selected):
+    return selected if self.state.count != 2 or selected.nnz < 2 else selected.top(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_nan, "a NaN was not selected"),
+        (one_more, "case 'noise', step 0: 41 entries, not 40"),
+        (rounded, "values"),
+        (with_a_zero, "a zero was selected"),
+    ],
+)
+def test_check_selector_finds(change, words):
+    testing.check_selector(lambda: Broken(lambda *given: given[2]))
+    with pytest.raises(AssertionError, match=words):
+        testing.check_selector(lambda: Broken(change))
+
+
+def test_check_selector_finds_a_state_that_is_not_restored():
+    class Forgetful(Broken):
+        def load_state_dict(self, state):
+            self.state = Calls(7)
+
+    testing.check_selector(lambda: Broken(fewer_when_new))
+    with pytest.raises(AssertionError, match="reloaded differs"):
+        testing.check_selector(lambda: Forgetful(fewer_when_new))
+
+
+class Wrapped(Codec):
+    """Coo, but for what the subclasses break."""
+
+    format, exact = Coo.format, True
+
+    def encode(self, vector):
+        return Coo().encode(vector)
+
+    def decode(self, payload, size):
+        return Coo().decode(payload, size)
+
+    def parts(self, nnz, size, dtype):
+        return Coo().parts(nnz, size, dtype)
+
+    def measure(self, buffer):
+        return Coo().measure(buffer)
+
+
+class WrongLength(Wrapped):
+    def parts(self, nnz, size, dtype):
+        return replace(Coo().parts(nnz, size, dtype), header=9)
+
+
+class Trusting(Wrapped):
+    def decode(self, payload, size):
+        try:
+            return super().decode(payload, size)
+        except ValueError:
+            return SparseVector.empty(size, torch.zeros(0))
+
+
+class Rounding(Wrapped):
+    def encode(self, vector):
+        values = vector.values.to(torch.bfloat16).to(vector.values.dtype)
+        return Encoded(Coo().encode(replace(vector, values=values)).payload, vector)
+
+
+class Doubling(Wrapped):
+    exact = False
+
+    def encode(self, vector):
+        return Coo().encode(replace(vector, values=-2 * vector.values))
+
+
+class Shrinking(Wrapped):
+    def entries_within(self, nbytes, size, dtype=torch.float32):
+        return max(super().entries_within(nbytes, size, dtype) - 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        (WrongLength(), "nbytes is wrong"),
+        (Trusting(), "bytes were accepted"),
+        (Rounding(), "decode differs from decoded"),
+        (Doubling(), "the error exceeds the vector"),
+        (Shrinking(), "bytes"),
+    ],
+)
+def test_check_codec_finds(codec, words):
+    testing.check_codec(Wrapped())
+    with pytest.raises(AssertionError, match=words):
+        testing.check_codec(codec)
+
+
+class Changed(Collective):
+    """Allgather, but for ``change``, which is given what it would return."""
+
+    def __init__(self, change):
+        self.change = change
+
+    async def reduce(self, comm, selected, k, step):
+        reduced = await Allgather().reduce(comm, selected, k, step)
+        return self.change(comm, selected, reduced)
+
+
+def all_delivered(comm, selected, reduced):
+    """The total is cut, and nobody keeps what was cut off."""
+    return Reduced(reduced.total.top(5), reduced.delivered)
+
+
+def own_total(comm, selected, reduced):
+    return Reduced(reduced.total.top(5 + comm.rank), reduced.delivered)
+
+
+def overwritten(comm, selected, reduced):
+    selected.values.zero_()
+    return reduced
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (all_delivered, "the total is not the sum of what was delivered"),
+        (own_total, "totals differ between ranks"),
+        (overwritten, "the input was modified"),
+    ],
+)
+def test_check_collective_finds(change, words):
+    testing.check_collective(lambda: Changed(lambda *given: given[2]), world_sizes=(3,))
+    with pytest.raises(AssertionError, match=words):
+        testing.check_collective(lambda: Changed(change), world_sizes=(3,))
+
+
+def test_check_algorithm_finds_mass_that_is_lost_and_nan_that_is_dropped():
+    lossy = Algorithm("lossy", Exact, lambda: Changed(all_delivered))
+    with pytest.raises(AssertionError, match=r"lossy, P = 2.* mass appeared or was lost"):
+        testing.check_algorithm(lossy, world_sizes=(2,))
+    deaf = Algorithm("deaf", lambda: Broken(without_nan), Allgather)
+    with pytest.raises(AssertionError, match="deaf: NaN on one rank was not refused by all"):
+        testing.check_algorithm(deaf, world_sizes=(2,))
+
+
+class Drifting(LocalSgd):
+    async def average(self, comm, vector, step):
+        return await super().average(comm, vector, step) + 1
+
+
+class Unfinished(LocalSgd):
+    async def conclude(self, comm, vector, step):
+        return vector
+
+
+def test_check_averager_finds():
+    assert testing.check_averager(LocalSgd, world_sizes=(3,)) < 1e-12
+    with pytest.raises(AssertionError, match="step 0: the mean moved"):
+        testing.check_averager(Drifting, world_sizes=(3,))
+    with pytest.raises(AssertionError, match="conclude left different models"):
+        testing.check_averager(Unfinished, world_sizes=(3,), steps=7)
+
+
+class Line(Operation):
+    """A receive from a queue."""
+
+    def __init__(self, comm, box, phase):
+        self.comm, self.box, self.phase = comm, box, phase
+
+    def wait(self):
+        comm = self.comm
+        try:
+            self.result, self.done = self.box.get(timeout=comm.timeout), True
+        except queue.Empty:
+            raise comm.error(f"rank {comm.rank}, step 0, phase '{self.phase}'") from None
+
+
+class Queues(Communicator):
+    error, timeout = DeadlineError, 60.0
+
+    def __init__(self, rank, world_size, boxes):
+        super().__init__(rank, world_size, torch.device("cpu"))
+        self.boxes, self.closed = boxes, boxes.setdefault("closed", [])
+
+    def start_send(self, payload, dest, phase, framing):
+        self.box(self.rank, dest).put(payload.clone())
+        return Finished()
+
+    def start_recv(self, source, capacity, phase, framing):
+        return Line(self, self.box(source, self.rank), phase)
+
+    def box(self, source, dest):
+        return self.boxes.setdefault((source, dest, self.tag), self.kind())
+
+    kind = queue.Queue
+
+    def close(self):
+        super().close()
+        self.closed.append(self.rank)
+
+
+class Vague(Queues):
+    def error(self, where):
+        return PeerError("step 0: something went wrong")
+
+
+class Stacks(Queues):
+    kind = queue.LifoQueue
+
+
+def connected(kind, boxes=None, **changes):
+    def connect(world_size=2):
+        shared = {} if boxes is None else boxes
+        comms = [kind(rank, world_size, shared) for rank in range(world_size)]
+        for comm in comms:
+            vars(comm).update(changes)
+        return comms
+
+    return connect
+
+
+def test_check_communicator_drives_every_rank_and_closes_it():
+    boxes = {}
+    testing.check_communicator((3,), connect=connected(Queues, boxes))
+    assert sorted(boxes["closed"]) == [0, 1, 2]
+
+
+def test_check_communicator_finds_messages_that_overtake_others():
+    with pytest.raises((AssertionError, SparsyncError)):
+        testing.check_communicator((2,), connect=connected(Stacks, timeout=1.0))
+
+
+def test_check_deadline():
+    started = time.monotonic()
+    testing.check_deadline(connected(Queues, timeout=0.1))
+    assert time.monotonic() - started < 10
+    with pytest.raises(AssertionError, match="does not name rank 0, check"):
+        testing.check_deadline(connected(Vague, timeout=0.1))
+    sent = connected(Queues)()
+    sent[1].start_send(torch.zeros(1, dtype=torch.uint8), 0, "check", None)
+    with pytest.raises(AssertionError, match="nobody sent"):
+        testing.check_deadline(lambda: sent)

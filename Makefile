@@ -22,6 +22,9 @@ ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/un
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
 PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13)
 
+# some containers set it: each of the many processes that tests start would compile sparsync anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-slow test-asan triton docs docs-tools check format dist clean
 
 help:

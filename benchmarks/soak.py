@@ -238,7 +238,10 @@ def one_life(number: int, seconds: float, folder: Path) -> dict:
         launch(live, ranks, algorithm, str(home), seconds, dies, timeout=60.0)
     except RankError as error:
         died = str(error)
-    found = [json.loads((home / f"diary-{rank}.json").read_text()) for rank in range(ranks)]
+    diaries = [home / f"diary-{rank}.json" for rank in range(ranks)]
+    if not all(diary.exists() for diary in diaries):
+        raise SystemExit(f"life {number} ended before its time:\n{died}")
+    found = [json.loads(diary.read_text()) for diary in diaries]
     lines = died.splitlines()
     named = [
         re.match(r"rank \d+: (Peer|Deadline)Error: .*step \d+.*phase '", line) for line in lines

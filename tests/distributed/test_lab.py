@@ -66,8 +66,8 @@ def test_a_stream_gets_the_rate(rate, seconds):
         nbytes = int(lab.bits_per_second / 8 * seconds)
         with programs.connect(lab, 0, 1) as (here, there):
             for ends in ((here, there), (there, here)):
-                best = max(programs.achieved([ends], nbytes) for _ in range(3))
-                # at most the bucket comes on top of the rate; a busy machine may lose some of it
+                best = programs.best([ends], nbytes, 0.93 * lab.bits_per_second)
+                # at most the bucket comes on top of the rate
                 most = lab.bits_per_second + 8 * lab.burst_bytes / seconds
                 assert 0.93 * lab.bits_per_second < best < 1.03 * most
 
@@ -75,7 +75,7 @@ def test_a_stream_gets_the_rate(rate, seconds):
 def test_both_directions_get_the_rate_at_once():
     with Lab(2, "200mbit") as lab, programs.connect(lab, 0, 1) as (here, there):
         both = [(here, there), (there, here)]
-        best = max(programs.achieved(both, 20_000_000) for _ in range(3))
+        best = programs.best(both, 20_000_000, 0.9 * lab.bits_per_second)
     assert 0.9 < best / lab.bits_per_second < 1.03
 
 
@@ -83,10 +83,12 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     nbytes = 5_000_000
     with Lab(3, "200mbit") as lab:
         with programs.connect(lab, 1, 0, 5001) as one, programs.connect(lab, 2, 0, 5002) as other:
-            best = max(programs.achieved([one, other], nbytes) for _ in range(2))
-        received = lab.traffic()[0].received
+            before = lab.traffic()[0].received
+            first = programs.achieved([one, other], nbytes)
+            received = lab.traffic()[0].received - before
+            best = max(first, programs.best([one, other], nbytes, 0.4 * lab.bits_per_second))
     assert 0.4 < best / lab.bits_per_second < 0.54
-    assert 4 * nbytes <= received < 1.06 * 4 * nbytes  # dropped packets would be sent again
+    assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
 
 
 def test_two_labs_do_not_meet():
@@ -103,9 +105,12 @@ def test_two_labs_do_not_meet():
             assert refused
         for lab in (first, second):
             with programs.connect(lab, 0, 1) as ends:
-                best = max(programs.achieved([ends], 2_500_000) for _ in range(2))
+                best = programs.best([ends], 2_500_000, 0.9 * lab.bits_per_second)
             assert 0.9 < best / lab.bits_per_second < 1.1
-        assert second.traffic()[0].sent < 1.1 * 5_000_000
+            second_sent = second.traffic()[0].sent
+            assert (lab is second) == (
+                second_sent > 2_500_000
+            )  # the other's bytes are not seen here
 
 
 def gone(inodes: list[int], seconds: float = 15.0) -> list[str]:

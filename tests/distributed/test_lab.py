@@ -81,12 +81,15 @@ def test_both_directions_get_the_rate_at_once():
 
 def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     nbytes = 5_000_000
-    with Lab(3, "200mbit") as lab:
-        with programs.connect(lab, 1, 0, 5001) as one, programs.connect(lab, 2, 0, 5002) as other:
-            before = lab.traffic()[0].received
-            first = programs.achieved([one, other], nbytes)
-            received = lab.traffic()[0].received - before
-            best = max(first, programs.best([one, other], nbytes, 0.4 * lab.bits_per_second))
+    with (
+        Lab(3, "200mbit") as lab,
+        programs.connect(lab, 1, 0, 5001) as one,
+        programs.connect(lab, 2, 0, 5002) as other,
+    ):
+        before = lab.traffic()[0].received
+        first = programs.achieved([one, other], nbytes)
+        received = lab.traffic()[0].received - before
+        best = max(first, programs.best([one, other], nbytes, 0.4 * lab.bits_per_second))
     assert 0.4 < best / lab.bits_per_second < 0.54
     assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
 

@@ -1,6 +1,9 @@
 """The table of everything: a new algorithm adds one row, and every contract runs over it."""
 
+from collections.abc import Collection
 from functools import partial
+
+import pytest
 
 from sparsync import testing
 from sparsync.averaging import (
@@ -266,3 +269,13 @@ async def exercise(comm: Communicator, name: str) -> list[str]:
     """Run one row's contract on this rank; return its digests."""
     make, options = ROWS[name]
     return await testing.exercise_collective(comm, make, **options)
+
+
+def rows(table: Collection[str]) -> list:
+    """Return a table's names; "NAME, VARIANT" beside "NAME" is slow: another setting of it."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow)
+        if "," in name and name.partition(",")[0] in table
+        else name
+        for name in table
+    ]

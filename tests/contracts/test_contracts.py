@@ -15,6 +15,7 @@ from .table import (
     SELECTORS,
     SPREADING_CODECS,
     TREE_COLLECTIVES,
+    rows,
 )
 
 
@@ -43,17 +44,17 @@ def test_codec(name):
     testing.check_codec(CODECS[name])
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", rows(COLLECTIVES))
 def test_collective(name):
     testing.check_collective(COLLECTIVES[name])
 
 
-@pytest.mark.parametrize("name", TREE_COLLECTIVES)
+@pytest.mark.parametrize("name", rows(TREE_COLLECTIVES))
 def test_tree_collective(name):
     testing.check_collective(TREE_COLLECTIVES[name], rank_ordered=False)
 
 
-@pytest.mark.parametrize("name", ROUNDING_COLLECTIVES)
+@pytest.mark.parametrize("name", rows(ROUNDING_COLLECTIVES))
 def test_rounding_collective(name):
     testing.check_collective(ROUNDING_COLLECTIVES[name], rounding=True)
 
@@ -63,7 +64,7 @@ def test_dense_collective(name):
     testing.check_collective(DENSE_COLLECTIVES[name], dense=True, rank_ordered=False)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", rows(ALGORITHMS))
 def test_algorithm(name):
     testing.check_algorithm(ALGORITHMS[name])
 

@@ -46,6 +46,7 @@ def state(process):
     return Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_the_others_train_on_when_a_rank_is_killed(tmp_path, transport):
     with started(tmp_path / "store", transport, signal.SIGKILL) as processes:

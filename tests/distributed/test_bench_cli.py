@@ -63,6 +63,7 @@ def test_processes_and_simulator_agree():
             assert 0.98 <= padded <= most, (real.collective, volume)
 
 
+@pytest.mark.slow
 def test_large_vectors_are_verified_at_their_ends_and_compared_on_every_step():
     pytest.importorskip("zmq")
     settings = dataclasses.replace(
@@ -102,6 +103,7 @@ def test_the_lab_counts_what_crosses_its_links(tmp_path, lab):
     assert dense["speedup"] == 1 and sparse["speedup"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_under_a_launcher(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--transport", "torch", "--collectives", "oktopk", "--size", "5000", "--steps", "2"]

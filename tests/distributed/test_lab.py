@@ -60,7 +60,10 @@ def test_everything_crosses_the_wire_and_the_kernel_counts_it():
     assert programs.namespace_of("thread-self") == outside
 
 
-@pytest.mark.parametrize(("rate", "seconds"), [("1gbit", 0.5), ("100mbit", 0.5), ("5mbit", 1.5)])
+@pytest.mark.parametrize(
+    ("rate", "seconds"),
+    [("1gbit", 0.5), ("100mbit", 0.5), pytest.param("5mbit", 1.5, marks=pytest.mark.slow)],
+)
 def test_a_stream_gets_the_rate(rate, seconds):
     with Lab(2, rate) as lab:
         nbytes = int(lab.bits_per_second / 8 * seconds)
@@ -155,7 +158,14 @@ def test_a_lab_that_cannot_be_built_leaves_nothing():
         again.__enter__()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_after_a_signal(number, tmp_path):
     command = [sys.executable, "-m", "tests.distributed.lab_programs", "parent", str(tmp_path)]
     with subprocess.Popen(

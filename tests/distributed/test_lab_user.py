@@ -35,6 +35,7 @@ def run(*command: str) -> tuple[subprocess.Popen, str, str]:
     return process, out, err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not may_have_user_namespaces(), reason="the kernel allows no user namespaces")
 def test_an_ordinary_user_gets_a_user_namespace():
     process, out, err = run(*DROP, *PROGRAM)

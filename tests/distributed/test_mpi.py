@@ -127,6 +127,7 @@ def test_a_rank_that_fails_ends_the_job(dies):
         assert lines[1] == "rank 1: ConfigurationError: this one does not want to"
 
 
+@pytest.mark.slow
 def test_the_command_starts_mpiexec_itself(tmp_path):
     options = ["--transport", "mpi", "--ranks", "2", "--collectives", "dense,oktopk"]
     more = ["--size", "5000", "--steps", "2", "--warmup", "1", "--json", f"{tmp_path}/b.json"]

@@ -19,6 +19,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "shape"), EXAMPLES)
 def test_the_example_learns(name, options, shape):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]

@@ -77,6 +77,7 @@ def test_two_algorithms_are_compared(tmp_path):
     assert (tmp_path / "new" / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_same_command_under_a_launcher(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--algorithm", "oktopk", "--steps", "2", "--json", f"{tmp_path}/t.json"]
@@ -89,6 +90,7 @@ def test_the_same_command_under_a_launcher(tmp_path):
     assert result["workload"] == "digits" and 0 <= result["accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_pytorchs_hooks_are_compared_with_their_bytes():
     settings = TrainSettings(ranks=2, steps=4, layers=1, width=64)
     dense, half, low_rank, ours = train(settings, ["dense", "fp16", "powersgd", "allgather"])
@@ -112,6 +114,7 @@ def test_pytorchs_hooks_are_compared_with_their_bytes():
     assert dense.speedup_to_target == 1.0
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_it_has_reached_the_target():
     settings = TrainSettings(ranks=2, steps=30, layers=1, width=64, target_step=5)
     dense, half = train(settings, ["fp16", "dense"])  # dense goes first: it sets the target
@@ -120,6 +123,7 @@ def test_a_run_ends_when_it_has_reached_the_target():
     assert half.speedup_to_target == pytest.approx(sum(dense.seconds) / sum(half.seconds))
 
 
+@pytest.mark.slow
 def test_the_other_workloads_and_their_options():
     options = {"ranks": 2, "steps": 3, "lr_warmup_steps": 0}
     settings = TrainSettings(workload="digits", nesterov=True, weight_decay=1e-4, **options)
@@ -140,6 +144,7 @@ def test_the_other_workloads_and_their_options():
     assert half.loss == pytest.approx(dense.loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_training_in_the_lab(tmp_path):
     try:
         with Lab(2, "1gbit"):
@@ -176,6 +181,7 @@ def interrupt(rank, step):
         os.killpg(os.getpgrp(), signal.SIGINT)  # what a terminal does on Ctrl-C
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dense", "oktopk"])
 def test_a_rank_that_dies_ends_all_with_a_named_error(algorithm):
     code, _, err = run("-m", __name__, "die", algorithm)
@@ -186,12 +192,14 @@ def test_a_rank_that_dies_ends_all_with_a_named_error(algorithm):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all():
     code, _, err = run("-m", __name__, "interrupt", "oktopk")
     assert code == 130
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
     options = ["--algorithm", "dense,allreduce,local", "--period", "2", "--workload", "digits"]
     more = ["--ranks", "2", "--steps", "5", "--delay", "persistent:1:0.2"]

@@ -1,6 +1,7 @@
-"""One profile for all property tests: the same examples on every run and machine, no deadline."""
+"""The same on every run and machine: examples of property tests, threads, what Ctrl-C does."""
 
 import os
+import signal
 
 import torch
 from hypothesis import settings
@@ -14,3 +15,6 @@ if not torch.cuda.is_available():
     # Triton decides when it is imported whether it interprets; some test may import it before those
     # of its kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # so starts a shell its jobs in the background, and the processes that tests interrupt inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -284,7 +284,8 @@ def test_check_communicator_drives_every_rank_and_closes_it():
 
 
 def test_check_communicator_finds_messages_that_overtake_others():
-    with pytest.raises((AssertionError, SparsyncError)):
+    # which comes first: a wrong sum, a deadline, or a message of another length than expected
+    with pytest.raises((AssertionError, SparsyncError, RuntimeError)):
         testing.check_communicator((2,), connect=connected(Stacks, timeout=1.0))
 
 

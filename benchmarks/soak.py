@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.bench.launch import RankError, launch
-from sparsync.checkpoint_files import read_file, states_in, whole_checkpoints
+from sparsync.checkpoint.files import read_file, states_in, whole_checkpoints
 
 ALGORITHMS = ("budgeted", "oktopk", "halving")  # of lives in turn; each has its own checkpoints
 RANKS = (4, 3, 2)  # of an algorithm's lives in turn

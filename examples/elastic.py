@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from sparsync.errors import NoCheckpointError
 
 INPUTS, OUTPUTS = 64, 8
 
@@ -88,7 +89,9 @@ def train(options: argparse.Namespace) -> None:
             )
         else:
             waiting(sync)
-    except sparsync.CheckpointError:
+    except (
+        NoCheckpointError
+    ):  # one that cannot be read ends the job: what is there is not written over
         if rank == 0:
             print(f"{world_size} ranks begin", flush=True)
     for step in range(first, options.steps):

@@ -6,6 +6,7 @@
      ├─ ConfigurationError (ValueError)      an argument that cannot work; says what to do instead
      ├─ WireFormatError (ValueError)         bytes that are not a message of this library
      ├─ CheckpointError (OSError)            a checkpoint that could not be written or read
+     │   └─ NoCheckpointError                there is none yet: begin
      ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
      └─ CommunicationError (RuntimeError)
          ├─ PeerError                        a peer died, or ranks disagree; names rank, phase and step
@@ -19,6 +20,7 @@ __all__ = [
     "ConfigurationError",
     "DeadlineError",
     "DeadlockError",
+    "NoCheckpointError",
     "NonFiniteGradientError",
     "PeerError",
     "SparsyncError",
@@ -36,6 +38,10 @@ class ConfigurationError(SparsyncError, ValueError):
 
 class CheckpointError(SparsyncError, OSError):
     """A checkpoint that could not be written, or is not whole; those of before are untouched."""
+
+
+class NoCheckpointError(CheckpointError):
+    """No rank sees a whole checkpoint in the folder: training has to begin, or the folder is another."""
 
 
 class WireFormatError(SparsyncError, ValueError):

@@ -86,7 +86,7 @@ class Reducer:
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
         self._dense = dense()
-        self._reduced: dict[int, Reduced] = {}
+        self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self._histograms: dict[int, Tensor] = {}
         self.settle()
 
@@ -122,7 +122,7 @@ class Reducer:
                 )
         channel = self.comm.channel(unit)
         with self.comm.stage("communicate"):
-            self._reduced[unit] = await collective.reduce(channel, selected, k, self.step)
+            self.reduced[unit] = await collective.reduce(channel, selected, k, self.step)
 
     async def share(self) -> None:
         """Sum what xi needs; agree on the next step's shares of k: once all units were selected from."""
@@ -152,7 +152,7 @@ class Reducer:
         Raises:
             NonFiniteGradientError: a total holds NaN or Inf.  Nothing was changed; call ``refuse``.
         """
-        reduced = [self._reduced[unit] for unit in range(len(self.units))]
+        reduced = [self.reduced[unit] for unit in range(len(self.units))]
         broken = self.verdict(self._first_nonfinite([r.total for r in reduced]))
         if broken and not propagate_nonfinite:
             raise NonFiniteGradientError(
@@ -190,7 +190,7 @@ class Reducer:
         self.clipper.restore()
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
-        self._reduced.clear()
+        self.reduced.clear()
         self._histograms.clear()
         self._next_shares = self.shares
 
@@ -293,7 +293,7 @@ class Reducer:
         self.shares = shares.resized(self.shares, self._equals, entries, sizes)
 
     def _close_step(self) -> None:
-        self._reduced.clear()
+        self.reduced.clear()
         self._histograms.clear()
         self._next_shares = self.shares
         self.step += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from sparsync.collectives.agreement import agree
 from sparsync.correction import Velocity
-from sparsync.errors import ConfigurationError
+from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.reducer import Reducer
 from sparsync.residual import Residual
 from sparsync.scaling import check_scale, rescale_
 from sparsync.selection.shares import SharesState
 from sparsync.state import Stateful
+from sparsync.transports.base import Communicator
 from sparsync.units import Unit
 
 __all__ = ["STATE_VERSION", "reducer_state", "restore_reducer"]
@@ -59,7 +60,11 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
 
 
 async def restore_reducer(
-    reducer: Reducer, state: Mapping[str, Any], *, keep_scale: bool = False
+    reducer: Reducer,
+    state: Mapping[str, Any],
+    *,
+    keep_scale: bool = False,
+    parts: Communicator | None = None,
 ) -> None:
     """Restore what ``reducer_state`` returned on this rank: the next step continues bit for bit.
 
@@ -71,11 +76,12 @@ async def restore_reducer(
         state: this rank's, or what ``reshard`` made for it: thresholds and boundaries then start afresh.
         keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
             saved is brought to the reducer's.
+        parts: the ranks that hold the other shards or stages of this replica; they call it as well.
 
     Raises:
         ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
             NaN or Inf, or is not a state at all.
-        PeerError: the ranks' states are of different steps.
+        PeerError: the ranks' states are of different steps, or other ranks of a part's were.
     """
     _check_setup(reducer, state)
     pieces = [
@@ -85,26 +91,48 @@ async def restore_reducer(
     previous = _saved_norm(state)
     step, skipped = (_saved_count(state, name) for name in ("step", "skipped"))
     scale, wanted = check_scale(state.get("scale")), reducer.scale
-    parts = [*reducer.selectors, *reducer.collectives]
+    memories = [*reducer.selectors, *reducer.collectives]
     states = _saved_parts(reducer, state)
     density = _saved_density(state, reducer)
     shares = _saved_shares(state, reducer, density)
     shared = [step, scale, density, shares, *states[len(reducer.selectors) :]]
-    await agree(reducer.comm, {"the step of the saved state": step, "its collectives": shared})
+    await _agree(reducer.comm, parts, step, shared)
     for (_, kept, moving), (residual, velocity) in zip(_pairs(reducer), pieces, strict=True):
         kept.load(residual)
         if moving.value.numel():
             moving.load(velocity)
         moving.scale = scale
     reducer.clipper.previous = previous
-    for part, parsed in zip(parts, states, strict=True):
-        part.state = parsed
+    for memory, parsed in zip(memories, states, strict=True):
+        memory.state = parsed
     reducer.step, reducer.skipped = step, skipped
     reducer.density, reducer.shares = density, shares
     reducer.scale = reducer.clipper.scale = scale
     reducer.settle()
     if not keep_scale:
         rescale_(reducer, wanted)
+
+
+async def _agree(
+    comm: Communicator, parts: Communicator | None, step: int, shared: Sequence[object]
+) -> None:
+    """Refuse states of different steps: among replicas, and among the parts of this one."""
+    failure: CommunicationError | None = None
+    try:
+        await agree(comm, {"the step of the saved state": step, "its collectives": shared})
+    except CommunicationError as error:
+        failure = error  # the other parts wait for an answer
+    if parts is not None:
+        told = {
+            "the step of the saved states of a replica's parts": step,
+            "whether the replicas of a part fit together": failure is None,
+        }
+        try:
+            await agree(parts, told)
+        except CommunicationError as error:
+            raise (failure or error) from None
+    if failure is not None:
+        raise failure
 
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:

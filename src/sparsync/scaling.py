@@ -12,8 +12,10 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsync import kernels
+from sparsync.correction import Clipper
 from sparsync.errors import ConfigurationError
 from sparsync.reducer import Reducer
 
@@ -43,9 +45,12 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         reducer: no step of it is open.
         scale: by which the next gradients are multiplied; the same on all ranks.
 
+    Where a residual or velocity would leave the range of float32, it stays as it is, and this rank's next
+    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.
+
     Raises:
-        ConfigurationError: no scale, or one at which a residual or velocity overflows: nothing is
-            changed.
+        ConfigurationError: no scale, or a residual or velocity overflows at a scale <= 1, where none is
+            lower: nothing is changed.
 
     Cost: nothing if the scale is the present one; else a pass over the residual, and where it grows
     another.
@@ -63,15 +68,23 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     factor = check_scale(scale) / reducer.scale
     if factor == 1:
         return
-    _check_range(reducer, factor)
-    for residual, velocity in zip(reducer.residuals, reducer.velocities, strict=True):
-        residual.scale_(factor)
-        velocity.scale_(factor)
+    overflowing = _overflowing(reducer, factor)
+    if overflowing and scale <= 1:
+        raise ConfigurationError(
+            f"the {overflowing} overflows when the scale goes from {reducer.scale:g} to {scale:g}; load "
+            "another checkpoint, or lower the learning rate"
+        )
     for residual, selector, collective in zip(
         reducer.residuals, reducer.selectors, reducer.collectives, strict=True
     ):
         for part in (selector, collective):
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
+    if overflowing:  # the states return when the step is refused
+        reducer.clipper = _Overflow(reducer)
+        return
+    for residual, velocity in zip(reducer.residuals, reducer.velocities, strict=True):
+        residual.scale_(factor)
+        velocity.scale_(factor)
     if reducer.residuals:  # shares are of units of one dtype
         reducer.shares = _moved(reducer.shares, factor, reducer.residuals[0].accumulated.dtype)
     reducer.scale = reducer.clipper.scale = scale
@@ -96,10 +109,27 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
     return max(int(kernels.magnitude_keys(value)), 1)
 
 
-def _check_range(reducer: Reducer, factor: float) -> None:
-    """Refuse what would overflow: Inf in a residual would be refused on every step from then on."""
+class _Overflow(Clipper):
+    """Takes the clipper's place for a step, and makes every gradient of this rank overflow in it."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        former = reducer.clipper
+        super().__init__(former.correction, former.world_size)
+        self.previous, self.scale = former.previous, former.scale
+        self._reducer, self._former = reducer, former
+
+    def clip_(self, gradient: Tensor) -> None:
+        gradient.fill_(math.inf)
+
+    def restore(self) -> None:
+        self._reducer.clipper = self._former
+        self._former.restore()
+
+
+def _overflowing(reducer: Reducer, factor: float) -> str:
+    """Name what overflows: Inf in a residual would be refused on every step from then on."""
     if factor < 1:
-        return
+        return ""
     for unit, residual, velocity in zip(
         reducer.units, reducer.residuals, reducer.velocities, strict=True
     ):
@@ -108,12 +138,8 @@ def _check_range(reducer: Reducer, factor: float) -> None:
             if values is None or not values.numel():
                 continue
             if max(map(abs, map(float, values.aminmax()))) > limit:
-                name = unit.name_at(int(values.abs().argmax()))
-                raise ConfigurationError(
-                    f"the {what} of '{name}' overflows when the scale goes from {reducer.scale:g} to "
-                    f"{reducer.scale * factor:g}; keep the scale lower, as with "
-                    "scaler.update(new_scale)"
-                )
+                return f"{what} of '{unit.name_at(int(values.abs().argmax()))}'"
+    return ""
 
 
 def _moved(state: Any, factor: float, dtype: torch.dtype) -> Any:

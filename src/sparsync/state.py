@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["NoState", "Stateful", "parse_parts"]
+__all__ = ["NoState", "Stateful", "fits", "parse_parts"]
+
+_MAX_INT = 2**63 - 1  # of what kernels take
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
         """Return the state object of a saved dictionary, without taking it over.
 
         Raises:
-            ConfigurationError: other fields than this state has, or what is not plain numbers.
+            ConfigurationError: other fields than this state has, or of other types.
         """
         names = sorted(field.name for field in fields(self.state))
         if not isinstance(state, Mapping) or sorted(state) != names:
@@ -47,13 +51,36 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
                 f"{names}; load a state that state_dict() returned"
             )
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
-        for name, value in values.items():
-            plain = value if isinstance(value, tuple) else (value,)
-            if not all(v is None or isinstance(v, int | float) for v in plain):
+        for name, hint in get_type_hints(type(self.state)).items():
+            if not fits(values[name], hint):
                 raise ConfigurationError(
-                    f"the saved {name} of {type(self).__name__} is {value!r}, expected numbers"
+                    f"the saved {name} of {type(self).__name__} is {str(values[name])[:60]}, expected "
+                    f"{getattr(hint, '__name__', hint)}; load a state that state_dict() returned"
                 )
         return type(self.state)(**values)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Tell whether a value that was read is of an annotated type.
+
+    A float is any finite number, a ``Sequence`` a list or a tuple; an int has 64 bits and is no bool.
+
+    Example:
+        >>> fits(3, int | None), fits((1, 2), tuple[int, ...]), fits([1, "a"], Sequence[int])
+        (True, True, False)
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin in (tuple, Sequence):
+        kinds = tuple if origin is tuple else list | tuple
+        return isinstance(value, kinds) and all(fits(one, inner[0]) for one in value)
+    if hint in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if hint is int:
+            return whole and abs(value) <= _MAX_INT
+        return (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
+    return hint is Any or isinstance(value, hint)
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync import checkpoint_files
+from sparsync.checkpoint import files
 from sparsync.errors import SparsyncError
 
 from .fault_programs import Seating, described, ended, equal
@@ -140,7 +140,7 @@ def killed_while_saving(folder: str, **seating: Any) -> dict[str, Any]:
     sparsync.save(sync, folder, model=ddp.module)
     train(ddp, range(AT, 2 * AT))
     if seat.rank == seat.victim:
-        checkpoint_files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     said: dict[str, Any] = {"error": None}
     try:
         sparsync.save(sync, folder, model=ddp.module)

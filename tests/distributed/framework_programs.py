@@ -1,9 +1,10 @@
-"""Scenarios of Accelerate, Lightning and the HF Trainer; importable, because processes are spawned.
+"""Scenarios of Accelerate and Lightning; importable, because processes are spawned.
 
 Each trains straight through, saves on the way, resumes in objects made anew, and compares bits.
 """
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,36 @@ def warned(action: Any) -> tuple[Any, bool]:
     return result, any("residuals start at zero" in str(w.message) for w in caught)
 
 
+def torn(folder: Path, older: Path) -> None:
+    """Put another checkpoint's states into a folder, as a job leaves it that ends between two writes."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+        shutil.copytree(older, folder)
+    dist.barrier()
+
+
+def overflowing(net: torch.nn.Module) -> torch.nn.Module:
+    """Let the second batch of one rank overflow, as in half precision."""
+    batches = []
+
+    def inputs(module: Any, args: Any) -> Any:
+        batches.append(args)
+        return args[0] / 0 if len(batches) == 2 and dist.get_rank() == 1 else args[0]
+
+    net.register_forward_pre_hook(inputs)
+    return net
+
+
+def followed(sync: Any, scaler: torch.amp.GradScaler) -> bool:
+    """Tell whether all ranks skipped that step, and the residual has the scale of after it."""
+    return sync.reducer.skipped == 1 and sync.reducer.scale == scaler.get_scale() == 2.0**9
+
+
+def scaled() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
 BOTH_RANKS = ["sparsync-rank-0-of-2.pt", "sparsync-rank-1-of-2.pt"]
 
 
@@ -107,6 +138,10 @@ def with_accelerate(directory: str) -> dict[str, Any]:
     result["every rank's file, no others"] = files(folder / "sparsync") == BOTH_RANKS
     again = accelerate_run(range(4, 8), load=folder)
     result["resume is exact"] = torch.equal(through, again)
+    other = folder.with_name("other")
+    accelerate_run(range(2, 8), save=other)
+    torn(other / "sparsync", folder / "sparsync")
+    result["torn"] = refused(lambda: accelerate_run(range(4, 8), load=other))
     for file in (folder / "sparsync").iterdir() if dist.get_rank() == 0 else ():
         file.unlink()
     said = refused(lambda: accelerate_run(range(4, 8), load=folder))
@@ -128,13 +163,36 @@ def with_accelerate(directory: str) -> dict[str, Any]:
     for sync in handles:
         sync.close()
     result["unprepared"] = refused(lambda: attach(accelerator, network()))
+    result["an overflow is skipped"] = accelerate_scaler()
     return result
+
+
+def accelerate_scaler() -> bool:
+    """Train with the scaler that mixed_precision="fp16" makes on a GPU."""
+    from accelerate import Accelerator
+
+    from sparsync.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = scaled()
+    net = overflowing(network())
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    sync = attach(accelerator, net, density=DENSITY, timeout=30)
+    x, y = data().tensors
+    for _ in range(4):
+        optimizer.zero_grad()
+        accelerator.backward((net(x) - y).pow(2).mean())
+        optimizer.step()
+    sync.close()
+    return followed(sync, accelerator.scaler)
 
 
 # ---- Lightning --------------------------------------------------------------------------------------
 
 
-def lightning_run(folder: Path, epochs: int, resume: Path | None = None, **checkpoints: Any) -> Any:
+def lightning_run(
+    folder: Path, epochs: int, resume: Path | None = None, plugins: Any = None, **checkpoints: Any
+) -> Any:
     """Fit; return the callback, the trainer and the weights."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -144,7 +202,7 @@ def lightning_run(folder: Path, epochs: int, resume: Path | None = None, **check
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = overflowing(network()) if plugins else network()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return (self.net(batch[0]) - batch[1]).pow(2).mean()
@@ -160,6 +218,7 @@ def lightning_run(folder: Path, epochs: int, resume: Path | None = None, **check
         max_epochs=epochs,
         callbacks=[callback, ModelCheckpoint(folder, "{epoch}", **checkpoints)],
         logger=False,
+        plugins=plugins,
         enable_progress_bar=False,
         enable_model_summary=False,
         barebones=False,
@@ -171,6 +230,8 @@ def lightning_run(folder: Path, epochs: int, resume: Path | None = None, **check
 
 
 def with_lightning(directory: str) -> dict[str, Any]:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
     as_launched()
     folder, result = Path(directory) / "lightning", {}
     callback, trainer, through = lightning_run(folder, 4, save_top_k=-1, save_last="link")
@@ -190,91 +251,18 @@ def with_lightning(directory: str) -> dict[str, Any]:
     result["saved by hand"] = files(folder / "by-hand.ckpt.sparsync") == BOTH_RANKS
     trainer.fit_loop.max_epochs = 5
     trainer.fit(trainer.lightning_module, torch.utils.data.DataLoader(data(), batch_size=8))
-    result["a second fit"] = trainer.global_step == 20
-    if dist.get_rank() == 0:  # as if the job had ended between the two
-        state = folder / "epoch=0.ckpt.sparsync"
-        for file in state.iterdir():
-            file.unlink()
-        state.rmdir()
-        (folder / "epoch=1.ckpt.sparsync").rename(state)
-    dist.barrier()
+    result["a second fit"] = trainer.global_step == callback.sync.stats()["steps"] == 20
+    torn(folder / "epoch=0.ckpt.sparsync", folder / "epoch=1.ckpt.sparsync")
     result["torn"] = refused(lambda: lightning_run(elsewhere, 2, folder / "epoch=0.ckpt"))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "epoch=1.ckpt.sparsync")
+    dist.barrier()
     bare = folder / "epoch=1.ckpt"
     (*_, fresh), said = warned(lambda: lightning_run(elsewhere, 4, bare, save_top_k=0))
     result["without the state: warned"] = said
     result["without the state: another end"] = not torch.equal(through, fresh)
     result["remote"] = refused(lambda: lightning_run("memory://bucket", 1))
-    return result
-
-
-# ---- Hugging Face -----------------------------------------------------------------------------------
-
-
-class Fits(torch.nn.Module):
-    """As the Trainer wants it: a dictionary with the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.net(x) - labels).pow(2).mean()}
-
-
-def transformers_run(folder: Path, resume: Any = None, **settings: Any) -> Any:
-    """Train 8 steps; return the callback, the trainer and the weights."""
-    from transformers import Trainer, TrainingArguments
-
-    from sparsync.integrations.transformers import SparsyncCallback
-
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        ddp_backend="gloo",
-        per_device_train_batch_size=8,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        save_strategy="steps",
-        report_to="none",
-        disable_tqdm=True,
-        **{"max_steps": 8, "save_steps": 3, **settings},
-    )
-    examples = [{"x": x, "labels": y} for x, y in data()]
-    trainer = Trainer(Fits(), arguments, train_dataset=examples)
-    callback = SparsyncCallback(trainer, density=DENSITY, timeout=30)
-    trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=resume)
-    return callback, trainer, flat(trainer.model)
-
-
-def with_transformers(directory: str) -> dict[str, Any]:
-    as_launched()
-    folder, result = Path(directory) / "transformers", {}
-    first, trainer, through = transformers_run(folder)
-    result["every rank's file"] = files(folder / "checkpoint-3" / "sparsync") == BOTH_RANKS
-    elsewhere = Path(directory) / "other"
-    callback, _, again = transformers_run(
-        elsewhere, str(folder / "checkpoint-3"), save_total_limit=1
-    )
-    result["resume is exact"] = torch.equal(through, again)
-    result["only the last is kept"] = files(elsewhere) == ["checkpoint-8"]
-    callback.close()
-    callback, *_ = transformers_run(elsewhere, True, max_steps=12, save_only_model=True)
-    result["resume from the last one"] = callback.sync.stats()["steps"] == 12
-    result["model only: no state"] = files(elsewhere / "checkpoint-12" / "sparsync") == []
-    callback.close()
-    if dist.get_rank() == 0:
-        (folder / "checkpoint-3" / "sparsync").rename(folder / "away")
-    dist.barrier()
-    (callback, _, fresh), said = warned(
-        lambda: transformers_run(elsewhere, str(folder / "checkpoint-3"))
-    )
-    result["without the state: warned"] = said
-    result["without the state: another end"] = not torch.equal(through, fresh)
-    callback.close()
-    trainer.args.max_steps = 10
-    trainer.train()
-    result["a second train() goes on"] = first.sync.stats()["steps"] == 18
-    first.close()
+    half = MixedPrecision("16-mixed", "cpu", scaler=scaled())
+    callback, *_ = lightning_run(elsewhere, 1, plugins=[half], save_top_k=0)
+    result["an overflow is skipped"] = followed(callback.sync, half.scaler)
     return result

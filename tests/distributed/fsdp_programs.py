@@ -189,6 +189,7 @@ def accumulated(how: str) -> bool:
 
 def everything_about_fsdp(directory: str) -> dict[str, Any]:
     from . import fsdp_edges as edges  # which imports from here
+    from .watch_programs import what_models_do
 
     ways = ("set_requires_gradient_sync", "set_requires_all_reduce", "no_sync", "two exchanges")
     return {
@@ -204,4 +205,5 @@ def everything_about_fsdp(directory: str) -> dict[str, Any]:
         "broken": edges.a_backward_pass_that_breaks_off(),
         "fails": edges.a_part_that_fails(),
         "refusals": edges.refusals(),
+        "models": what_models_do(),
     }

@@ -14,6 +14,7 @@ import sparsync
 from sparsync.integrations import wires
 from sparsync.resharding import state_like
 
+from . import checkpoint_programs
 from .small_model import batch, flat, model, same_everywhere, train
 
 OVERFLOWS = {3: 1, 4: 0, 9: 2}  # step: rank
@@ -251,4 +252,5 @@ def everything(folder: str) -> dict[str, Any]:
         "refusals": refusals(),
         "checkpoints": checkpoints(folder),
         "fsdp": ddp_and_fsdp(f"{folder}/ddp"),
+        "faults": _everyone(checkpoint_programs.everything(f"{folder}/faults")),
     }

@@ -39,6 +39,25 @@ def test_a_broken_backward_pass_leaves_no_trace(fsdp):
     assert all(fsdp["broken"].values()), fsdp["broken"]
 
 
+@pytest.mark.parametrize("scenario", ["unused", "copies"])
+def test_what_models_do(fsdp, scenario):
+    assert all(fsdp["models"][scenario].values()), fsdp["models"][scenario]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("reentrant", ["inside another", "use_reentrant=False"]),
+        ("left", ["still in the gradients", "no_sync()"]),
+        ("thawed", ["frozen", "'0.weight'"]),
+        ("partly", ["'rare.weight' is not sharded by FSDP2", "fully_shard on the whole"]),
+    ],
+)
+def test_what_models_may_not_do(fsdp, scenario, words):
+    for case, message in fsdp["models"][scenario].items():
+        assert all(word in message for word in words), (case, message)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

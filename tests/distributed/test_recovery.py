@@ -51,3 +51,19 @@ def test_a_checkpoint_is_continued_bit_for_bit(found):
 
 def test_ddp_and_fsdp_exchange_their_residuals(found):
     assert all(found["fsdp"].values()), found["fsdp"]
+
+
+def test_every_rank_gets_its_own_weights_back(found):
+    assert all(rank["local updates"] for rank in found["faults"])
+
+
+def test_what_one_rank_cannot_load_or_see_all_refuse(found):
+    for rank, said in enumerate(found["faults"]):
+        bad = ["ConfigurationError", "NaN"] if rank == 1 else ["CheckpointError: rank 1 could not"]
+        assert all(words in said["said"] for words in bad), said
+        assert "CheckpointError: this rank sees only ['s" in said["unshared"]
+        sees = "none" if rank == 0 else "[2]"
+        assert "CheckpointError: there is no whole checkpoint in " in said["unseen"]
+        assert f"(this rank sees {sees})" in said["unseen"]
+        assert not said["unseen"].startswith("No")
+        assert said["fine"]

@@ -26,7 +26,6 @@ LAYERS = (
     (
         "api",
         "checkpoint",
-        "checkpoint_files",
         "correction",
         "launchers",
         "monitoring",

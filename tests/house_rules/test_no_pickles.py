@@ -11,7 +11,7 @@ FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rgl
 # who may, and why that is safe
 PICKLES = {
     "bench/mpiexec.py": "its own files, in a folder of its own that others cannot write",
-    "checkpoint_files.py": "catches the error of torch.load",
+    "checkpoint/files.py": "catches the error of torch.load",
     "workloads/data/cifar10.py": "an unpickler that refuses every name but numpy's arrays",
 }
 SENT_AS_PICKLES = {

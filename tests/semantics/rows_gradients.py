@@ -38,7 +38,7 @@ GRADIENTS = (
         refused(
             "backward_cells.corrected_gradients_count_once",
             "The averages of the first pass would enter the momentum again. Refused too where "
-            "`zero_grad()` was forgotten. Use `no_sync()`.",
+            "`zero_grad()` was forgotten. Use `no_sync()`. So it is without DDP (`replicate=`).",
         ),
         absent("It has no correction: momentum is the optimizer's."),
         absent("It has no correction."),
@@ -49,7 +49,8 @@ GRADIENTS = (
         refused(
             "backward_cells.second_backward_is_refused",
             "DDP exchanges once per forward pass, so what the second adds would stay on its rank "
-            "(in plain DDP it does, without a word). Add the losses, or say `no_sync()`.",
+            "(in plain DDP it does, without a word). Add the losses, or say `no_sync()`. Without DDP "
+            "(`replicate=`) every pass is exchanged.",
         ),
         works("local_cells.two_backward_passes_add", _SUMS),
         works("local_cells.two_backward_passes_add", _SUMS),

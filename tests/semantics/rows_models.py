@@ -87,7 +87,8 @@ MODELS = (
         "copying or pickling the wrapped model (`copy.deepcopy(ddp)`, `torch.save(ddp)`)",
         refused(
             "ddp_cells.copies_are_refused",
-            "A copy would train without the exchange. Copy or save `model.module`.",
+            "A copy would train without the exchange. Copy or save `model.module`. Without DDP "
+            "(`replicate=`) nothing is wrapped: a copy is a plain model.",
         ),
         absent("The model is not wrapped."),
         absent("The model is not wrapped."),

@@ -80,7 +80,10 @@ SETTINGS = (
     ),
     Row(
         "activation checkpointing, reentrant",
-        works("case checkpointed, reentrant", "As without, where DDP itself allows it."),
+        works(
+            "case checkpointed, reentrant",
+            "As without, where DDP itself allows it. Without DDP (`replicate=`) it is refused.",
+        ),
         works("case checkpointed, reentrant", "As without."),
         works("case checkpointed, reentrant", "As without."),
         works("case checkpointed, reentrant", "As without."),

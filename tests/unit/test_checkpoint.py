@@ -1,8 +1,6 @@
 """Checkpoints: resume is exact, files are whole or not there, bad ones are refused."""
 
 import contextlib
-import os
-import pickle
 import resource
 
 import pytest
@@ -10,15 +8,14 @@ import torch
 
 from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint import load, save
-from sparsync.checkpoint_files import read_file, write_file
+from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError
 from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import run
 from sparsync.transports.sim import simulate
-from sparsync.transports.solo import SoloCommunicator
 from tests.contracts.table import ALGORITHMS
 
 from .small_reducers import gradients, reducer_on
+from .small_sync import Sync, residual
 
 # ---- exact resume ---------------------------------------------------------------------------------
 
@@ -69,28 +66,6 @@ def test_every_algorithm_resumes_bit_for_bit(name, unit_bytes, tmp_path):
 
 
 # ---- files ----------------------------------------------------------------------------------------
-
-
-class Sync:
-    """What ``attach`` returns, of one rank."""
-
-    def __init__(self, steps=0, momentum=0.0):
-        self.reducer = reducer_on(SoloCommunicator(), correction=Correction(momentum=momentum))
-        for step in range(steps):
-            self.train(step)
-
-    def train(self, step):
-        run(self.reducer.reduce(gradients(self.reducer, step)))
-
-    def state_dict(self):
-        return reducer_state(self.reducer)
-
-    def load_state_dict(self, state):
-        run(restore_reducer(self.reducer, state))
-
-
-def residual(sync):
-    return sync.reducer.residuals[0].value
 
 
 def test_a_checkpoint_has_everything(tmp_path):
@@ -165,68 +140,3 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         write_file(path, {"values": torch.ones(5000)})
     assert torch.equal(read_file(path)["values"], torch.ones(5))
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
-
-
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
-def code(path, trace):
-    path.write_bytes(pickle.dumps(Payload(f"touch {trace}"), protocol=2))
-
-
-def zipped_code(path, trace):
-    torch.save({"version": 2, "residual": Payload(f"touch {trace}")}, path)
-
-
-def cut(path, trace):
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def noise(path, trace):
-    path.write_bytes(b"\x00\xff" * 500)
-
-
-def nothing(path, trace):
-    path.write_bytes(b"")
-
-
-def a_list(path, trace):
-    torch.save([1, 2], path)
-
-
-@pytest.mark.parametrize("damage", [code, zipped_code, cut, noise, nothing, a_list])
-@pytest.mark.parametrize("name", ["sparsync-rank-0-of-1.pt", "shared.pt"])
-def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage):
-    folder, trace, sync = save(Sync(steps=2), tmp_path), tmp_path / "trace", Sync(steps=1)
-    before = residual(sync).clone()
-    damage(folder / name, trace)
-    with pytest.raises(CheckpointError) as caught:
-        load(sync, tmp_path)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not trace.exists(), "code of a file was run"
-    assert torch.equal(residual(sync), before)
-    assert sync.reducer.step == 1
-
-
-def test_what_does_not_fit_changes_nothing(tmp_path):
-    save(Sync(steps=2, momentum=0.5), tmp_path)
-    sync = Sync(steps=1)
-    before = residual(sync).clone()
-    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, this run has 0\.0"):
-        load(sync, tmp_path)
-    with pytest.raises(ConfigurationError, match="has no 'model', only"):
-        load(sync, tmp_path, model=torch.nn.Linear(1, 1))
-    assert torch.equal(residual(sync), before)
-
-
-def test_no_checkpoint_is_no_hang(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
-        load(Sync(), tmp_path / "nowhere")

@@ -166,15 +166,40 @@ def test_a_factor_that_is_no_power_of_two_rounds_once():
     assert bool((off <= 2**-24 * 3 * residual.double().abs()).all())
 
 
-def test_an_overflow_of_the_residual_is_refused_and_changes_nothing():
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_residual_that_cannot_follow_the_scale_overflows_on_all_ranks(name):
+    async def program(comm):
+        reducer = Reducer(comm, one_unit(), ALGORITHMS[name], 0.1)
+        for step in range(6):
+            if step == 3 and comm.rank == 1:  # in units of 2^10: far from the limit of training
+                reducer.residuals[0].value[200] = 2e38
+            kept = reducer.residuals[0].value.clone() if step else None
+            rescale_(reducer, 2.0**11 if step == 3 else 2.0**10)
+            generator = torch.Generator().manual_seed(100 * step + comm.rank)
+            try:
+                await reducer.reduce([torch.randn(400, generator=generator)])
+            except NonFiniteGradientError:
+                reducer.skip()
+                assert step == 3
+                scale = 1.0 if comm.rank == 1 else 2.0
+                assert torch.equal(reducer.residuals[0].value, kept * scale)
+                assert reducer.scale == 2.0**10 * scale
+        return reducer.skipped, reducer.step, type(reducer.clipper).__name__
+
+    assert simulate(program, 3).results == [(1, 6, "Clipper")] * 3
+
+
+def test_an_overflow_of_the_residual_itself_is_refused_and_changes_nothing():
     reducer = solo()
+    rescale_(reducer, 0.25)
     reducer.residuals[0].value[200] = 2e38
     before = reducer_state(reducer)
     with pytest.raises(ConfigurationError, match="residual of 'b' overflows when the scale goes"):
-        rescale_(reducer, 2.0)
+        rescale_(reducer, 1.0)
     after = reducer_state(reducer)
     assert torch.equal(before["residual"]["b"], after["residual"]["b"])
-    assert after["scale"] == 1.0
+    assert after["scale"] == 0.25
+    assert after["selectors"] == before["selectors"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), True, "2", None])

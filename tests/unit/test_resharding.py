@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, Correction
+from sparsync import ConfigurationError, Correction, LocalUpdates, UpdateSpaceAdamW
 from sparsync.reducer_state import reducer_state, restore_reducer
 from sparsync.resharding import reshard, state_like
 from sparsync.transports.base import run
@@ -190,6 +190,7 @@ def test_a_piece_of_two_dimensions_finds_its_place():
 # ---- what is no set of states ----------------------------------------------------------------------
 
 
+outside = {"shape": [30], "offset": [5], "size": [30]}
 BROKEN = {
     "a rank is missing": (lambda s: s[:2], "state of rank 2 of 3 is missing"),
     "no states": (lambda s: [], "no states came"),
@@ -204,7 +205,15 @@ BROKEN = {
     "integers": (lambda s: s[1]["residual"].update(a=torch.ones(30).int()), "is no tensor of floating"),
     "NaN": (lambda s: s[1]["residual"].update(a=torch.full((30,), torch.nan)), "'a' on rank 1 holds NaN"),
     "an unknown name": (lambda s: s[1]["residual"].update(z=torch.ones(3)), "'z' on rank 1 has shape"),
-    "no dictionary": (lambda s: s[1].update(residual=3), "residual of rank 1 is no dictionary"),
+    "no dictionary": (lambda s: s[1].update(residual=3), "has residual 3, expected Mapping"),
+    "no list": (lambda s: s[1].update(sizes=5), "has sizes 5, expected Sequence"),
+    "sizes of others": (lambda s: s[1].update(sizes=[[30]]), r"sizes \[\[30\]\], expected one for each"),
+    "a tensor": (lambda s: s[1].update(step=torch.ones(2)), r"step tensor\(.*expected int"),
+    "infinity": (lambda s: s[1].update(previous_norm=torch.inf), "has previous_norm inf, expected"),
+    "pieces": (lambda s: s[1].update(pieces=None), "pieces of rank 1 are no dictionary"),
+    "a piece": (lambda s: s[1].update(pieces={"a": outside}), "saved piece of 'a' on rank 1 is"),
+    "many ranks": (lambda s: [x.update(world_size=2**40) for x in s] and None, "rank 3 of 10995116"),
+    "a sparse one": (lambda s: s[1]["residual"].update(a=torch.ones(30).to_sparse()), "is no tensor of"),
     "two of one rank": (lambda s: [*s, {**s[0], "residual": s[1]["residual"]}], "rank 0 differ in the"),
 }  # fmt: skip
 
@@ -218,3 +227,44 @@ def test_what_is_no_set_of_states_is_refused(name):
     with pytest.raises(ConfigurationError, match=words) as caught:
         reshard(changed if isinstance(changed, list) else states, 2)
     assert "\n" not in str(caught.value)
+
+
+def test_another_model_is_refused():
+    (state, *_) = states = made_up(2, lambda: torch.ones(1))
+    with pytest.raises(
+        ConfigurationError, match="'a' of rank 0 has 30 elements, this run's 31; was"
+    ):
+        state_like({**state, "sizes": [[31, 1, 19]], "units": [["a", "b", "c"]]}, states)
+
+
+# ---- optimizers of this library ---------------------------------------------------------------------
+
+
+def of_rank(state, rank):
+    residual = {name: (rank + 1) * values for name, values in state["sparsync"]["residual"].items()}
+    inner = {**state["sparsync"], "rank": rank, "world_size": 2, "residual": residual}
+    moments = {key: {"step": rank} for key in state["state"]}
+    return {**state, "state": moments, "sparsync": inner}
+
+
+def test_an_update_space_optimizer_moves_to_other_ranks():
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = UpdateSpaceAdamW(model, lr=0.1, density=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    alone = optimizer.state_dict()
+    new = state_like(alone, [of_rank(alone, 0), of_rank(alone, 1)])
+    before, after = alone["sparsync"]["residual"]["weight"], new["sparsync"]["residual"]["weight"]
+    assert bool(before.any())
+    assert torch.equal(after, 3 * before)
+    assert new["param_groups"] == alone["param_groups"]
+    assert new["state"] == {0: {"step": 0}}
+    optimizer.load_state_dict({**new, "state": alone["state"]})
+    assert state_like(of_rank(alone, 1), [alone])["state"] == alone["state"]
+
+
+def test_local_updates_do_not():
+    model = torch.nn.Linear(3, 2)
+    state = LocalUpdates(model, "allgather").state_dict()
+    with pytest.raises(ConfigurationError, match="their own, and cannot be divided; go on with"):
+        state_like(state, [state, state])

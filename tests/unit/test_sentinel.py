@@ -153,6 +153,52 @@ def test_a_majority_heals_in_place(world_size, torn):
     assert held == [right] * world_size
 
 
+def compare_parts(policy, *torn):
+    """Three replicas of two parts, ranks 10 to 15; return what each holds then, and what was said."""
+
+    async def program(comm):
+        peers, parts = await comm.split(comm.rank % 2), await comm.split(comm.rank // 2)
+        tensors = {"a": torch.zeros(2)}
+        flip("a", *torn)(comm.rank, tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                sentinel, rank = Sentinel(policy=policy), 10 + comm.rank
+                await sentinel.check(peers, tensors, 99, parts, rank=rank)
+            except PeerError as error:
+                return str(error)
+        return tensors["a"].tolist()
+
+    return simulate(program, 6).results
+
+
+def test_what_one_part_finds_all_parts_do():
+    assert compare_parts("raise") == [[0.0, 0.0]] * 6
+    told = compare_parts("raise", 3)
+    assert told[0].startswith("step 99: 'a' differs on rank 13: replicas are no longer equal")
+    assert told == [told[0]] * 6
+
+
+def test_a_part_without_majority_ends_all_parts():
+    assert compare_parts("heal", 3) == [[0.0, 0.0]] * 6
+    told = compare_parts("heal", 1, 3)
+    assert "between rank 11 and rank 13 and rank 15" in told[0]
+    assert told == [told[0]] * 6
+
+
+def test_what_one_part_warns_of_all_parts_say():
+    async def program(comm):
+        peers, parts = await comm.split(comm.rank % 2), await comm.split(comm.rank // 2)
+        await Sentinel(policy="warn").check(
+            peers, {"a": torch.ones(1) * (comm.rank == 3)}, 0, parts
+        )
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        simulate(program, 6)
+    assert ["'a' differs on rank 1" in str(each.message) for each in said] == [True] * 6
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_dtype_and_layout_is_healed(dtype):
     async def program(comm):

@@ -284,8 +284,7 @@ def test_check_communicator_drives_every_rank_and_closes_it():
 
 
 def test_check_communicator_finds_messages_that_overtake_others():
-    # which comes first: a wrong sum, a deadline, or a message of another length than expected
-    with pytest.raises((AssertionError, SparsyncError, RuntimeError)):
+    with pytest.raises((AssertionError, SparsyncError, RuntimeError)):  # a shape may be wrong, too
         testing.check_communicator((2,), connect=connected(Stacks, timeout=1.0))
 
 

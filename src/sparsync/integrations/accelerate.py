@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     Args:
         accelerator: the one that prepared the model.
         model: what ``accelerator.prepare`` returned.
-        options: of ``sparsync.attach``.  ``optimizer`` is the prepared one, where there is one.
+        options: of ``sparsync.attach``.  ``optimizer`` is the prepared one, where there is one, and
+            ``scaler`` the accelerator's.
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
@@ -43,18 +45,36 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     """
     at = _place(accelerator, model)
     how = "start several: accelerate launch --num_processes 2 ..., or torchrun"
-    sync = attach_wrapped(model, accelerator._optimizers, options, how)
+    sync = attach_wrapped(model, accelerator._optimizers, options, how, accelerator.scaler)
     name = f"{_FOLDER}_{at}" if at else _FOLDER
 
     def save(models: Any, weights: Any, folder: str) -> None:
-        save_beside(sync, Path(folder) / name)
-
-    def load(models: Any, folder: str) -> None:
-        resume(sync, Path(folder) / name)
+        save_beside(sync, model, Path(folder) / name)
 
     accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    _resume_after_loading(accelerator, sync, model, name)
     return sync
+
+
+def _resume_after_loading(
+    accelerator: Accelerator, sync: Sync, model: torch.nn.Module, name: str
+) -> None:
+    """Wrap ``load_state``: its hooks know the folder, but run before the weights are loaded."""
+    folders: list[Path] = []
+
+    def note(models: Any, folder: str) -> None:
+        folders.append(Path(folder))
+
+    accelerator.register_load_state_pre_hook(note)
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        result = load_state(*args, **kwargs)
+        resume(sync, model, folders.pop() / name)
+        return result
+
+    accelerator.load_state = loading
 
 
 def _place(accelerator: Accelerator, model: torch.nn.Module) -> int:

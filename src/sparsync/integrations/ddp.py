@@ -75,6 +75,8 @@ class DdpSync(Sync):
             super().__init__(reducer, groups)
         else:
             super().__init__(reducer, groups, nodes.node, nodes.pieces)
+            nodes.gather_behind(reducer.verdict)
+        self._nodes = nodes
         self._whole = nodes or reducer  # takes gradients of whole units
         self._model, self._nonfinite = weakref.ref(model), nonfinite
         self._place: dict[Tensor, tuple[int, Slot]] = {
@@ -116,7 +118,7 @@ class DdpSync(Sync):
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
             check_complete(self._whole.units, this)
-            this.jobs.append(self._engine.submit(self._whole.share()))
+            this.jobs.append(self._engine.submit(self._share(this)))
             in_backward = call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
             if not in_backward:  # a rank that is done, under join(): its residual is delivered on
@@ -139,12 +141,18 @@ class DdpSync(Sync):
 
     async def _exchange(self, this: "Round", unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
+            if self._nodes is not None:
+                await self._nodes.follow(unit)
             return
         try:
             await self._whole.exchange(unit)
         except BaseException:
             this.failed = True
             raise
+
+    async def _share(self, this: "Round") -> None:
+        if not this.failed:
+            await self._whole.share()
 
     def _finish(self, this: "Round") -> None:
         try:
@@ -181,7 +189,7 @@ class DdpSync(Sync):
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
             deliver_to_unused_(this)
-        self.upkeep.after(self.reducer, self._engine, self.communicators)
+        self.upkeep.after(self.reducer, self._engine, self._inner, alike=True)
         this.release()  # DDP may rebuild its buckets: the old ones must not live on
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import checkpoint
-from sparsync.checkpoint_files import states_in
+from sparsync.checkpoint.files import states_in
+from sparsync.checkpoint.states import load_states, save_state
 from sparsync.collectives.agreement import agree
+from sparsync.collectives.equality import digest
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.attach import attach
 from sparsync.integrations.sync import Sync
@@ -35,6 +37,7 @@ def attach_wrapped(
     optimizers: Sequence[torch.optim.Optimizer],
     options: dict[str, Any],
     how: str,
+    scaler: Any = None,
 ) -> Sync:
     """Attach to the module that a framework wrapped, and maybe compiled, for training.
 
@@ -43,6 +46,7 @@ def attach_wrapped(
         optimizers: the framework's; a single one is checked as ``attach`` checks its ``optimizer``.
         options: of ``sparsync.attach``.
         how: what makes this framework start several processes, for the error.
+        scaler: the framework's GradScaler, if it has one: what ``options`` has goes first.
 
     Raises:
         ConfigurationError: there is a single process, or what ``sparsync.attach`` refuses.
@@ -57,17 +61,20 @@ def attach_wrapped(
     if len(optimizers) == 1:
         inner = getattr(optimizers[0], "optimizer", optimizers[0])  # of Accelerate's wrapper
         options = {"optimizer": inner, **options}
-    sync: Sync = attach(wrapped, **options)
+    sync: Sync = attach(wrapped, **{"scaler": scaler, **options})
     return sync
 
 
-def save_beside(sync: Sync, folder: Path) -> None:
+def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint, which may be written again.
+
+    With it goes a digest of the weights: a job may end after this and before the framework has written
+    them, or the other way round.
 
     Raises:
         CheckpointError: this rank could not write; others are not asked.
     """
-    checkpoint.save_state(sync, folder)
+    save_state(sync, folder, weights=_weights(model))
     for seat, file in states_in(folder).items():
         if (
             seat.ranks != sync.reducer.comm.world_size
@@ -75,27 +82,37 @@ def save_beside(sync: Sync, folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def resume(sync: Sync, folder: Path) -> bool:
+def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     """Load what ``save_beside`` wrote into a framework's checkpoint; all ranks call it.
 
     A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
     warning says so.
 
-    Returns:
-        Whether there was a state.
+    Args:
+        sync: of this run.
+        model: which has its weights from the checkpoint already.
+        folder: that was given to ``save_beside``.
 
     Raises:
         PeerError: some ranks see a folder and others do not.
-        CheckpointError, ConfigurationError: see ``checkpoint.load_states``.
+        CheckpointError: see ``load_states``.
+        ConfigurationError: see there; also if the weights are not those that the state was saved with.
     """
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
-        checkpoint.load_states(sync, folder)
+        load_states(sync, folder, weights=_weights(model))
     else:
         warnings.warn(
             f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "
             "run; if it was saved with sparsync, copy that folder, too",
             stacklevel=2,
         )
-    return present
+
+
+def _weights(model: torch.nn.Module) -> str:
+    """Return a digest of a model's weights; of shards, which may be cut in another way later, none."""
+    parameters = list(model.parameters())
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        return ""
+    return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()

@@ -9,13 +9,15 @@ rank's shards, in the parameters' dtype, averaged over the shards.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.checks import check_same_parameters
+from sparsync.integrations.placement import Placed
 
 __all__ = ["Gate"]
 
@@ -29,9 +31,6 @@ class Gate:
 
     Args:
         model: any model; parameters that are not FSDP2's may pass at all times.
-
-    Attributes:
-        owner: what the model is to keep alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,9 +44,6 @@ class Gate:
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
-        self._exchanged = [p for p in model.parameters() if p.requires_grad]
-        self.owner: Any = None
-        self._handle = model.register_forward_pre_hook(self._before_forward)
 
     def manages(self, parameter: Tensor) -> bool:
         """Tell whether a parameter is one of FSDP2's."""
@@ -58,27 +54,53 @@ class Gate:
         group = self._group_of.get(parameter)
         return group is None or bool(group.all_reduce_grads)
 
-    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Refuse parameters that came after attach, whose gradients would stay on this replica.
+    def check_covers(self, placed: Sequence[Placed]) -> None:
+        """Refuse parameters beside FSDP2's, whose gradients nobody averages over the shards.
 
         Raises:
             ConfigurationError: names the first of them.
         """
-        if not self._groups:
-            check_same_parameters(model, self._exchanged)
-            return
-        for group in self._groups:  # the module itself shows whole parameters now and then
-            for kept in group.fsdp_params:
-                if kept.sharded_param.requires_grad and kept.sharded_param not in self._group_of:
-                    raise ConfigurationError(
-                        f"the parameter '{kept._param_fqn}' was replaced after attach, and its gradient "
-                        "would stay on this replica; load weights before attach, or without assign=True"
-                    )
+        for ranks in {_ranks(sharded) for sharded in self._group_of}:
+            for p in placed:
+                if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
+                    continue
+                raise ConfigurationError(
+                    f"'{p.name}' is not sharded by FSDP2, but others are, over ranks {sorted(ranks)}; "
+                    "its gradient would not be averaged between these: call fully_shard on the whole "
+                    "model, too, after its blocks, or freeze the parameter"
+                )
 
-    def remove(self) -> None:
-        """Take the hook away."""
-        self._handle.remove()
-        self.owner = None
+    def check_same(self, exchanged: Collection[Tensor]) -> set[Tensor]:
+        """Refuse parameters of FSDP2 that train now, but did not or were not there at attach.
+
+        Returns:
+            All parameters of FSDP2: shards, and the whole ones that modules show now and then.
+
+        Raises:
+            ConfigurationError: names the first that would train on this replica alone.
+        """
+        shown: set[Tensor] = set()
+        for kept in (kept for group in self._groups for kept in group.fsdp_params):
+            forms = [kept.sharded_param]
+            if hasattr(kept, "_unsharded_param"):  # after the first forward pass
+                forms.append(kept._unsharded_param)
+            shown.update(forms)
+            if kept.sharded_param in exchanged or not any(form.requires_grad for form in forms):
+                continue
+            name = kept._param_fqn or kept._module_info.param_name
+            was = "frozen at" if kept.sharded_param in self._group_of else "replaced after"
+            raise ConfigurationError(
+                f"the parameter '{name}' was {was} attach, and its gradient would stay on this replica; "
+                "load weights before attach or without assign=True, and attach anew after thawing"
+            )
+        return shown
+
+
+def _ranks(parameter: Tensor) -> frozenset[int]:
+    """Return the ranks that hold parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    return frozenset(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -13,7 +13,7 @@ divided over the node.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.collectives.agreement import agree
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.integrations.pieces import divide
 from sparsync.integrations.settings import Settings
 from sparsync.integrations.wires import OwnGroups
@@ -145,6 +145,8 @@ class NodeReducer:
             for unit, length in zip(units, self._lengths, strict=True)
         ]
         self._weights: dict[int, Tensor] = {}
+        self._lost = False  # in the open step: a rank of the node
+        self._averages: list[Vector] = []  # whole ones, of the step that is being committed
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
@@ -159,43 +161,80 @@ class NodeReducer:
 
     async def exchange(self, unit: int) -> None:
         """Sum over the node, then exchange this rank's part between nodes."""
-        node, flat, length = self.node, self._flat[unit], self._lengths[unit]
+        part = await self._scattered(unit)
         mine = self.reducer.units[unit].size  # shorter where the parts do not come out even
-        part = torch.empty(length, dtype=flat.dtype, device=flat.device)
-        with self.reducer.comm.stage("communicate"):
-            work = _reduce_scatter(part, flat, group=node.group, async_op=True)
-            await _Started(node, _SCATTER, work, self.reducer.step)
-        self._book(_SCATTER, flat)
         weights = self._weights.get(unit)
         if weights is not None:
-            first = node.rank * length
+            first = self.node.rank * part.numel()
             weights = weights[first : first + mine]
         self.reducer.accumulate(unit, 0, part[:mine], weights)
         await self.reducer.exchange(unit)
+
+    async def follow(self, unit: int) -> None:
+        """Sum over the node and no more: in a step that has failed here, others of the node go on.
+
+        They hear of it from the verdict; until then all ranks of the node start the same collectives.
+        """
+        if not self._lost:
+            await self._scattered(unit)
+
+    async def _scattered(self, unit: int) -> Tensor:
+        flat = self._flat[unit]
+        part = torch.empty(self._lengths[unit], dtype=flat.dtype, device=flat.device)
+        try:
+            with self.reducer.comm.stage("communicate"):
+                work = _reduce_scatter(part, flat, group=self.node.group, async_op=True)
+                await _Started(self.node, _SCATTER, work, self.reducer.step)
+        except CommunicationError:
+            self._lost = True
+            raise
+        self._book(_SCATTER, flat)
+        return part
 
     async def share(self) -> None:
         """Agree on the next step's shares of k, with the same place of other nodes."""
         await self.reducer.share()
 
+    def gather_behind(self, verdict: Callable[[str | None], str | None]) -> None:
+        """Gather averages when the verdict is known and nothing has been changed: that may fail, too."""
+
+        def decide(broken: str | None) -> str | None:
+            broken = verdict(broken)
+            units = [] if broken else range(len(self.units))
+            self._averages = [self._gathered(unit) for unit in units]
+            return broken
+
+        self.reducer.verdict = decide
+
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step on all ranks of the node or on none; return whole averages."""
-        averages = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
-        return [self._gathered(unit, average) for unit, average in enumerate(averages)]
+        parts = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
+        averages, self._averages = self._averages, []
+        if averages:
+            return averages
+        return [
+            DenseVector(part.values.new_full((unit.size,), torch.nan))
+            for unit, part in zip(self.units, parts, strict=True)
+        ]
 
     def refuse(self) -> None:
         """Undo the open step."""
         self.reducer.refuse()
+        self._lost = False
 
     def skip(self) -> None:
         """Refuse the open step and go on to the next."""
         self.reducer.skip()
 
-    def _gathered(self, unit: int, average: Vector) -> Vector:
+    def _gathered(self, unit: int) -> Vector:
         flat, length = self._flat[unit], self._lengths[unit]
-        part = torch.zeros(length, dtype=flat.dtype, device=flat.device)
-        average.write_to_(part[: average.size])
-        work = _all_gather(flat, part, group=self.node.group, async_op=True)
-        _Started(self.node, _GATHER, work, self.reducer.step - 1).wait()
+        total = self.reducer.reduced[unit].total
+        average = torch.zeros(length, dtype=total.values.dtype, device=flat.device)
+        total.write_to_(average[: total.size])
+        if self.reducer.algorithm.average:
+            average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow
+        work = _all_gather(flat, average.to(flat.dtype), group=self.node.group, async_op=True)
+        _Started(self.node, _GATHER, work, self.reducer.step).wait()
         self._book(_GATHER, flat)
         return DenseVector(flat[: self.units[unit].size])
 

@@ -28,7 +28,8 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: of ``sparsync.attach``.  ``optimizer`` is the module's, if it has a single one.
+        options: of ``sparsync.attach``.  ``optimizer`` is the module's, if it has a single one, and
+            ``scaler`` that of the Trainer's precision plugin.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training starts.
@@ -44,7 +45,7 @@ class SparsyncCallback(Callback):
         self.sync: Sync | None = None
         self._options = options
         self._strategy: Any = None  # whose methods are wrapped
-        self._resumed: int | None = None  # step of the sparse exchange in the Trainer's checkpoint
+        self._module: Any = None  # that was trained last
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after everything else was restored and before a gradient."""
@@ -52,33 +53,21 @@ class SparsyncCallback(Callback):
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
-        model = trainer.strategy.model
-        self.sync = attach_wrapped(model, trainer.optimizers, self._options, how)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        sync = attach_wrapped(
+            trainer.strategy.model, trainer.optimizers, self._options, how, scaler
+        )
+        former, self.sync = self.sync, sync
         if trainer.ckpt_path:
-            self._resume(self.sync, trainer.ckpt_path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what goes into the checkpoint itself: the step, to know what belongs together."""
-        return {} if self.sync is None else {"step": self.sync.reducer.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the step of the checkpoint that is being resumed."""
-        self._resumed = state_dict["step"]
+            resume(sync, pl_module, _folder(trainer.ckpt_path))
+        elif former is not None and self._module is pl_module:  # a second fit: what waits goes on
+            sync.load_state_dict(former.state_dict())
+        self._module = pl_module
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the engine thread and its process group; ``sync.stats()`` stays readable."""
         if stage == "fit" and self.sync is not None:
             self.sync.close()
-
-    def _resume(self, sync: Sync, checkpoint: Path | str) -> None:
-        step, self._resumed = self._resumed, None
-        folder = _folder(checkpoint)
-        if resume(sync, folder) and sync.reducer.step != step:
-            raise ConfigurationError(
-                f"{checkpoint} was saved at step {step} of the sparse exchange, {folder} at step "
-                f"{sync.reducer.step}: one is from another run, or the job ended between the two; "
-                "resume from another checkpoint, or without that folder (residuals then start at zero)"
-            )
 
     def _follow(self, trainer: Any) -> None:
         """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
@@ -90,7 +79,7 @@ class SparsyncCallback(Callback):
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
             if self.sync is not None and "callbacks" in checkpoint:  # else: weights only
-                save_beside(self.sync, _folder(filepath))
+                save_beside(self.sync, self._module, _folder(filepath))
             save(checkpoint, filepath, *args, **kwargs)
 
         def remove_checkpoint(filepath: Any) -> None:

@@ -29,6 +29,7 @@ class OpenStep:
 
     Attributes:
         task: of autograd, in which the step was opened.
+        came: names of parameters that had a gradient here.
         ready: complete parameters, per unit.
         launched: units under way.
         spans: begin and end of their exchanges, by the clock of the reducer's communicator.
@@ -46,7 +47,8 @@ class OpenStep:
         self.ready = [0] * len(reducer.units)
         self.launched: set[int] = set()
         self._order = list(reversed(range(len(reducer.units))))
-        self._taken: dict[str, tuple[Tensor, bool]] = {}  # gradients, and whether they had come
+        self.came: set[str] = set()
+        self._taken: dict[str, Tensor] = {}
         self._gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in reducer.units]
         self.spans: dict[int, tuple[float, float]] = {}
         self.waited = (0.0, 0.0)
@@ -68,30 +70,23 @@ class OpenStep:
         """Return the units that have not started, in their order."""
         return list(self._order)
 
-    def local_gradients(self, wanted: Collection[Tensor] | None) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """Return what of the gradients lies here, where they are still in ``parameter.grad``."""
-        return [
-            local_of(p.grad)
-            for p in self._parameters.values()
-            if p.grad is not None and (wanted is None or p in wanted)
-        ]
+        return [local_of(p.grad) for p in self._parameters.values() if p.grad is not None]
 
-    def launch(self, unit: int, wanted: Collection[Tensor] | None, scale: float) -> None:
+    def launch(self, unit: int, scale: float) -> None:
         """Take and accumulate a unit's gradients, and hand it to the engine.
 
         Args:
             unit: the first of the order.
-            wanted: parameters whose gradients are this rank's; others' are averages of an earlier step.
-                None: all are this rank's.
             scale: by which gradients are multiplied.
         """
         self._order.remove(unit)
         self.launched.add(unit)
         for slot in self._reducer.units[unit].slots:
             parameter = self._parameters[slot.name]
-            whole, came = self._take(slot.name, parameter, wanted)
-            local = local_of(whole)
-            if came and scale != 1:
+            local = local_of(self._take(slot.name, parameter))
+            if scale != 1:
                 local.mul_(scale)
             self._gradients[unit][slot] = (parameter, local)
             weights = local_of(parameter).reshape(-1)
@@ -100,19 +95,16 @@ class OpenStep:
             torch.cuda.current_stream(local.device).synchronize()
         self.jobs.append(self._engine.submit(self._exchange(unit)))
 
-    def _take(
-        self, name: str, parameter: Tensor, wanted: Collection[Tensor] | None
-    ) -> tuple[Tensor, bool]:
-        gradient = parameter.grad
-        came = gradient is not None and (wanted is None or parameter in wanted)
-        if came:
-            assert gradient is not None
-            gradient = aligned(gradient.detach(), parameter)
-            parameter.grad = None
-        else:  # nobody used it here, but peers may have, and its residual waits
+    def _take(self, name: str, parameter: Tensor) -> Tensor:
+        """Take what is in ``parameter.grad``, of whatever backward pass: peers may add to it now."""
+        if parameter.grad is None:  # not used here: peers may have, and its residual waits
             gradient = torch.zeros_like(parameter.detach())
-        self._taken[name] = gradient, came
-        return gradient, came
+        else:
+            gradient = aligned(parameter.grad.detach(), parameter)
+            parameter.grad = None
+            self.came.add(name)
+        self._taken[name] = gradient
+        return gradient
 
     async def _exchange(self, unit: int) -> None:
         if self.failed:  # the group is broken: do not wait for every unit's deadline
@@ -133,18 +125,11 @@ class OpenStep:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def put_back_(self) -> None:
-        """Put the averages into ``parameter.grad``, and let go of them.
-
-        What no rank used has no gradient, unless some of its residual was delivered.
-        """
-        for name, (gradient, came) in self._taken.items():
-            parameter = self._parameters[name]
-            if came:
-                parameter.grad = gradient
-            elif bool(local_of(gradient).any()):
-                earlier = parameter.grad
-                parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+    def put_back_(self, names: Collection[str]) -> None:
+        """Put the averages of parameters into ``parameter.grad``, and let go of all."""
+        for name, average in self._taken.items():
+            if name in names:
+                self._parameters[name].grad = average
         self.release()
 
     def release(self) -> None:

@@ -24,6 +24,8 @@ from sparsync.integrations.open_step import OpenStep
 from sparsync.integrations.placement import Placed
 from sparsync.integrations.settings import Nonfinite
 from sparsync.integrations.sync import Sync
+from sparsync.integrations.usage import Places, Usage
+from sparsync.integrations.watch import Watch
 from sparsync.integrations.wires import OwnGroups
 from sparsync.reducer import Reducer
 from sparsync.transports.base import Communicator
@@ -60,6 +62,8 @@ class ReplicaSync(Sync):
         reducer: over the replicas.
         placed: the parameters.
         gate: what FSDP2 would all-reduce.
+        watch: looks at the model.
+        places: of the marks of used parameters.
         parts: the ranks that hold the other shards and stages of this replica, and this one.
         groups: made for it.
         nonfinite: what all ranks of all replicas do about NaN or Inf.
@@ -73,6 +77,8 @@ class ReplicaSync(Sync):
         reducer: Reducer,
         placed: Sequence[Placed],
         gate: Gate,
+        watch: Watch,
+        places: Places,
         parts: Communicator,
         groups: OwnGroups,
         *,
@@ -83,7 +89,10 @@ class ReplicaSync(Sync):
     ) -> None:
         pieces = {p.name: p.piece for p in placed if p.piece is not None}
         super().__init__(reducer, groups, parts, pieces)
-        self._gate, self._nonfinite, self._overlap = gate, nonfinite, overlap
+        self._gate, self._watch = gate, watch
+        self._nonfinite, self._overlap = nonfinite, overlap
+        assert self._verdict is not None
+        self._usage = Usage(places, parts, self._verdict, reducer)
         self._parameters = {p.name: p.parameter for p in placed}
         self._unit = {
             self._parameters[slot.name]: i
@@ -93,14 +102,13 @@ class ReplicaSync(Sync):
         self._scheduled = microbatches is not None
         passes, self._scale = microbatches or Microbatches(1, 1.0)
         self._passes = {p.parameter: 1 if gate.manages(p.parameter) else passes for p in placed}
-        self._fired: set[Tensor] = set()  # have a gradient of this rank since the last step
         self._paused = False
         self._first: Callable[[Reducer], Any] | None = first
         self._open: OpenStep | None = None
         self._last: OpenStep | None = None
         hook = GradientHook(self)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._unit]  # type: ignore[no-untyped-call]
-        gate.owner = self  # the model keeps this handle, as DDP keeps its own
+        watch.owner = self  # the model keeps this handle, as DDP keeps its own
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -153,7 +161,6 @@ class ReplicaSync(Sync):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        self._fired.add(parameter)
         if not self._gate.admits(parameter) or self._paused:
             return
         this = self._present_step()
@@ -165,13 +172,15 @@ class ReplicaSync(Sync):
             this.ready[unit] += 1
         if self._overlap and not self.reducer.clipper.waits:
             for unit in this.next_complete():
-                this.launch(unit, self._fired, self._scale)
+                this.launch(unit, self._scale)
 
     def _present_step(self) -> OpenStep:
         """Return the open step, or open one."""
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         this = self._open
-        if this is not None and this.task != task:  # that backward pass broke off
+        if (
+            this is not None and this.task != task
+        ):  # that backward pass broke off, or goes on around
             self._discard()
             this = None
         if this is None:
@@ -182,12 +191,21 @@ class ReplicaSync(Sync):
         return this
 
     def _close_after_backward(self) -> None:
-        if not call_after_backward(self._close):
+        if not call_after_backward(self._close_outermost):
             self._discard()
             raise ConfigurationError(
                 "gradients came outside of backward(), as in a pipeline of FSDP2 modules; attach with "
                 "schedule= and call step() after the schedule's own"
             )
+
+    def _close_outermost(self) -> None:
+        if torch._C._current_autograd_node() is not None:  # of the backward pass around this one
+            self._discard()
+            raise ConfigurationError(
+                "a backward pass inside another brought gradients, as torch.utils.checkpoint has it, and "
+                "would close the step more than once; pass use_reentrant=False to checkpoint()"
+            )
+        self._close()
 
     def _late(self, parameter: Tensor) -> str:
         name = next(n for n, p in self._parameters.items() if p is parameter)
@@ -200,7 +218,6 @@ class ReplicaSync(Sync):
     def _discard(self) -> None:
         """Undo what a broken backward pass has begun."""
         self._open = None
-        self._fired.clear()  # its gradients are gone
         self._engine.submit(self.reducer.refuse).result()
 
     # ---- the end of the step -----------------------------------------------------------------------
@@ -212,15 +229,14 @@ class ReplicaSync(Sync):
         this = self._open or OpenStep(self.reducer, self._engine, self._parameters, task)
         self._open = None
         self._last = this
-        wanted = None if self._scheduled else self._fired
         if self.reducer.clipper.waits:
-            self.reducer.clipper.measure(this.local_gradients(wanted))
+            self.reducer.clipper.measure(this.local_gradients())
         for unit in this.missing():
-            this.launch(unit, wanted, 1.0)
-        self._fired = set()
+            this.launch(unit, 1.0)
         if self._first is not None:  # behind the units: jobs start in one order on all ranks
             first, self._first = self._first, None
             this.jobs.append(self._engine.submit(first(self.reducer)))
+        this.jobs.append(self._engine.submit(self._usage.share(this.came)))
         this.jobs.append(self._engine.submit(self.reducer.share()))
         finished = self._engine.submit(lambda: self._finish(this))
         begin = self.reducer.comm.now
@@ -233,8 +249,9 @@ class ReplicaSync(Sync):
         finally:
             this.waited = (begin, self.reducer.comm.now)
             self.reducer.monitor.log.write()
-        this.put_back_()
-        self.upkeep.after(self.reducer, self._engine, [self.reducer.comm])
+        this.put_back_(self._usage.found)
+        self._watch.left = True
+        self.upkeep.after(self.reducer, self._engine, self._inner)
 
     def _finish(self, this: OpenStep) -> None:
         """Commit, or refuse; on the engine's thread, when everything has landed."""
@@ -251,4 +268,4 @@ class ReplicaSync(Sync):
     def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._gate.remove()
+        self._watch.remove()

@@ -16,6 +16,8 @@ from sparsync.integrations.fsdp import Gate
 from sparsync.integrations.placement import Placed, local_of, placed_parameters, ranks_of
 from sparsync.integrations.replicas import GradientHook, Microbatches, ReplicaSync
 from sparsync.integrations.settings import Settings
+from sparsync.integrations.usage import places_of
+from sparsync.integrations.watch import Watch
 from sparsync.integrations.wires import OwnGroups
 from sparsync.reducer import Reducer
 from sparsync.transports.base import Communicator, run
@@ -42,6 +44,8 @@ def attach_replicas(
     microbatches = _microbatches(schedule)
     ranks = ranks_of(replicate)
     placed = placed_parameters(model, ranks)
+    gate = Gate(model)
+    gate.check_covers(placed)
     groups = OwnGroups(world, settings.wires.timeout)
     try:
         inner = groups.make(_other_parts(ranks, groups))
@@ -49,7 +53,8 @@ def attach_replicas(
         settings = _for_parts(settings, parts, placed)
         units = _units(settings, model, placed)
         reducer = settings.reducer(groups.make(ranks), units, scheduled=schedule is not None)
-        gate = Gate(model)
+        places = places_of(placed, parts)
+        watch = Watch(model, gate, [p.parameter for p in placed], settings.correction)
     except BaseException:
         groups.close()
         raise
@@ -58,6 +63,8 @@ def attach_replicas(
         reducer,
         placed,
         gate,
+        watch,
+        places,
         parts,
         groups,
         nonfinite=settings.nonfinite,

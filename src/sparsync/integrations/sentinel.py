@@ -13,15 +13,15 @@ never.  Of other buffers nobody can know; ``buffers=`` names those that should b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.collectives.equality import Divergence, divergences, heal_
-from sparsync.errors import ConfigurationError, PeerError
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.transports.base import Communicator
 
 __all__ = ["Sentinel"]
@@ -43,7 +43,7 @@ class Sentinel:
             keep momentum that is its own, and differs again soon.
 
     Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
-    rank (``docs/checkpoints.md`` has seconds); for a GPU one wait.
+    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
 
     Example:
         >>> Sentinel(period=50, policy="heal").period
@@ -103,30 +103,71 @@ class Sentinel:
         named = {n: t for n, t in {**parameters, **chosen}.items() if n not in ignored}
         return {**named, **_moments(self.optimizer, parameters, ignored)}
 
-    async def check(self, comm: Communicator, tensors: Mapping[str, Tensor], step: int) -> None:
+    async def check(
+        self,
+        comm: Communicator,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        parts: Communicator | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
         """Compare with all ranks, which call it together, and do as the policy says.
 
         Args:
             comm: the replicas; for FSDP those of this shard.
             tensors: by name, plain tensors (of a DTensor its local one).
             step: for the message.
+            parts: ranks that compare with other peers than this one; what one of them finds, all do
+                and say.  They call it together as well.
+            rank: what messages call this rank; None: its number in ``comm``.
 
         Raises:
             PeerError: something differs and the policy is "raise", or "heal" without a majority.
+            CommunicationError: a peer is gone, or took longer than the timeout.
         """
+        said, failure = "", None
+        try:
+            said = await self._compare(comm, tensors, step, comm.rank if rank is None else rank)
+        except CommunicationError as error:
+            failure = error
+        try:
+            found = [] if parts is None else await _told(parts, failure, said)
+        except CommunicationError as error:  # they may be gone, too: the first error counts
+            raise (failure or error) from None
+        if failure is not None:
+            raise failure
+        for text, fatal in found:
+            if fatal:
+                raise PeerError(text)
+        for text in dict.fromkeys([said, *(text for text, _ in found)]):
+            if text:
+                warnings.warn(f"sparsync's sentinel, {text}", RuntimeWarning, stacklevel=2)
+
+    async def _compare(
+        self, comm: Communicator, tensors: Mapping[str, Tensor], step: int, rank: int
+    ) -> str:
+        """Return what is to be said of these replicas, nothing if they are equal."""
         torn = await divergences(comm, tensors)
         if not torn:
-            return
-        found = _told(torn, step)
+            return ""
+        called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
+        found = _named(torn, called, step)
         if self.policy == "raise":
             raise PeerError(
                 f"{found}: replicas are no longer equal; restart from the last checkpoint, or "
                 "pass Sentinel(policy='heal')"
             )
-        if self.policy == "heal":
-            await heal_(comm, tensors, torn)
-            found = f"{found}: healed from the majority"
-        warnings.warn(f"sparsync's sentinel, {found}", RuntimeWarning, stacklevel=2)
+        if self.policy == "warn":
+            return found
+        hopeless = [each for each in torn if not each.majority]
+        if hopeless:
+            raise PeerError(
+                f"{_named(hopeless, called, step)}: nobody can tell which is right; restart from the "
+                "last checkpoint"
+            )
+        await heal_(comm, tensors, torn)
+        return f"{found}: healed from the majority"
 
 
 def _moments(
@@ -146,8 +187,32 @@ def _moments(
     }
 
 
-def _told(torn: list[Divergence], step: int) -> str:
-    """Name the first tensors that differ, and where."""
+def _named(torn: Sequence[Divergence], called: Sequence[int], step: int) -> str:
+    """Name the first tensors that differ, and where; ``called`` has the names of the ranks."""
     more = len(torn) - _NAMED
-    shown = "; ".join(map(str, torn[:_NAMED]))
+    shown = "; ".join(
+        str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))
+        for each in torn[:_NAMED]
+    )
     return f"step {step}: {shown}" + (f"; and {more} tensors more" if more > 0 else "")
+
+
+async def _told(
+    parts: Communicator, failure: CommunicationError | None, said: str
+) -> list[tuple[str, bool]]:
+    """Return what the parts have found, and whether it ends the training; nothing if none has.
+
+    Cost: an allgather of 16 bytes, and of the longest text where something was found.
+    """
+    text = (said if failure is None else str(failure)).encode()
+    mine = torch.tensor([len(text), failure is not None])
+    heads = [head.tolist() for head in await parts.allgather(mine, "sentinel")]
+    longest = max(length for length, _ in heads)
+    if longest == 0:
+        return []
+    padded = torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8)
+    texts = [theirs.tolist() for theirs in await parts.allgather(padded, "sentinel")]
+    return [
+        (bytes(theirs[:length]).decode(), bool(fatal))
+        for (length, fatal), theirs in zip(heads, texts, strict=True)
+    ]

@@ -79,9 +79,12 @@ class Sync(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
+        What a ``backward()`` that broke off has begun is undone before.
+
         Raises:
             ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
-            PeerError: the ranks' states are of different steps.
+            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
+                another part of this replica.
         """
         mine, saved = saved_pieces(self._pieces), state.get("pieces", {})
         if saved != mine:
@@ -90,7 +93,10 @@ class Sync(ABC):
                 f"the saved state has piece {saved.get(names[0])} of '{names[0]}', this rank holds "
                 f"{mine.get(names[0])}; load each rank's own state into the same set-up"
             )
-        run(restore_reducer(self.reducer, state, keep_scale=self.upkeep.follows_scale))
+        self._discard()
+        keep_scale = self.upkeep.follows_scale
+        run(restore_reducer(self.reducer, state, keep_scale=keep_scale, parts=self._inner))
+        self.upkeep.loaded()
 
     def close(self) -> None:
         """End the engine thread and the process groups; train with this model no more."""
@@ -99,6 +105,10 @@ class Sync(ABC):
         self.reducer.comm.close()
         self._groups.close()
         self.reducer.monitor.log.close()
+
+    def _discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
+        self._engine.submit(self.reducer.refuse).result()
 
     def _land(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for the exchanges of a step; if one failed, tell the other shards and stages."""

@@ -30,7 +30,7 @@ class SparsyncCallback(TrainerCallback):
     Args:
         trainer: the ``Trainer`` that it is added to: only the trainer knows the wrapped model, and
             from which checkpoint it resumes.
-        options: of ``sparsync.attach``.  ``optimizer`` is the trainer's.
+        options: of ``sparsync.attach``.  ``optimizer`` and ``scaler`` are the trainer's.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training begins.
@@ -55,19 +55,20 @@ class SparsyncCallback(TrainerCallback):
             self.close()
             optimizers = [] if optimizer is None else [optimizer]
             how = "start several: torchrun --nproc-per-node 2 ..."
-            self.sync = attach_wrapped(model, optimizers, self._options, how)
+            scaler = getattr(self._trainer.accelerator, "scaler", None)
+            self.sync = attach_wrapped(model, optimizers, self._options, how, scaler)
             self._model = model
         checkpoint = self._checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(args.output_dir)
         if checkpoint:
-            resume(self.sync, Path(checkpoint) / _FOLDER)
+            resume(self.sync, model, Path(checkpoint) / _FOLDER)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's state into the checkpoint that the trainer has just written."""
         if self.sync is not None and not args.save_only_model:
             run = Path(self._trainer._get_output_dir(self._trainer._trial))
-            save_beside(self.sync, run / f"checkpoint-{state.global_step}" / _FOLDER)
+            save_beside(self.sync, self._model, run / f"checkpoint-{state.global_step}" / _FOLDER)
 
     def close(self) -> None:
         """End the engine thread and its process group: train no more with this model."""

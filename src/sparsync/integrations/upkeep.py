@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from sparsync.collectives.agreement import agree
 from sparsync.collectives.equality import check_equal_parameters
-from sparsync.errors import ConfigurationError
+from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.integrations.sentinel import Sentinel
 from sparsync.reducer import Reducer
 from sparsync.scaling import rescale_
@@ -19,6 +21,7 @@ from sparsync.transports.engine import Engine
 __all__ = ["Upkeep", "check_scaler"]
 
 _CHANNEL: Final = 2  # behind the units', the shares' and xi's
+_AGAIN: Final = 4  # behind that of what replicas use
 
 
 @final
@@ -49,6 +52,7 @@ class Upkeep:
         self._ignored = set(ignored)
         self._scaler, self._sentinel = scaler, sentinel
         self.follows_scale = scaler is not None
+        self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
         self._tensors()
 
     def compare(self, comms: Sequence[Communicator]) -> None:
@@ -62,28 +66,63 @@ class Upkeep:
             run(check_equal_parameters(comm, tensors.items()))
 
     def before(self, reducer: Reducer) -> None:
-        """Bring the residual to the scale of the gradients that come now."""
+        """Bring the residual to the scale of the gradients that come now.
+
+        A step that broke off after its exchange had begun is only begun again if all ranks do: the
+        messages of one that waits still for the first attempt would be taken for those of the second.
+
+        Raises:
+            CommunicationError: they do not.
+        """
+        opened, sent = self._opened
+        if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
+            self._begin_again(reducer)
+        self._opened = reducer.step, reducer.comm.ledger.total().sent
         if self._scaler is not None:
             rescale_(reducer, self._scaler.get_scale())
 
-    def after(self, reducer: Reducer, engine: Engine, comms: Sequence[Communicator]) -> None:
+    def loaded(self) -> None:
+        """Forget the step that was open: all ranks have loaded a state."""
+        self._opened = (-1, 0)
+
+    def after(
+        self,
+        reducer: Reducer,
+        engine: Engine,
+        parts: Communicator | None = None,
+        *,
+        alike: bool = False,
+    ) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
 
         Args:
             reducer: whose step has just been closed.
             engine: its thread.
-            comms: groups of ranks that hold the same.
+            parts: ranks that exchange other parts of the same replica: what one finds, all are told.
+            alike: they hold the same parameters, as those of a node do, and are compared as well.
 
         Raises:
-            PeerError: they differ, and that is what the sentinel was told to do.
+            PeerError: some differ, and that is what the sentinel was told to do; on all ranks.
         """
         sentinel, done = self._sentinel, reducer.step - 1
         if sentinel is None or not sentinel.due(done):
             return
-        tensors = self._tensors()
-        for comm in comms:
-            channel = comm.channel(len(reducer.units) + _CHANNEL)
-            engine.submit(sentinel.check(channel, tensors, done)).result()
+        tensors, rank, tag = self._tensors(), dist.get_rank(), len(reducer.units) + _CHANNEL
+        peers, others = reducer.comm.channel(tag), None if parts is None else parts.channel(tag)
+        engine.submit(sentinel.check(peers, tensors, done, others, rank=rank)).result()
+        if alike and others is not None:  # behind the others: then all nodes find the same
+            engine.submit(sentinel.check(others, tensors, done, rank=rank)).result()
+
+    def _begin_again(self, reducer: Reducer) -> None:
+        channel = reducer.comm.channel(len(reducer.units) + _AGAIN)
+        try:
+            run(agree(channel, {"the step that is begun again": reducer.step}))
+        except CommunicationError as error:
+            raise type(error)(
+                f"rank {dist.get_rank()} begins step {reducer.step} again, which broke off after its "
+                f"exchange had begun, but other ranks do not: {error}; when backward() raises on some "
+                "ranks only, restart all of them"
+            ) from error
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """Return what should be equal; of a DTensor what lies here."""

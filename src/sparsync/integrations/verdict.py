@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Final, final
 
 import torch
-from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.reducer import Reducer
@@ -30,11 +29,17 @@ class Verdict:
         parts: the ranks that hold them, this one included.
         reducer: of this part.
 
-    Cost: an allgather of 121 bytes per part, once per step.
+    Attributes:
+        carries: more bytes for the other parts; as many on each, all the time.
+        heard: what the parts' last messages carried.
+
+    Cost: an allgather of 121 bytes and what is carried per part, once per step.
     """
 
     def __init__(self, parts: Communicator, reducer: Reducer) -> None:
         self._parts, self._reducer = parts, reducer
+        self.carries = b""
+        self.heard: list[bytes] = []
 
     def __call__(self, broken: str | None) -> str | None:
         """Return the name of a parameter that is not finite, on whatever part; None: all are.
@@ -61,12 +66,15 @@ class Verdict:
 
     def _ask(self, outcome: int, name: str) -> list[tuple[int, str]]:
         self._parts.ledger.begin_step(self._reducer.step)
-        mine = torch.zeros(1 + _NAME_BYTES, dtype=torch.uint8)
-        text = name.encode()[:_NAME_BYTES]
-        mine[: 1 + len(text)] = torch.tensor([outcome, *text], dtype=torch.uint8)
-        return [_answer(theirs) for theirs in run(self._parts.allgather(mine, "verdict"))]
+        text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        mine = torch.tensor([outcome, *text, *self.carries], dtype=torch.uint8)
+        messages = [
+            bytes(theirs.tolist()) for theirs in run(self._parts.allgather(mine, "verdict"))
+        ]
+        self.heard = [message[1 + _NAME_BYTES :] for message in messages]
+        return [_answer(message) for message in messages]
 
 
-def _answer(message: Tensor) -> tuple[int, str]:
-    outcome, *text = message.tolist()
-    return outcome, bytes(text).rstrip(b"\0").decode(errors="ignore")
+def _answer(message: bytes) -> tuple[int, str]:
+    text = message[1 : 1 + _NAME_BYTES]
+    return message[0], text.rstrip(b"\0").decode(errors="ignore")

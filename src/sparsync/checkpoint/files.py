@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,12 +19,15 @@ from sparsync.errors import CheckpointError
 __all__ = [
     "SHARED",
     "Seat",
+    "await_whole",
+    "first_line",
     "is_whole",
     "numbered",
     "read_file",
     "remove_folder",
     "remove_old",
     "states_in",
+    "step_of",
     "whole_checkpoints",
     "write_file",
 ]
@@ -30,7 +35,8 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-_BROKEN: Final = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
 
 
@@ -62,8 +68,10 @@ class Seat(NamedTuple):
 def write_file(path: Path, content: Any) -> None:
     """Write with ``torch.save`` so that the file is there whole, or as it was before.
 
+    It is read once before it takes its name: what ``read_file`` would refuse is not written.
+
     Raises:
-        CheckpointError: names the file and why; nothing is left of it.
+        CheckpointError: names the file and why, or what in it could not be read; nothing is left of it.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -72,11 +80,15 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path)
         _sync_folder(path.parent)
-    except _BROKEN as error:
+    except Exception as error:  # an object may raise anything when it is pickled
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {_line(error)}") from error
+        on_disk = isinstance(error, OSError | RuntimeError)
+        raise CheckpointError(
+            f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(error)}"
+        ) from error
 
 
 def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
@@ -91,10 +103,10 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except _BROKEN as error:
+    except Exception as error:  # damaged bytes raise IndexError, struct.error, ...
         raise CheckpointError(
-            f"cannot read {path}: {_line(error)}; files of sparsync.save hold tensors and plain values, "
-            "and nothing else is loaded"
+            f"cannot read {path}: {first_line(error)}; files of sparsync.save hold tensors and plain "
+            "values, and nothing else is loaded"
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a saved state")
@@ -107,15 +119,39 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
-def whole_checkpoints(folder: Path, step: int | None = None) -> dict[int, Path]:
-    """Return the checkpoints (of one step) that have all their files, by number."""
-    return {
-        number: path
-        for number, path in numbered(folder).items()
-        if (step is None or path.name.endswith(f"-step-{step:08d}"))
-        and (path / SHARED).exists()
-        and is_whole(list(states_in(path)))
-    }
+def whole_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints that have all their files, by number."""
+    return {number: path for number, path in numbered(folder).items() if _has_all(path)}
+
+
+def await_whole(path: Path, seconds: float) -> None:
+    """Return when this rank sees all files of a checkpoint, which a shared folder may show late.
+
+    Raises:
+        CheckpointError: it does not: the ranks' folders are not one.
+    """
+    deadline = time.monotonic() + seconds
+    while not _has_all(path):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"this rank sees only {sorted(file.name for file in path.glob('*'))} in {path}; give a "
+                "folder that all ranks share"
+            )
+        time.sleep(0.05)
+
+
+def _has_all(path: Path) -> bool:
+    return (path / SHARED).exists() and is_whole(list(states_in(path)))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, which its name says.
+
+    Example:
+        >>> step_of(Path("000007-step-00000300"))
+        300
+    """
+    return int(path.name.rpartition("-")[2])
 
 
 def states_in(folder: Path) -> dict[Seat, Path]:
@@ -142,7 +178,7 @@ def remove_old(folder: Path, keep: int) -> None:
     newest = sorted(whole_checkpoints(folder))[-keep:]
     for number, path in numbered(folder).items():
         if newest and number < newest[0]:
-            for file in (*path.glob("sparsync-rank-*"), path / SHARED):
+            for file in (*path.glob("sparsync-rank-*"), *path.glob(f"{SHARED}*")):
                 file.unlink(missing_ok=True)  # other ranks do the same
             remove_folder(path)
 
@@ -169,6 +205,39 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _readable(content: Any) -> bool:
+    """Tell whether ``read_file`` would read it again."""
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _culprit(content: Any, where: str = "") -> str:
+    """Name the smallest part of a content that could not be read again, if it is due to one."""
+    named = content.items() if isinstance(content, Mapping) else ()
+    for name, part in enumerate(content) if isinstance(content, list | tuple) else named:
+        if not _readable(part):
+            inside = f"{where}[{name!r}]" if where else repr(name)
+            return _culprit(part, inside) or (
+                f"{inside} is a {type(part).__name__}, which could not be loaded again; give tensors, "
+                "numbers, strings, and lists or dictionaries of them: "
+            )
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return what an error says in one line: of torch's page on unpickling, the reason.
+
+    Example:
+        >>> first_line(ValueError("one\ntwo")), first_line(EOFError())
+        ('one', 'EOFError')
+    """
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
+    return (text.strip() or type(error).__name__).splitlines()[0]

@@ -14,32 +14,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.reducer_state import STATE_VERSION
+from sparsync.resharding.checks import check_sizes, check_states
 
 __all__ = ["Conserve", "reshard", "state_like"]
 
 Conserve = Literal["sum", "average"]
 State = Mapping[str, Any]
-
-# what all ranks have in common
-_EQUAL: Final = (
-    "version",
-    "algorithm",
-    "world_size",
-    "momentum",
-    "scale",
-    "step",
-    "skipped",
-    "density",
-)
-_OWN: Final = ("rank", "units", "sizes", "quotas", "residual", "velocity", "previous_norm")
 
 
 def reshard(
@@ -84,7 +70,7 @@ def reshard(
     """
     if type(world_size) is not int or world_size < 1:
         raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
-    _check(states)
+    check_states(states)
     shards = [state for state in states if state["rank"] == 0]  # one, unless parameters are divided
     return [
         _like({**shard, "rank": rank, "world_size": world_size}, states, conserve)
@@ -100,15 +86,28 @@ def state_like(
 
     Args:
         template: what this rank's ``state_dict()`` returns before anything is loaded: it says which rank
-            of how many it is, its units, and which pieces of the parameters it holds.
+            of how many it is, its units, and which pieces of the parameters it holds.  Of an
+            ``UpdateSpace`` optimizer, too: what is torch's (learning rate, local moments) is that of
+            old rank r modulo P.
         states: of all old ranks; see ``reshard``.
         conserve: see there.
 
     Raises:
         ConfigurationError: as ``reshard``; or a parameter of the template is in no state.
     """
-    _check(states)
-    return _like(template, states, conserve)
+    if "shared" in template:
+        raise ConfigurationError(
+            f"LocalUpdates: weights and residuals of {len(states)} ranks are their own, and cannot be "
+            "divided; go on with as many ranks, or call finish() before and save the model alone"
+        )
+    if "sparsync" not in template:
+        check_states(states)
+        check_sizes(template, states)
+        return _like(template, states, conserve)
+    inner = [cast(State, state.get("sparsync")) for state in states]
+    new = state_like(template["sparsync"], inner, conserve=conserve)
+    before = {its["rank"]: state for its, state in zip(inner, states, strict=True)}
+    return {**before[new["rank"] % len(before)], "sparsync": new}
 
 
 def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[
                 mine = _box(values, pieces[name]).reshape(-1) if name in pieces else values
                 new[what][name] = mine * factor if factor != 1 else mine.clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
-    new["previous_norm"] = fmean(norms) if norms else None
+    new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
     new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
     new["quota_key"] = new["selectors"] = new["collectives"] = None
@@ -199,6 +198,9 @@ def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | 
     """Put the pieces of a parameter side by side; refuse a hole or an overlap."""
     shapes = {tuple(piece["shape"]) for piece, _ in found if piece is not None}
     size = math.prod(next(iter(shapes)))
+    present = [(piece, values) for piece, values in found if values is not None]
+    if not present:
+        return None
     taken = torch.zeros(size, dtype=torch.uint8)
     if len(shapes) == 1 and all(piece is not None for piece, _ in found):
         for piece, _ in found:
@@ -208,9 +210,6 @@ def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | 
             f"the saved states hold {int((taken == 1).sum())} of the {size} elements of {where} exactly "
             "once; give those of all ranks of one save"
         )
-    present = [(piece, values) for piece, values in found if values is not None]
-    if not present:
-        return None
     whole = torch.zeros(size, dtype=present[0][1].dtype)
     for piece, values in present:
         _box(whole, piece).copy_(values.view(piece["size"]))
@@ -223,69 +222,3 @@ def _box(whole: Tensor, piece: Mapping[str, Sequence[int]]) -> Tensor:
     for dim, (start, length) in enumerate(zip(piece["offset"], piece["size"], strict=True)):
         box = box.narrow(dim, start, length)
     return box
-
-
-# ---- what is no set of saved states ---------------------------------------------------------------
-
-
-def _check(states: Sequence[State]) -> None:
-    """Refuse what is not the states of all ranks at one step."""
-    if not states:
-        raise ConfigurationError("no states came; give those of all ranks")
-    for state in states:
-        missing = [
-            key for key in (*_EQUAL, *_OWN) if not isinstance(state, Mapping) or key not in state
-        ]
-        if missing:
-            raise ConfigurationError(
-                f"a saved state has no {missing[0]!r}; give what state_dict() of every rank returned"
-            )
-    if states[0]["version"] != STATE_VERSION:
-        raise ConfigurationError(
-            f"the saved states have version {states[0]['version']}, expected {STATE_VERSION}; load them "
-            "with the sparsync that saved them"
-        )
-    for key in _EQUAL:
-        different = [s for s in states if s[key] != states[0][key]]
-        if different:
-            raise ConfigurationError(
-                f"the saved states of ranks {states[0]['rank']} and {different[0]['rank']} have {key} "
-                f"{states[0][key]} and {different[0][key]}; give those of one save"
-            )
-    _check_ranks(states)
-    for state in states:
-        for what in ("residual", "velocity"):
-            _check_tensors(state, what)
-
-
-def _check_ranks(states: Sequence[State]) -> None:
-    world_size, ranks = states[0]["world_size"], [state["rank"] for state in states]
-    if type(world_size) is not int or world_size < 1:
-        raise ConfigurationError(f"the saved world_size is {world_size!r}, expected a number >= 1")
-    wrong = [rank for rank in ranks if rank not in range(world_size)]
-    if wrong:
-        raise ConfigurationError(
-            f"a saved state is of rank {wrong[0]} of {world_size}; give those of one save"
-        )
-    missing = [rank for rank in range(world_size) if rank not in ranks]
-    if missing:
-        raise ConfigurationError(
-            f"the saved state of rank {missing[0]} of {world_size} is missing; give those of all ranks"
-        )
-
-
-def _check_tensors(state: State, what: str) -> None:
-    """Refuse a residual or velocity of a wrong kind or size, or with NaN."""
-    saved = state[what]
-    if not isinstance(saved, Mapping):
-        raise ConfigurationError(f"the saved {what} of rank {state['rank']} is no dictionary")
-    pairs = zip(state["units"], state["sizes"], strict=True)
-    sizes = {name: size for unit, its in pairs for name, size in zip(unit, its, strict=True)}
-    for name, values in saved.items():
-        where = f"the saved {what} of '{name}' on rank {state['rank']}"
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            raise ConfigurationError(f"{where} is no tensor of floating-point numbers")
-        if values.shape != (sizes.get(name),):
-            raise ConfigurationError(
-                f"{where} has shape {tuple(values.shape)}, expected {sizes.get(name, 'none')} elements"
-            )

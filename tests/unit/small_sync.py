@@ -1,0 +1,30 @@
+"""What ``attach`` returns, of one rank, without a model."""
+
+from sparsync import Correction
+from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.transports.base import run
+from sparsync.transports.solo import SoloCommunicator
+
+from .small_reducers import gradients, reducer_on
+
+
+class Sync:
+    """A reducer that is trained on noise."""
+
+    def __init__(self, steps=0, momentum=0.0):
+        self.reducer = reducer_on(SoloCommunicator(), correction=Correction(momentum=momentum))
+        for step in range(steps):
+            self.train(step)
+
+    def train(self, step):
+        run(self.reducer.reduce(gradients(self.reducer, step)))
+
+    def state_dict(self):
+        return reducer_state(self.reducer)
+
+    def load_state_dict(self, state):
+        run(restore_reducer(self.reducer, state))
+
+
+def residual(sync):
+    return sync.reducer.residuals[0].value

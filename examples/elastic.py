@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.errors import NoCheckpointError
 
 INPUTS, OUTPUTS = 64, 8
 
@@ -90,8 +89,8 @@ def train(options: argparse.Namespace) -> None:
         else:
             waiting(sync)
     except (
-        NoCheckpointError
-    ):  # one that cannot be read ends the job: what is there is not written over
+        sparsync.NoCheckpointError
+    ):  # one that cannot be read is not written over: it ends the job
         if rank == 0:
             print(f"{world_size} ranks begin", flush=True)
     for step in range(first, options.steps):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
+from sparsync import __version__
 from sparsync.bench import collectives, doctor, keys, linear, plan_command, simulate, train
 from sparsync.bench.launch import leads
 from sparsync.errors import ConfigurationError, SparsyncError
@@ -32,6 +33,25 @@ app.command("plan")(plan_command.command)
 app.command("simulate")(simulate.command)
 app.command("reproduce")(reproduce)
 app.command("keys")(keys.command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])

@@ -158,7 +158,7 @@ class Reducer:
             raise NonFiniteGradientError(
                 f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
                 "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
-                "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: 'propagate')"
+                "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
             )
         if broken:
             # all become NaN: a gradient that stayed finite could be applied, and is kept as well

@@ -117,9 +117,9 @@ def test_a_parameter_that_was_frozen_at_attach_is_named(ddp):
         ("second attach", ["already", "freshly wrapped"]),
         ("bad timeout", ["timeout is inf", "10^6"]),
         ("other cap", ["PeerError", "options", "('cap', "]),
-        ("other policy", ["PeerError", "'nonfinite', "]),
-        ("other units", ["PeerError", "'unit_bytes', 100"]),
-        ("ranks disagree", ["PeerError", "density", "rank 0 has 0.01", "ranks 1, 2"]),
+        ("other policy", ["PeerError", "settings", "nonfinite="]),
+        ("other units", ["PeerError", "settings", "unit_bytes=100"]),
+        ("ranks disagree", ["PeerError", "density", "rank 0 has 0.01", "rank 1 has 0.02"]),
     ],
 )
 def test_attach_refuses(ddp, name, words):

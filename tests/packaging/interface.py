@@ -53,7 +53,10 @@ def _shape(thing: object) -> str:
     methods = [
         f".{name}{_parameters(method)}"
         for name, method in sorted(vars(thing).items())
-        if inspect.isfunction(method) and not name.startswith("_")
+        # torch puts a wrapped, inherited step() into the class of an optimizer when one is made
+        if inspect.isfunction(method)
+        and method.__qualname__ == f"{thing.__qualname__}.{name}"
+        and not name.startswith("_")
     ]
     return " ".join([_parameters(thing), *methods])
 

@@ -8,6 +8,7 @@ import torch
 from sparsync.correction import Correction
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import ArrivalAdamW
+from sparsync.integrations.attach import attach
 from sparsync.integrations.checks import check_optimizer, check_output_layer, output_parameters
 from sparsync.warmup import Warmup
 
@@ -25,6 +26,19 @@ from sparsync.warmup import Warmup
 def test_bad_corrections_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         Correction(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sentinel": 100}, r"sentinel is 100; give a sparsync.Sentinel\(period=100\)"),
+        ({"compress": ["bias"]}, r"compress is \['bias'\]; give a function"),
+        ({}, "got Linear; wrap it first: torch.distributed.init_process_group"),
+    ],
+)
+def test_wrong_kinds_of_arguments_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        attach(torch.nn.Linear(1, 1), **arguments)
 
 
 def test_bad_warmups_are_refused():

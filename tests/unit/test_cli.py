@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import sparsync
 from sparsync import cli
 from sparsync.bench import train
 from sparsync.bench.train_settings import TrainSettings
@@ -34,6 +35,14 @@ def test_alone_it_prints_help(command):
     code, out, err = command()
     assert (code, err) == (0, "")
     assert "train" in out
+
+
+def test_it_tells_its_version(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["sparsync", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"{sparsync.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,7 @@ def test_alone_it_prints_help(command):
         (["--algorithm", "sgp", "--neighbours", "0"], "0 neighbours per step; give at least 1"),
         (["--algorithm", "dense,local", "--target-step", "9"], "none could be ahead in local"),
         (["--json", "."], "cannot write to '.'"),
+        (["--json", "-"], "'-' is no file"),
         (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),
         (["--stpes", "3"], "--stpes"),
     ],

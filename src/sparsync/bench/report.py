@@ -163,6 +163,8 @@ def check_writable(path: Path) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
+    if str(path) == "-":
+        raise ConfigurationError("'-' is no file, and standard output has the table; name a file")
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

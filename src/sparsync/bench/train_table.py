@@ -41,7 +41,7 @@ def comparison(
         caption_justify="left",
     )
     table.add_column("algorithm", no_wrap=True)
-    ratios = ["\nto loss", "\nbytes", "s to\nloss"] if baseline else []
+    ratios = ["\nto loss", "bytes/\nstep", "s to\nloss"] if baseline else []
     losses = [f"loss\n@ {step}" for step in shown]
     rest = ("sent per\nstep", "ms per\nstep", "rest\nms")
     for heading in (*ratios, *losses, "eval\nloss", *accuracies, *rest):

@@ -36,6 +36,7 @@ SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_DETAIL: Final = 200  # characters of a list of names
 _REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
 
@@ -240,4 +241,9 @@ def first_line(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
-    return (text.strip() or type(error).__name__).splitlines()[0]
+    lines = (text.strip() or type(error).__name__).splitlines()
+    if (
+        lines[0].endswith(":") and len(lines) > 1
+    ):  # torch's on state_dict: what does not fit comes next
+        lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
+    return lines[0]

@@ -38,12 +38,14 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
                 "the version of the saved state": STATE_VERSION,
                 "the algorithm": reducer.algorithm.name,
                 "its options": reducer.algorithm.options,
+                "settings": ", ".join(
+                    f"{name}={value}" for name, value in sorted(settings.items())
+                ),
                 "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
                 "density": reducer.adaptive or reducer.density,
                 "xi_period": reducer.monitor.xi.period,
                 "the warm-up": reducer.warmup,
                 "the correction": reducer.correction,
-                "other settings": sorted(settings.items()),
                 "the parameters (names and sizes)": parameters,
                 "the units (parameters of each, dtypes, dense or not, output or not)": [
                     (len(unit.slots), str(unit.dtype), unit.dense, unit.output)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,9 +34,10 @@ def check_model(model: Any) -> None:
         ConfigurationError: any of it.
     """
     if not isinstance(model, DistributedDataParallel):
+        first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
         raise ConfigurationError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
-            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+            f"wrap it first: {first}torch.nn.parallel.DistributedDataParallel(model)"
         )
     if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(
@@ -78,7 +80,7 @@ def check_optimizer(
             f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
             "to 28 % more loss at 1 %. sparsync.LocalUpdates keeps up with dense training; see "
             "docs/optimizers.md",
-            stacklevel=3,
+            stacklevel=4,  # the caller of attach
         )
     if correction.momentum and adaptive:
         raise ConfigurationError(

@@ -156,6 +156,7 @@ def settings_of(
         raise ConfigurationError(
             f"nonfinite is {nonfinite!r}; choose one of raise, skip, propagate"
         )
+    _check_kinds(compress, sentinel)
     chosen, density = resolve(algorithm, **options), as_density(density)
     warmup, correction = Warmup(warmup_steps, tuple(warmup_densities)), correction or Correction()
     check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density != 1)
@@ -175,3 +176,13 @@ def settings_of(
         scaler=scaler,
         sentinel=sentinel,
     )
+
+
+def _check_kinds(compress: object, sentinel: object) -> None:
+    if sentinel is not None and not isinstance(sentinel, Sentinel):
+        raise ConfigurationError(f"sentinel is {sentinel!r}; give a sparsync.Sentinel(period=100)")
+    if compress is not None and not callable(compress):
+        raise ConfigurationError(
+            f"compress is {compress!r}; give a function of a parameter's name and tensor that returns "
+            "False for what is to be exchanged dense"
+        )

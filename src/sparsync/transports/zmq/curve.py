@@ -101,8 +101,8 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} is missing or no certificate ({error}); make keys for all ranks with "
-            "make_curve_keys(directory, ranks) and copy them to every host"
+            f"{path} is {'no certificate' if path.exists() else 'missing'}; make keys for all ranks with "
+            "'sparsync keys DIR --ranks P' and copy them to every host"
         ) from error
 
 

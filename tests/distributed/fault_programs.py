@@ -28,6 +28,7 @@ from sparsync.transports.connect import connect_group
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 
+from .fault_server import listeners
 from .fault_watch import Moment, Watched
 
 SIZES = {"a": 400, "b": 1, "c": 99}
@@ -161,16 +162,14 @@ class Seating:
                 run_command(command, 10.0)
 
 
-def listening() -> list[int]:
-    """Return the ports that this process listens on."""
+def listening() -> list[tuple[int, str]]:
+    """Return the ports that this process listens on, and the inodes of the sockets."""
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # what looked is closed again
             links.append(str(entry.readlink()))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    state_of_listening = "0A"
-    return [int(r[1][-4:], 16) for r in rows if r[3] == state_of_listening and r[9] in inodes]
+    return [(port, inode) for port, inode in listeners() if inode in inodes]
 
 
 def reduce_steps(algorithm: str, scale: int = 1, **seating: Any) -> dict[str, Any]:

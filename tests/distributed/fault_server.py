@@ -102,7 +102,7 @@ def do(program: Any, job: dict[str, Any]) -> dict[str, Any]:
     for rank in ranks:
         with os.fdopen(rank.pipe) as pipe:
             ports, *said = [json.loads(line) for line in pipe] or [[]]
-        left += [f"port {port}" for port in ports if not is_free(port)]
+        left += [f"port {port}" for port, inode in ports if is_stuck(port, inode)]
         seconds = rank.ended - broke
         reports.append({"code": rank.code, "said": said[0] if said else None, "seconds": seconds})
     return {"ranks": reports, "left": left, "hung": hung}
@@ -180,6 +180,19 @@ def group_is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def listeners() -> list[tuple[int, str]]:
+    """Return the ports on which somebody listens, and the inodes of the sockets."""
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    state_of_listening = "0A"
+    return [(int(row[1][-4:], 16), row[9]) for row in rows if row[3] == state_of_listening]
+
+
+def is_stuck(port: int, inode: str) -> bool:
+    """Tell whether a socket of the job still has its port: other programs may have taken it since."""
+    holders = [holder for taken, holder in listeners() if taken == port]
+    return inode in holders or not (holders or is_free(port))
 
 
 def is_free(port: int) -> bool:

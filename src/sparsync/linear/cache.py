@@ -9,6 +9,7 @@ part missing or damaged makes it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import uuid
@@ -121,8 +122,9 @@ class PartStore:
             _save_json(fresh / "part.json", asdict(PartInfo.of(rows)))
             try:
                 fresh.rename(self.path(number))
-            except OSError:
-                if self.describe(number) is None:  # else another rank was faster: it is the same
+            except OSError as error:
+                # another rank was faster, and a third may be removing that just now: it is made again
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
 
     def note(self, facts: dict[str, int]) -> None:

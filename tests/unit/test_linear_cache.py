@@ -148,6 +148,16 @@ def test_the_first_of_two_that_write_a_part_wins(tmp_path):
     assert [p.name for p in stores[0].directory.iterdir()] == ["part-00000"]
 
 
+def test_a_part_that_another_rank_is_removing_is_no_error(tmp_path, monkeypatch):
+    rows = Rows.of_lists([1.0], [[3]], [[0.5]])
+    store = PartStore(tmp_path, state="a", cut="b")
+    store.write(0, rows)
+    (store.path(0) / "part.json").unlink()  # first of all; the rest is still there
+    monkeypatch.setattr("sparsync.linear.cache._remove", lambda path: None)
+    assert store.obtain(0, lambda: rows) is rows
+    assert [p.name for p in store.directory.iterdir()] == ["part-00000"]
+
+
 def test_rows_without_entries_are_kept(tmp_path):
     path = tmp_path / "empty.svm"
     path.write_text("1\n-1\n")

@@ -34,9 +34,9 @@ def test_statistics_of_batch_norm_raise_no_alarm(found):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("weights", ["PeerError", "parameter 2.bias", "not rank 1"]),
-        ("versions", ["PeerError", "the version of torch", "not rank 2"]),
-        ("sentinel", ["PeerError", "period=5", "ranks 1, 2, 3"]),
+        ("weights", ["PeerError", "parameter 2.bias", "rank 0 has float32[30]", "rank 1 has"]),
+        ("versions", ["PeerError", "the version of torch", "rank 2 has 1.0.0; give"]),
+        ("sentinel", ["PeerError", "(period=5", "(period=6", "(period=7", "(period=8"]),
         ("skip", ["ConfigurationError", "nonfinite='skip'", "give 'propagate'"]),
         ("no scaler", ["ConfigurationError", "scaler is float", "GradScaler"]),
     ],

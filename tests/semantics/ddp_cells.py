@@ -84,7 +84,7 @@ def scaler_skips_on_all() -> None:
 def scaler_needs_propagate() -> None:
     """With the other policies an overflow raises, on all ranks: ours, or torch's when it would skip."""
     for policy, error, words in (
-        ("raise", sparsync.NonFiniteGradientError, "with a GradScaler: 'propagate'"),
+        ("raise", sparsync.NonFiniteGradientError, "(with a GradScaler: scaler=)"),
         ("skip", AssertionError, "No inf checks were recorded for this optimizer"),
     ):
         ddp, sync = attached(network(), nonfinite=policy)

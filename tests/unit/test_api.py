@@ -193,6 +193,21 @@ def test_disagreement_names_the_fact_and_the_ranks():
     assert "disagree on k: rank 1 has 3, rank 0 has 2; give all ranks the same" in results[1]
 
 
+def test_disagreement_shows_long_values_where_they_differ():
+    async def program(comm):
+        sizes = [(f"layer{i}.weight", 7 + (i == 900 and comm.rank == 1)) for i in range(1000)]
+        with pytest.raises(PeerError) as caught:
+            await agree(comm, {"the parameters": sizes})
+        return str(caught.value)
+
+    for rank, said in enumerate(simulate_ranks(program, 2).results):
+        mine, theirs = (f"('layer900.weight', {8 - (rank != r)})" for r in (1, 0))
+        parts = said.split("rank ")
+        assert parts[1].startswith(f"{rank} has ...") and mine in parts[1]
+        assert parts[2].startswith(f"{1 - rank} has ...") and theirs in parts[2]
+        assert len(said) < 600
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_agreement_passes_when_all_say_the_same(world_size):
     async def program(comm):

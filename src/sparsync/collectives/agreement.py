@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import zip_longest
 
 import torch
 
@@ -13,8 +14,9 @@ from sparsync.transports.base import Communicator
 __all__ = ["agree"]
 
 _DIGEST_BYTES = 8
-_TEXT_BYTES = 240  # of a value that others are told
+_TEXT_BYTES = 1 << 16  # of a value that others are told
 _NAMED = 3  # ranks whose value is in a message
+_SHOWN, _BEFORE = 240, 60  # characters of a value, and of them those before the first that differs
 
 
 async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
@@ -34,23 +36,31 @@ async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
     for i, (name, value) in enumerate(facts.items()):
         others = [r for r, theirs in enumerate(everyone) if theirs[i] != digests[i]]
         if others:  # every rank finds some, and at the same fact
-            texts = [bytes(t.tolist()) for t in await comm.allgather(_text(value), "agreement")]
-            said = [f"rank {r} has {_read(texts[r])}" for r in others[:_NAMED]]
+            texts = [_read(t) for t in await comm.allgather(_bytes(value), "agreement")]
+            named = {r: texts[r] for r in (comm.rank, *others[:_NAMED])}
+            columns = enumerate(zip_longest(*named.values()))
+            first = next((at for at, characters in columns if len(set(characters)) > 1), 0)
+            said = [f"rank {r} has {_excerpt(text, first)}" for r, text in named.items()]
             more = [f"{len(others) - _NAMED} more differ"] if len(others) > _NAMED else []
             raise PeerError(
-                f"ranks disagree on {name}: rank {comm.rank} has {value}, "
-                f"{', '.join(said + more)}; give all ranks the same"
+                f"ranks disagree on {name}: {', '.join(said + more)}; give all ranks the same"
             )
 
 
-def _text(value: object) -> torch.Tensor:
-    raw = str(value).encode()
-    raw = raw if len(raw) <= _TEXT_BYTES else raw[: _TEXT_BYTES - 3] + b"..."
-    return torch.tensor(list(raw.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+def _bytes(value: object) -> torch.Tensor:
+    raw = str(value).encode()[:_TEXT_BYTES]
+    return torch.frombuffer(bytearray(raw.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _read(text: bytes) -> str:
-    return text.rstrip(b"\0").decode(errors="ignore")
+def _read(text: torch.Tensor) -> str:
+    return text.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def _excerpt(text: str, first: int) -> str:
+    """Return what fits in a message, with the first character that differs."""
+    start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
+    end = start + _SHOWN
+    return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
 
 
 def _digest(text: str) -> int:

@@ -173,6 +173,9 @@ def test_a_training_in_the_lab(tmp_path):
 
 def die(rank, step):
     if (rank, step) == (1, 1):
+        time.sleep(
+            2
+        )  # the others read what it sent: its death may take back what they have not read
         os._exit(7)
 
 

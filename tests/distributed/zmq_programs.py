@@ -39,9 +39,7 @@ def one_rank_dies(rank_that_dies: int) -> None:
     comm.ledger.begin_step(4)
     run(comm.barrier())
     if comm.rank == rank_that_dies:
-        time.sleep(
-            0.5
-        )  # its last message leaves; death without that is what the barrier would meet
+        time.sleep(1)  # its last message is read; death without that is what the barrier would meet
         os._exit(7)
     started = time.monotonic()
     try:
@@ -57,6 +55,7 @@ def one_rank_never_spoke(rank_that_dies: int) -> None:
     comm = ZmqCommunicator.over(TorchCommunicator(timeout=30), interface="127.0.0.1", timeout=20)
     dist.barrier()
     if comm.rank == rank_that_dies:
+        time.sleep(1)  # as above
         os._exit(7)
     started = time.monotonic()
     try:

@@ -53,7 +53,7 @@ def _bytes(value: object) -> torch.Tensor:
 
 
 def _read(text: torch.Tensor) -> str:
-    return text.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+    return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _excerpt(text: str, first: int) -> str:

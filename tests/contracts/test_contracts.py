@@ -12,6 +12,7 @@ from .table import (
     EXPANSIVE_CODECS,
     INEXACT_SELECTORS,
     ROUNDING_COLLECTIVES,
+    ROWS,
     SELECTORS,
     SPREADING_CODECS,
     TREE_COLLECTIVES,
@@ -54,7 +55,7 @@ def test_tree_collective(name):
     testing.check_collective(TREE_COLLECTIVES[name], rank_ordered=False)
 
 
-@pytest.mark.parametrize("name", rows(ROUNDING_COLLECTIVES))
+@pytest.mark.parametrize("name", rows(ROUNDING_COLLECTIVES, ROWS))
 def test_rounding_collective(name):
     testing.check_collective(ROUNDING_COLLECTIVES[name], rounding=True)
 

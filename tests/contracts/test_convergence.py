@@ -8,11 +8,13 @@ from sparsync.reducer import Reducer
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 
-from .table import ALGORITHMS, rows
+from .table import ALGORITHMS
 
 # As published, thresholds are reused for 32 steps because statistics change slowly.  In this toy they
 # do not (it converges within a few periods), and the stale thresholds let residuals pile up.
 ROWS = {**ALGORITHMS, "oktopk-paper": oktopk_paper(threshold_period=4)}
+
+FIRST = ("dense", "allgather", "oktopk", "budgeted")  # the others are slow tests
 
 SIZE = 200
 STEPS = 500
@@ -28,7 +30,9 @@ def local_gradient(w, rank):
     return scale * 2 * u / (1 + u * u).square()
 
 
-@pytest.mark.parametrize("name", rows(ROWS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.slow) for n in ROWS]
+)
 def test_the_gradient_norm_falls_towards_zero(name):
     world_size = 3
 

@@ -43,6 +43,7 @@ def left_behind():
     return sorted(Path("/dev/shm").glob("sparsync-bench-*"))
 
 
+@pytest.mark.slow
 def test_processes_and_simulator_agree():
     before = left_behind()
     settings = dataclasses.replace(SETTINGS, collectives=COMPARED)

@@ -39,6 +39,7 @@ def test_accelerate(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_lightning(tmp_path):
     result = launch(programs.with_lightning, 2, str(tmp_path), timeout=60.0)
     check(
@@ -48,6 +49,7 @@ def test_lightning(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_transformers(tmp_path):
     check(launch(trainer_programs.with_transformers, 2, str(tmp_path), timeout=60.0), torn=TORN)
 

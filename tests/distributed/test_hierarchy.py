@@ -41,11 +41,13 @@ def test_what_cannot_work_is_refused(nodes, name, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["a node fails", "a gather fails", "load", "one breaks off"])
 def test_one_that_fails(wrong, scenario):
     assert all(wrong[scenario].values()), wrong[scenario]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["nodes, raise", "shards, raise", "shards, warn"])
 def test_the_sentinel_is_heard_on_all_ranks(wrong, case):
     for said in wrong["sentinel"][case]:
@@ -53,6 +55,7 @@ def test_the_sentinel_is_heard_on_all_ranks(wrong, case):
         assert ("PeerError" in said) == case.endswith("raise")
 
 
+@pytest.mark.slow
 def test_states_of_different_steps_are_refused_on_all_ranks(wrong):
     told = wrong["states"]
     assert all(

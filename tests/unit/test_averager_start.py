@@ -210,7 +210,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), [([], 1), pytest.param([*TORCHRUN, "2"], 2, marks=pytest.mark.gloo)]
+    ("launcher", "ranks"),
+    [([], 1), pytest.param([*TORCHRUN, "2"], 2, marks=[pytest.mark.gloo, pytest.mark.slow])],
 )
 def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
     done = subprocess.run(

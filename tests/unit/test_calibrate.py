@@ -51,6 +51,7 @@ def test_of_many_ranks_some_links_stand_for_all():
     assert found.machine.beta == pytest.approx(LINKS.beta, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_noisy_clock_is_averaged_out():
     async def program(comm):
         draw = random.Random(comm.rank)

@@ -206,6 +206,7 @@ def test_the_directives_of_the_batch_script():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_batch_script_trains_under_srun(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(FAKE_SRUN.format(python=sys.executable))

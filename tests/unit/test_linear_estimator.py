@@ -12,7 +12,13 @@ from sparsync.linear import SparseLinearClassifier
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"model": "svm"}, {"solver": "scd", "epochs": 30}], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"model": "svm"}, marks=pytest.mark.slow),
+        pytest.param({"solver": "scd", "epochs": 30}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_scikit_learns_checks(options):
@@ -39,6 +45,7 @@ def test_it_is_as_accurate_as_scikit_learns(model):
     assert accuracy >= expected - 0.005
 
 
+@pytest.mark.slow
 def test_many_classes_are_told_one_from_the_rest():
     features, labels = load_digits(return_X_y=True)
     names = np.array(["zero", "one", "two", "three", "4", "5", "6", "7", "8", "9"])[labels]

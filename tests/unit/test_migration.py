@@ -77,6 +77,7 @@ def test_every_before_is_a_program():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_every_after_trains_on_two_ranks(tmp_path):
     mine = {name: code for name, code in jobs().items() if runs_here(name)}
     script = tmp_path / "job.py"

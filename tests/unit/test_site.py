@@ -106,6 +106,7 @@ def test_the_cost_of_a_page_is_that_of_the_papers_equation():
     assert f"| 64 | {63 * (2 * k + 2):,} |" in algorithms.page("allgather")
 
 
+@pytest.mark.slow
 def test_attach_takes_the_line_of_every_page(tmp_path):
     lines = [ATTACHED.replace("LINE", algorithms.attach_line(name)) for name in PRESETS]
     run("\n".join([BEFORE, *lines, "dist.destroy_process_group()"]), tmp_path)
@@ -121,6 +122,7 @@ def test_every_scheme_has_a_page_whose_program_prints_what_it_shows(name, monkey
     assert f"[`{name}`]({name}.md)" in schemes.overview()
 
 
+@pytest.mark.slow
 def test_every_scheme_averages_as_its_page_says(tmp_path, monkeypatch):
     monkeypatch.setattr(schemes, "_models_sent", lambda name, world_size: world_size)
     usages = [blocks(schemes.page(name))[0] for name in SCHEMES]
@@ -138,6 +140,7 @@ def test_models_sent_are_counted(name, models):
 # ---- pages that are written by hand -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_decision_tables_are_the_planners():
     """After a change of the planner: python docs/site_pages/choosing.py --write."""
     page = choosing.PAGE.read_text(encoding="utf-8")

@@ -129,6 +129,7 @@ def test_without_groups_it_is_local_sgd_bit_for_bit():
     assert all(map(torch.equal, models(none), models(local)))
 
 
+@pytest.mark.slow
 def test_random_delays_cost_less_than_with_allreduce():
     """Section 5.2's delays at 64 ranks: two of them wait 320 ms per step; the paper has 1.26 x."""
     delay = late(64, 0.32, 2)

@@ -23,6 +23,7 @@ def run(*arguments):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_papers_workload_trains_on_its_data(tmp_path):
     write_cifar10(tmp_path / "data")
     options = ("--workload", "resnet20-cifar10", "--data", tmp_path / "data", "--width", 4)

@@ -18,6 +18,8 @@ ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_dealing.py tests/unit/test_parcels.py \
   $(wildcard tests/unit/test_packed*.py tests/unit/test_*_fuzz.py)
 
+ONE_PROCESS := $(filter-out tests/distributed/ tests/semantics/ tests/__pycache__/,$(wildcard tests/*/)) src
+
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
 PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13)
@@ -49,8 +51,10 @@ demo: $(INSTALLED)
 	  --target-step $(DEMO_STEPS) --steps $$((3 * $(DEMO_STEPS))) --seed 0 \
 	  --plot demo/loss.png --json demo/demo.json $$lab
 
+# those that start ranks or measure links one after the other, the others two at a time
 test: check
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile $(ONE_PROCESS)
+	$(BIN)/pytest -m "not slow" tests/distributed tests/semantics
 
 # pytest ends with 5 when no test is slow
 test-slow: $(INSTALLED)

@@ -34,9 +34,8 @@ def one_rank_dies(rank_that_dies: int) -> None:
     sparsync.attach(ddp, "oktopk", density=0.1, timeout=10)
     train(ddp, range(2))
     if dist.get_rank() == rank_that_dies:
-        time.sleep(
-            2
-        )  # the others read what it sent: its death may take back what they have not read
+        # the others read what it sent first: its death may take back what they have not read
+        time.sleep(2)
         os._exit(7)
     train(ddp, range(2, 4))
 

@@ -173,9 +173,8 @@ def test_a_training_in_the_lab(tmp_path):
 
 def die(rank, step):
     if (rank, step) == (1, 1):
-        time.sleep(
-            2
-        )  # the others read what it sent: its death may take back what they have not read
+        # the others read what it sent first: its death may take back what they have not read
+        time.sleep(2)
         os._exit(7)
 
 

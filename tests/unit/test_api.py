@@ -193,6 +193,15 @@ def test_disagreement_names_the_fact_and_the_ranks():
     assert "disagree on k: rank 1 has 3, rank 0 has 2; give all ranks the same" in results[1]
 
 
+def test_disagreement_is_one_line_that_no_terminal_obeys():
+    async def program(comm):
+        with pytest.raises(PeerError) as caught:
+            await agree(comm, {"name": "a\n\x1b[31mb" if comm.rank else "é"})
+        return str(caught.value)
+
+    assert "rank 0 has é, rank 1 has a??[31mb; give" in simulate_ranks(program, 2).results[0]
+
+
 def test_disagreement_shows_long_values_where_they_differ():
     async def program(comm):
         sizes = [(f"layer{i}.weight", 7 + (i == 900 and comm.rank == 1)) for i in range(1000)]

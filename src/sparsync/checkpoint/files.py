@@ -242,8 +242,7 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
     lines = (text.strip() or type(error).__name__).splitlines()
-    if (
-        lines[0].endswith(":") and len(lines) > 1
-    ):  # torch's on state_dict: what does not fit comes next
+    if lines[0].endswith(":") and len(lines) > 1:
+        # torch's on state_dict: what does not fit comes next
         lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
     return lines[0]

@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-
-from sparsync.bench.runs import Runs, spread
+from runs import Runs, spread
 
 RANKS = 4
 LRS = (1e-3, 3e-3, 1e-2)

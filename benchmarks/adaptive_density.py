@@ -17,8 +17,8 @@ from statistics import fmean
 import torch
 from virtual import Cache, sgd, spread, train, workload_of
 
+from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.presets import budgeted, dense
-from sparsync.warmup import AdaptiveDensity
 
 RANKS, STEPS, BATCH, LR = 4, 300, 8, 0.2
 FIXED = (0.001, 0.003, 0.01, 0.02, 0.05)

@@ -27,10 +27,10 @@ from torch import Tensor
 from sparsync.averaging.base import Averager
 from sparsync.averaging.binding import Binding
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.bench.progress import RowBar, progress
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.cli.output import RowBar, progress
+from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads.delays import parse_delay
 from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync.workloads.delays import parse_delay
 
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from sparsync.averaging import Wagma
-from sparsync.bench.launch import launch
-from sparsync.bench.progress import progress
-from sparsync.bench.train import train
-from sparsync.bench.train_settings import TrainSettings
-from sparsync.transports.base import run
+from sparsync.cli.launch import launch
+from sparsync.cli.output import progress
+from sparsync.cli.train.command import train
+from sparsync.cli.train.settings import TrainSettings
 from sparsync.transports.connect import connect_group
+from sparsync.transports.driver import run
 
 RANKS = 8
 SCHEMES = ("allreduce", "wagma", "local", "dpsgd", "sgp", "eager-solo", "eager-majority", "adpsgd")

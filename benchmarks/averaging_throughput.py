@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import track
 
-from sparsync.reproduce.wagma_throughput import (
+from sparsync_papers.reproduce.wagma_throughput import (
     ALPHA,
     BETA,
     COMPUTE,

@@ -19,8 +19,8 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from sparsync.bench.train import train
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.cli.train.command import train
+from sparsync.cli.train.settings import TrainSettings
 
 HERE = Path(__file__).parent
 LEARNING_RATES = {"sgd": (0.1, 0.3, 0.03), "adam": (1e-3, 3e-3)}

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from sparsync.lab.network import default_burst, parse_rate
-from sparsync.planning.machine import Machine
-from sparsync.planning.predict import predict
+from sparsync.cli.lab.network import default_burst, parse_rate
+from sparsync.cost.machine import Machine
+from sparsync.cost.predict import predict
+from sparsync.presets import resolve
 
 HERE = Path(__file__).parent
 RATES, RANKS, SIZES = ("1gbit", "200mbit", "100mbit"), (4, 8), (1_000_000, 14_728_266)
@@ -65,7 +66,9 @@ def cells_of(run: dict) -> list[dict]:
     burst = default_burst(parse_rate(run["rate"]))
     for name, measured in run["measured"].items():
         k = round(DENSITY * run["size"])
-        p = predict(name, size=run["size"], k=k, world_size=run["ranks"], machine=machine)
+        p = predict(
+            resolve(name).candidate, size=run["size"], k=k, world_size=run["ranks"], machine=machine
+        )
         free = min(burst, p.bytes_sent) * machine.beta
         exchange = p.seconds_exchange - free
         error = measured["seconds_exchange_median"] - exchange

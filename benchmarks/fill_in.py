@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from sparsync.collectives.density import expected_union
-from sparsync.reproduce.sparcml_fill_in import gradients, union_densities
+from sparsync.collectives.costs import expected_union
+from sparsync_papers.reproduce.sparcml_fill_in import gradients, union_densities
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1)

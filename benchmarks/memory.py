@@ -21,14 +21,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.bench.launch import launch
+from sparsync.cli.launch import launch
 
 RANKS = (2, 4)
 CASES = {
     "budgeted": ("budgeted", {}),
     "halving": ("halving", {}),
     "oktopk": ("oktopk", {}),
-    "budgeted, dense warm-up steps": ("budgeted", {"warmup_steps": 9}),
+    "budgeted, dense warm-up steps": (
+        "budgeted",
+        {"compression": sparsync.Compression(warmup_steps=9)},
+    ),
 }
 FIXED = str(1 << 20)  # bytes
 MALLOC = {"glibc's default": None, "fixed": FIXED}  # MALLOC_MMAP_THRESHOLD_
@@ -62,7 +65,13 @@ def train(width: int, algorithm: str | None, options: dict, attached: dict) -> N
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), **options)
     sync = None
     if algorithm is not None:
-        sync = sparsync.attach(ddp, algorithm, **{"density": DENSITY, "timeout": 60, **attached})
+        sync = sparsync.attach(
+            ddp,
+            algorithm=algorithm,
+            density=DENSITY,
+            transport=sparsync.Transport(timeout=60),
+            **attached,
+        )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):

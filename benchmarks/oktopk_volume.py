@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from sparsync.bench.collectives import BenchSettings, bench
-from sparsync.bench.inputs import INPUTS
-from sparsync.bench.rows import Row
-from sparsync.planning import costs
+from sparsync.cli.bench.command import BenchSettings, bench
+from sparsync.cli.bench.inputs import INPUTS
+from sparsync.cli.bench.rows import Row
+from sparsync.collectives.costs import lower_bound_words
+from sparsync.collectives.oktopk.phases import bound_words
 from sparsync.presets import PRESETS
 
 RANKS = (2, 4, 8, 16, 32)
@@ -55,10 +56,10 @@ def by_input() -> str:
         lines.append(line)
         print(line, described.meaning)
     for name, exchangeable in (("6 (P - 1) / P", True), ("6 - 4 / P", False)):
-        bounds = [costs.oktopk_bound_words(K, p, exchangeable=exchangeable) / K for p in RANKS]
+        bounds = [bound_words(K, p, exchangeable=exchangeable) / K for p in RANKS]
         which = "the first four" if exchangeable else "the others"
         lines.append([f"*bound of {which}: {name}*", *(f"{b:.2f}" for b in bounds)])
-    lower = [costs.lower_bound_words(K, p) / K for p in RANKS]
+    lower = [lower_bound_words(K, p) / K for p in RANKS]
     lines.append(["*Theorem 3.1: 2 (P - 1) / P*", *(f"{b:.2f}" for b in lower)])
     return table(["input", *(f"P = {p}" for p in RANKS)], lines)
 

@@ -4,7 +4,7 @@
     python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
 
 CartPole stands for the navigation in Habitat of WAGMA's section 5.4, which is out of reach (see
-``sparsync.workloads.ppo``).  A step of CartPole takes microseconds, one of a rendered task milliseconds:
+``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered one milliseconds:
 ``--step-seconds`` sleeps that long per step, so that ranks which wait do not lend others their core.
 Rows are written as they come, so a run can be cut short.
 """
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.bench.launch import launch
-from sparsync.bench.progress import progress
+from sparsync.cli.launch import launch
+from sparsync.cli.output import progress
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.ppo import Ppo
+from sparsync_papers.workloads.ppo import Ppo
 
 # ours, but for 8: WAGMA's synchronization period in 5.4
 OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}

@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
+from runs import Runs, spread
 
-from sparsync.bench.runs import Runs, spread
-from sparsync.workloads import WORKLOADS
-from sparsync.workloads.digits import DigitImages
+from sparsync.cli.workloads import workload_class
+from sparsync.cli.workloads.digits import DigitImages
 
 RANKS = 4
 DENSITIES = (0.01, 0.001)
@@ -71,7 +71,7 @@ def convergence(
         "density": density,
         "seed": seed,
         "steps": args.steps,
-        "lr": WORKLOADS[workload].defaults.sgd_lr,
+        "lr": workload_class(workload).defaults.sgd_lr,
         "clip": args.clip,
     }
 
@@ -93,7 +93,7 @@ def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> di
 
 def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
     """Return dense's run at its best learning rate, once all are done."""
-    base = WORKLOADS["digits"].defaults.sgd_lr
+    base = workload_class("digits").defaults.sgd_lr
     tried = [runs.find(batch(args, total, "dense", times * base)) for times in BATCH_LRS]
     if any(run is None for run in tried):
         return None
@@ -111,7 +111,7 @@ def run_all(args: argparse.Namespace, runs: Runs) -> None:
         for algorithm, density in rows(args):
             for seed in range(args.seeds):
                 make(runs, convergence(args, workload, algorithm, density, seed))
-    base = WORKLOADS["digits"].defaults.sgd_lr
+    base = workload_class("digits").defaults.sgd_lr
     for total in BATCHES:
         for times in BATCH_LRS:
             make(runs, batch(args, total, "dense", times * base))
@@ -156,7 +156,7 @@ def convergence_table(
 
     ``measure`` is better where ``sign`` times it is larger.
     """
-    defaults = WORKLOADS[workload].defaults
+    defaults = workload_class(workload).defaults
     clip = f", clip {defaults.clip:g}" if defaults.clip else ""
     lines = [
         "",

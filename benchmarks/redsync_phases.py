@@ -2,7 +2,7 @@
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 
-Simulated by ``sparsync.reproduce.redsync_phases``.
+Simulated by ``sparsync_papers.reproduce.redsync_phases``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparsync.planning.redsync_costs import SelectionTimes
-from sparsync.reproduce.redsync_phases import (
+from sparsync_papers.redsync_costs import SelectionTimes
+from sparsync_papers.reproduce.redsync_phases import (
     CLEAR,
     DENSITY,
     MASK,

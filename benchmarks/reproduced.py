@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from sparsync.reproduce.catalogue import ARTIFACTS
+from sparsync_papers.reproduce.catalogue import ARTIFACTS
 
 
 def lines_of(artifact: dict) -> list[str]:

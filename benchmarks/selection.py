@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from sparsync.bench.selectors import bench_selectors
-from sparsync.bench.selectors_report import tables, write_plot
-from sparsync.bench.selectors_settings import (
+from sparsync.cli.bench.selectors import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
     SelectorSettings,
+    bench_selectors,
     parse_sizes,
+    selector_tables,
+    write_plot,
 )
 from sparsync.kernels import native
 
@@ -39,7 +40,7 @@ def main() -> None:
     for kind in SELECTOR_INPUTS:
         rows = bench_selectors(SelectorSettings(sizes, input=kind))
         assert all(row.correct for row in rows), f"{kind}: not the k largest"
-        Console(file=shown, width=WIDTH).print(tables(rows))
+        Console(file=shown, width=WIDTH).print(selector_tables(rows))
         if kind == SELECTOR_INPUTS[0]:
             write_plot(rows, arguments.out.with_suffix(".png"))
     text = "\n".join(line.rstrip() for line in shown.getvalue().strip().splitlines())

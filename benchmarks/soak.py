@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.bench.launch import RankError, launch
 from sparsync.checkpoint.files import read_file, states_in, whole_checkpoints
+from sparsync.cli.launch import RankError, launch
 
 ALGORITHMS = ("budgeted", "oktopk", "halving")  # of lives in turn; each has its own checkpoints
 RANKS = (4, 3, 2)  # of an algorithm's lives in turn
@@ -77,12 +77,13 @@ class Trainee:
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05, momentum=0.9)
         self.sync = sparsync.attach(
             self.ddp,
-            self.algorithm,
+            algorithm=self.algorithm,
             density=DENSITY,
-            timeout=TIMEOUT,
-            nonfinite="skip",
-            transport="zmq",
-            sentinel=sparsync.Sentinel(period=50, policy="raise", optimizer=self.optimizer),
+            transport=sparsync.Transport("zmq", timeout=TIMEOUT),
+            monitoring=sparsync.Monitoring(
+                nonfinite="skip",
+                sentinel=sparsync.Sentinel(period=50, policy="raise", optimizer=self.optimizer),
+            ),
         )
         if whole_checkpoints(self.folder):
             sparsync.load(self.sync, self.folder, model=self.net, optimizer=self.optimizer)

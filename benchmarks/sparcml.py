@@ -12,8 +12,7 @@ import platform
 from pathlib import Path
 
 import torch
-
-from sparsync.bench.runs import Runs
+from runs import Runs
 
 ENTRIES, BLOCK = 16, 512
 RANKS = 4

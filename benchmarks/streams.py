@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from sparsync.sparse import DenseVector, SparseVector, Vector
-from sparsync.streams import combine, delta
+from sparsync.sparse import DenseVector, SparseVector, Vector, combine, delta
 from sparsync.wire import StreamCodec
 
 SIZE = 1_000_000

@@ -16,9 +16,9 @@ from statistics import fmean
 import torch
 from virtual import Cache, train, workload_of
 
-from sparsync.monitoring import Log, sink_of
+from sparsync.feedback.reducer import Reducer
+from sparsync.monitoring import Calls, Monitor
 from sparsync.presets import oktopk
-from sparsync.reducer import Reducer
 
 RANKS, STEPS, DENSITY, BATCH = 2, 256, 0.01, 8
 PERIODS = (32, 64, 128, "auto")
@@ -90,16 +90,15 @@ def run(spec: dict, bar) -> dict:
         k, size = reducer.quotas[0], reducer.units[0].size
         mine: list[float] = []
         deviations.append(mine)
-        reducer.monitor.log = Log(
-            sink_of(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)), 0)
-        )
-        whole = selector._exactly
+        sink = Calls(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)))
+        reducer.monitor = Monitor(reducer.comm, reducer.units, sink)
+        whole = selector._renew
 
         def counted(*arguments):
             exact.append(reducer.step)
             return whole(*arguments)
 
-        selector._exactly = counted
+        selector._renew = counted
 
     def after_step(reducer: Reducer, comm) -> None:
         reducer.monitor.log.write()

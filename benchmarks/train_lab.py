@@ -22,10 +22,10 @@ from statistics import median
 
 import torch
 
-from sparsync.bench.report import TrainResult, format_bytes, write_json
-from sparsync.bench.shaped import privileged
-from sparsync.bench.train import train
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.cli.output import format_bytes, write_json
+from sparsync.cli.train.command import train
+from sparsync.cli.train.results import TrainResult
+from sparsync.cli.train.settings import TrainSettings
 
 HERE = Path(__file__).parent
 SETTINGS = TrainSettings(
@@ -108,7 +108,7 @@ def main() -> None:
         density=arguments.density,
         target_step=arguments.target_step,
     )
-    privileged(settings.lab)
+    settings.connection().prepare()
     results = train(settings, arguments.algorithms.split(","))
     assert results is not None
     write_json(results, arguments.out.with_suffix(".json"))

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sparsync.bench.launch import launch
-from sparsync.transports.base import Communicator, run
-from sparsync.transports.framing import Raw
-from sparsync.transports.torch import TorchCommunicator
+from sparsync.cli.launch import launch
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import TorchCommunicator
 from sparsync.transports.zmq import ZmqCommunicator
 
 RANKS = (2, 4, 8)

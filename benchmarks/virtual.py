@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync.bench.progress import progress
+from sparsync.cli.output import progress
+from sparsync.cli.workloads import Workload, make_workload
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.presets import Algorithm
-from sparsync.reducer import Reducer
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import plan_units
-from sparsync.warmup import AdaptiveDensity
-from sparsync.workloads import Workload, make_workload
 
 LR_WARMUP_STEPS = 20  # as ``sparsync train``
 MODELS = {"digits": {}, "bytes": {"layers": 2, "width": 96}}

@@ -23,7 +23,7 @@ from sparsync.wire import Codec, Coo, Packed
 SIZE = 14_728_266  # parameters of VGG-16 for CIFAR-10
 DENSITIES = (0.001, 0.01, 0.02)
 RANKS = 8
-CODECS: dict[str, Codec] = {
+CODECS: dict[str, Codec[SparseVector]] = {
     "coo": Coo(),
     "packed, fp32": Packed("fp32"),
     "packed, bf16": Packed("bf16"),
@@ -96,10 +96,10 @@ def time_table(size: int, *, repeats: int) -> str:
     for name, codec in CODECS.items():
         payload = codec.encode(vector).payload
 
-        def encode(codec: Codec = codec) -> object:
+        def encode(codec: Codec[SparseVector] = codec) -> object:
             return codec.encode(vector)
 
-        def decode(codec: Codec = codec, payload: torch.Tensor = payload) -> object:
+        def decode(codec: Codec[SparseVector] = codec, payload: torch.Tensor = payload) -> object:
             return codec.decode(payload, size)
 
         times = [nanoseconds(call, vector.nnz, repeats=repeats) for call in (encode, decode)]

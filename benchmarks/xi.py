@@ -18,9 +18,9 @@ from virtual import Cache, sgd, train, workload_of
 
 from sparsync.collectives import Budgeted
 from sparsync.errors import NonFiniteGradientError
-from sparsync.monitoring import Log, sink_of
+from sparsync.feedback.reducer import Reducer
+from sparsync.monitoring import Calls, Monitor
 from sparsync.presets import Algorithm, dense
-from sparsync.reducer import Reducer
 from sparsync.selection import Exact
 from sparsync.wire import Packed, SparseQsgd
 
@@ -46,9 +46,9 @@ def run(spec: dict, bar) -> dict:
             measured[step] = values["xi"]
 
     def prepare(reducer: Reducer) -> None:
+        sink = Calls(note) if reducer.comm.rank == 0 else None
+        reducer.monitor = Monitor(reducer.comm, reducer.units, sink, reducer.xi_period)
         reducer.monitor.xi.every = 1  # exact
-        if reducer.comm.rank == 0:
-            reducer.monitor.log = Log(sink_of(note, 0))
 
     codec, whole = CODECS.get(spec["values"]), spec["values"] == "dense"
     algorithm = Algorithm("xi", Exact, lambda: Budgeted(codec(), budget=BUDGET))

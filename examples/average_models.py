@@ -1,10 +1,10 @@
-"""Every rank trains alone; every few steps, their models are averaged.
+"""Train a model on every rank, and average the models every few steps.
 
     python examples/average_models.py                                  # one rank
     torchrun --nproc-per-node 4 examples/average_models.py --period 8
 
-The ranks learn one function, each from examples of its own.  ``--checkpoint FOLDER`` saves at the end;
-a second run with more ``--steps`` goes on from there, bit for bit.
+The ranks learn the same function, each from its own samples.  ``--checkpoint FOLDER`` saves at the end;
+a second run with more ``--steps`` continues from there, bit for bit.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from sparsync.averaging import LocalSgd
-from sparsync.launchers import destroy_process_group, detect, init_process_group
+from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train by averaging models.")
-    parser.add_argument("--steps", type=int, default=200, help="local steps, in all")
+    parser.add_argument("--steps", type=int, default=200, help="local steps in total")
     parser.add_argument("--period", type=int, default=4, help="local steps between averages")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument("--checkpoint", type=Path, help="folder, one file per rank")
@@ -29,8 +29,8 @@ def arguments() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    """Train, and say how it went."""
-    torch.manual_seed(0)  # equal models at the start: the averager checks that
+    """Train and print a summary."""
+    torch.manual_seed(0)  # the averager checks that models are equal at the start
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     averager = LocalSgd(model, period=options.period)
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            averager.step()  # the one line
+            averager.step()  # the only new line
             losses.append(loss.item())
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)

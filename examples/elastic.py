@@ -1,11 +1,11 @@
-"""Elastic training: a rank dies, the others go on from the last checkpoint, and nothing is lost.
+"""Elastic training: when a rank dies, the others continue from the last checkpoint; no gradient is lost.
 
-On four machines, the first of which is HOST; with three left, training goes on:
+On four machines, the first of which is HOST; training continues as long as three are left:
 
     torchrun --nnodes 3:4 --nproc-per-node 1 --max-restarts 3
       --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id job examples/elastic.py --folder DIR
 
-DIR is one that all machines see.  ``--crash 25`` lets the last of four ranks die at step 25, to see it.
+All machines must see the folder DIR.  ``--crash 25`` kills the last of four ranks at step 25.
 """
 
 import argparse
@@ -25,7 +25,7 @@ INPUTS, OUTPUTS = 64, 8
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small model that survives its ranks.")
-    parser.add_argument("--folder", required=True, help="of the checkpoints; all ranks see it")
+    parser.add_argument("--folder", required=True, help="for checkpoints; all ranks see it")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--batch-size", type=int, default=96, help="samples per step, of all ranks")
@@ -37,13 +37,13 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model() -> nn.Module:
-    """Build the model; the checkpoint brings its weights when the job restarts."""
+    """Build the model; its weights are loaded from the checkpoint when the job restarts."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(INPUTS, 128), nn.Tanh(), nn.Linear(128, OUTPUTS))
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a step's samples: the same samples, however many ranks there are."""
+    """Return this rank's part of a step's samples, which do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(size, INPUTS, generator=generator)
     targets = (3 * inputs[:, :OUTPUTS]).sin()
@@ -67,7 +67,7 @@ def mean(value: Tensor) -> float:
 
 
 def crash() -> None:
-    """Die as a machine does: without a word, and with the agent that would start this rank again."""
+    """Die as a machine does: without notice, together with the agent that would restart this rank."""
     os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,7 +76,9 @@ def train(options: argparse.Namespace) -> None:
     """Train from the last checkpoint, or from the beginning, to the end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())
-    sync = sparsync.attach(model, density=options.density, timeout=options.timeout)
+    sync = sparsync.attach(
+        model, density=options.density, transport=sparsync.Transport(timeout=options.timeout)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     saved = {"model": model.module, "optimizer": optimizer}
     first = 0
@@ -90,7 +92,7 @@ def train(options: argparse.Namespace) -> None:
             waiting(sync)
     except (
         sparsync.NoCheckpointError
-    ):  # one that cannot be read is not written over: it ends the job
+    ):  # an unreadable checkpoint ends the job instead of being overwritten
         if rank == 0:
             print(f"{world_size} ranks begin", flush=True)
     for step in range(first, options.steps):
@@ -112,7 +114,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Join the ranks that are there, train, part."""
+    """Join the ranks that are available, train, leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks may share this machine
     dist.init_process_group("gloo")

@@ -1,10 +1,10 @@
-"""Accelerate with sparse synchronisation: ``attach`` behind ``prepare``, the rest as ever.
+"""Accelerate with sparse synchronisation: call ``attach`` after ``prepare``; the rest is unchanged.
 
     accelerate launch --cpu --num_processes 2 examples/train_accelerate.py --folder run
     torchrun --nproc-per-node 2 examples/train_accelerate.py --folder run --resume
 
-The first saves at half of its steps; the second goes on from there and ends with the same weights,
-bit for bit.  The model reads this file, byte by byte: nothing is downloaded.
+The first run saves halfway; the second continues from there and ends with the same weights,
+bit for bit.  The model learns to predict the bytes of this file: nothing is downloaded.
 """
 
 import argparse
@@ -19,21 +19,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsync.integrations.accelerate import attach
 
-CONTEXT = 8  # bytes from which the next one is guessed
+CONTEXT = 8  # bytes from which the next one is predicted
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small model with Accelerate.")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in total")
     parser.add_argument("--density", type=float, default=0.02, help="of the gradient, in (0, 1]")
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args()
 
 
 def make_model() -> nn.Module:
-    """Build a model that guesses a byte from those before it."""
+    """Build a model that predicts a byte from those before it."""
     return nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 128), nn.Tanh(),
         nn.Linear(128, 256),
@@ -41,27 +41,27 @@ def make_model() -> nn.Module:
 
 
 def make_loader() -> DataLoader[tuple[Tensor, ...]]:
-    """Load windows of this file and the byte behind each."""
+    """Load windows of this file and the byte after each."""
     windows = torch.tensor(list(Path(__file__).read_bytes())).unfold(0, CONTEXT + 1, 1)
     data = TensorDataset(windows[:, :CONTEXT], windows[:, CONTEXT])
     return DataLoader(data, batch_size=32, shuffle=True, drop_last=True)
 
 
 def digest(model: nn.Module) -> str:
-    """Return a fingerprint of the weights, in which every bit counts."""
+    """Return a fingerprint that any changed bit of the weights changes."""
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
 
 
 def main() -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     options = arguments()
     set_seed(0)
     accelerator = Accelerator(cpu=True)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
-    sync = attach(accelerator, model, density=options.density)  # the one line
+    sync = attach(accelerator, model, density=options.density)  # the only new line
     checkpoint = options.folder / "halfway"
     step, losses = 0, []
     if options.resume:

@@ -1,11 +1,11 @@
-"""Data-parallel training with sparse synchronisation, under whichever launcher there is.
+"""Data-parallel training with sparse synchronisation, under any launcher.
 
     torchrun --nproc-per-node 4 examples/train_ddp.py
     mpiexec -n 4 python examples/train_ddp.py --transport mpi
     sbatch examples/slurm.sbatch                       # srun python examples/train_ddp.py
 
-The model reads this file itself, byte by byte, and learns to guess the next one: nothing is
-downloaded.  On clusters, replace ``batches`` and ``make_model`` by your own.
+The model learns to predict the bytes of this file one by one: nothing is downloaded.
+On clusters, replace ``batches`` and ``make_model`` with your own.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.launchers import destroy_process_group, init_process_group
+from sparsync.transports.launchers import destroy_process_group, init_process_group
 
 
 def arguments() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.05, help="of the gradient, in (0, 1]")
     parser.add_argument("--algorithm", default="budgeted", help="a preset of sparsync")
     parser.add_argument("--transport", default="auto", help="auto, torch, zmq or mpi")
-    parser.add_argument("--context", type=int, default=8, help="bytes from which one is guessed")
+    parser.add_argument("--context", type=int, default=8, help="bytes from which one is predicted")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per rank and step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a rank waits")
@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(context: int) -> nn.Module:
-    """Build a model that guesses a byte from those before it."""
-    torch.manual_seed(0)  # the same weights everywhere; DDP would see to it, too
+    """Build a model that predicts a byte from those before it."""
+    torch.manual_seed(0)  # the same weights everywhere, which DDP would ensure as well
     return nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh(),
         nn.Linear(128, 256),
@@ -45,7 +45,7 @@ def make_model(context: int) -> nn.Module:
 
 
 def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte behind each; every rank draws its own."""
+    """Yield random windows and the byte after each; every rank draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + rank)
@@ -70,14 +70,13 @@ def same_on_all_ranks(model: nn.Module) -> bool:
 
 
 def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     model = DistributedDataParallel(make_model(options.context))
-    sync = sparsync.attach(  # the one line
+    sync = sparsync.attach(  # the only new line
         model,
-        options.algorithm,
+        algorithm=options.algorithm,
         density=options.density,
-        transport=options.transport,
-        timeout=options.timeout,
+        transport=sparsync.Transport(options.transport, timeout=options.timeout),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     data = batches(options.context, options.batch_size, rank)
@@ -103,7 +102,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, part."""
+    """Join the other ranks, train, leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

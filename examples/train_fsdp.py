@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_fsdp.py --shards 2
     torchrun --nproc-per-node 4 examples/train_fsdp.py --shards 2 --ddp    # dense inside, whole models
 
-The model reads this file itself, byte by byte, and learns to guess the next one: nothing is
-downloaded.  Put shards on the fast links, inside a machine, and replicas on the slow ones.
+The model learns to predict the bytes of this file one by one: nothing is downloaded.
+Place shards on the fast links, inside a machine, and replicas on the slow ones.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.launchers import destroy_process_group, init_process_group
+from sparsync.transports.launchers import destroy_process_group, init_process_group
 
 
 def arguments() -> argparse.Namespace:
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--density", type=float, default=0.05, help="of the gradient, in (0, 1]")
     parser.add_argument("--algorithm", default="budgeted", help="a preset of sparsync")
-    parser.add_argument("--context", type=int, default=8, help="bytes from which one is guessed")
+    parser.add_argument("--context", type=int, default=8, help="bytes from which one is predicted")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per rank and step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a rank waits")
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(context: int) -> nn.Sequential:
-    """Build a model that guesses a byte from those before it."""
+    """Build a model that predicts a byte from those before it."""
     torch.manual_seed(0)  # the same weights on all replicas: FSDP2 does not send them
     return nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh(),
@@ -49,7 +49,7 @@ def make_model(context: int) -> nn.Sequential:
 
 
 def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte behind each; every rank draws its own."""
+    """Yield random windows and the byte after each; every rank draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + rank)
@@ -61,15 +61,19 @@ def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, 
 def parallel(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     """Divide the model over the shards, and attach to the replicas."""
     model: nn.Module = make_model(options.context)
-    settings: dict[str, Any] = {"density": options.density, "timeout": options.timeout}
+    settings: dict[str, Any] = {"algorithm": options.algorithm, "density": options.density}
     if options.ddp:
         model = DistributedDataParallel(model)
-        return model, sparsync.attach(model, options.algorithm, hierarchy=mesh, **settings)
+        transport = sparsync.Transport(timeout=options.timeout, hierarchy=mesh)
+        return model, sparsync.attach(model, transport=transport, **settings)
     for layer in model.children():
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh["shard"])  # the sub-mesh: replicas are sparsync's
     fully_shard(model, mesh=mesh["shard"])
-    return model, sparsync.attach(model, options.algorithm, replicate=mesh["replicate"], **settings)
+    transport = sparsync.Transport(timeout=options.timeout)
+    return model, sparsync.attach(
+        model, replicate=mesh["replicate"], transport=transport, **settings
+    )
 
 
 def mean(value: Tensor) -> float:
@@ -80,7 +84,7 @@ def mean(value: Tensor) -> float:
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:
-    """Put the shards together, and compare the replicas bit for bit."""
+    """Join the shards, and compare the replicas bit for bit."""
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     flat = torch.cat([parameter.detach().flatten() for parameter in whole])
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -89,7 +93,7 @@ def same_on_all_ranks(model: nn.Module) -> bool:
 
 
 def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     replicas = world_size // options.shards
     mesh = init_device_mesh(
         "cpu", (replicas, options.shards), mesh_dim_names=("replicate", "shard")
@@ -120,7 +124,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, part."""
+    """Join the other ranks, train, leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

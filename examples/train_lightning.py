@@ -1,10 +1,11 @@
-"""Lightning with sparse synchronisation: one callback, also where ``ddp_comm_hook`` is not used (CPU).
+"""Lightning with sparse synchronisation: one callback, also on CPU, where ``ddp_comm_hook`` is ignored.
 
     python examples/train_lightning.py --folder run
     torchrun --nproc-per-node 2 examples/train_lightning.py --folder run --resume
 
-The first saves after every epoch; the second goes on from the first epoch's checkpoint and ends with
-the same weights, bit for bit.  The model reads this file, byte by byte: nothing is downloaded.
+The first run saves after every epoch; the second continues from the first epoch's checkpoint and ends
+with the same weights, bit for bit.  The model learns to predict the bytes of this file: nothing is
+downloaded.
 """
 
 import argparse
@@ -19,23 +20,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsync.integrations.lightning import SparsyncCallback
 
-CONTEXT = 8  # bytes from which the next one is guessed
+CONTEXT = 8  # bytes from which the next one is predicted
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small model with Lightning.")
-    parser.add_argument("--epochs", type=int, default=2, help="in all")
+    parser.add_argument("--epochs", type=int, default=2, help="in total")
     parser.add_argument("--steps", type=int, default=20, help="batches per epoch")
     parser.add_argument("--density", type=float, default=0.02, help="of the gradient, in (0, 1]")
     parser.add_argument("--devices", type=int, default=2, help="ranks")
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on after the first epoch")
+    parser.add_argument("--resume", action="store_true", help="continue after the first epoch")
     return parser.parse_args()
 
 
 class Reader(lightning.LightningModule):
-    """Guesses a byte from those before it."""
+    """Predicts a byte from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,23 +59,23 @@ class Reader(lightning.LightningModule):
 
 
 def make_loader() -> DataLoader[tuple[Tensor, ...]]:
-    """Load windows of this file and the byte behind each."""
+    """Load windows of this file and the byte after each."""
     windows = torch.tensor(list(Path(__file__).read_bytes())).unfold(0, CONTEXT + 1, 1)
     data = TensorDataset(windows[:, :CONTEXT], windows[:, CONTEXT])
     return DataLoader(data, batch_size=32, shuffle=True, drop_last=True)
 
 
 def digest(model: nn.Module) -> str:
-    """Return a fingerprint of the weights, in which every bit counts."""
+    """Return a fingerprint that any changed bit of the weights changes."""
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
 
 
 def main() -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     options = arguments()
     lightning.seed_everything(0, verbose=False)
-    sparse = SparsyncCallback(density=options.density)  # the one line
+    sparse = SparsyncCallback(density=options.density)  # the only new line
     checkpoints = ModelCheckpoint(options.folder, "{epoch}", save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/train_pipeline.py --stages 2 --schedule 1f1b
 
-Stages that have gone backward for the last time exchange while the others still compute: in the bubble.
-The model reads this file itself, byte by byte, and learns to guess the next one.
+A stage that has finished its last backward pass exchanges while the others still compute, in the bubble.
+The model learns to predict the bytes of this file one by one.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import sparsync
-from sparsync.launchers import destroy_process_group, init_process_group
+from sparsync.transports.launchers import destroy_process_group, init_process_group
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--density", type=float, default=0.05, help="of the gradient, in (0, 1]")
     parser.add_argument("--algorithm", default="budgeted", help="a preset of sparsync")
-    parser.add_argument("--context", type=int, default=8, help="bytes from which one is guessed")
+    parser.add_argument("--context", type=int, default=8, help="bytes from which one is predicted")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per replica and step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a rank waits")
@@ -39,8 +39,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_layers(context: int) -> list[nn.Module]:
-    """Build a model that guesses a byte from those before it."""
-    torch.manual_seed(0)  # the same weights on all replicas: nobody sends them
+    """Build a model that predicts a byte from those before it."""
+    torch.manual_seed(0)  # the same weights on all replicas: they are not sent
     hidden = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())]
     first = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh()]
     return [*first, *hidden, nn.Linear(128, 256)]
@@ -56,7 +56,7 @@ def part(layers: list[nn.Module], stage: int, stages: int) -> nn.Sequential:
 
 
 def batches(context: int, batch_size: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte behind each; every replica draws its own."""
+    """Yield random windows and the byte after each; every replica draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + replica)
@@ -74,7 +74,7 @@ def same_on_all_replicas(stage: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 def train(options: argparse.Namespace, world_size: int) -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     shape = (world_size // options.stages, options.stages)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
     replica, place = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
@@ -87,11 +87,11 @@ def train(options: argparse.Namespace, world_size: int) -> None:
     )
     sync = sparsync.attach(
         layers,
-        options.algorithm,
+        algorithm=options.algorithm,
+        density=options.density,
         replicate=mesh["dp"],
         schedule=schedule,
-        density=options.density,
-        timeout=options.timeout,
+        transport=sparsync.Transport(timeout=options.timeout),
     )
     optimizer = torch.optim.SGD(layers.parameters(), lr=options.lr, momentum=0.9)
     data, means = batches(options.context, options.batch_size, replica), []
@@ -120,7 +120,7 @@ def train(options: argparse.Namespace, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, part."""
+    """Join the other ranks, train, leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py --tensor 2
 
-The model reads this file itself, byte by byte, and learns to guess the next one: nothing is
-downloaded.  Put tensor-parallel ranks on the fastest links, replicas on the slow ones.
+The model learns to predict the bytes of this file one by one: nothing is downloaded.
+Place tensor-parallel ranks on the fastest links, replicas on the slow ones.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparsync
-from sparsync.launchers import destroy_process_group, init_process_group
+from sparsync.transports.launchers import destroy_process_group, init_process_group
 
 
 def arguments() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--density", type=float, default=0.05, help="of the gradient, in (0, 1]")
     parser.add_argument("--algorithm", default="budgeted", help="a preset of sparsync")
-    parser.add_argument("--context", type=int, default=8, help="bytes from which one is guessed")
+    parser.add_argument("--context", type=int, default=8, help="bytes from which one is predicted")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per replica and step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a rank waits")
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 def make_model(context: int, mesh: DeviceMesh) -> nn.Module:
     """Build a model that guesses a byte, its matrices divided over the tensor-parallel ranks."""
-    torch.manual_seed(0)  # the same weights on all replicas: nobody sends them
+    torch.manual_seed(0)  # the same weights on all replicas: they are not sent
     model = nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.LayerNorm(16 * context),
         nn.Linear(16 * context, 128), nn.Tanh(), nn.Linear(128, 256),
@@ -47,7 +47,7 @@ def make_model(context: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def batches(context: int, batch_size: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte behind each; the ranks of a replica draw the same."""
+    """Yield random windows and the byte after each; the ranks of a replica draw the same."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + replica)
@@ -64,7 +64,7 @@ def mean(value: Tensor) -> float:
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:
-    """Put the shards together, and compare bit for bit."""
+    """Join the shards, and compare bit for bit."""
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     flat = torch.cat([parameter.detach().flatten() for parameter in whole])
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -73,16 +73,16 @@ def same_on_all_ranks(model: nn.Module) -> bool:
 
 
 def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     shape = (world_size // options.tensor, options.tensor)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = make_model(options.context, mesh)
-    sync = sparsync.attach(  # the one line
+    sync = sparsync.attach(  # the only new line
         model,
-        options.algorithm,
-        replicate=mesh["dp"],
+        algorithm=options.algorithm,
         density=options.density,
-        timeout=options.timeout,
+        replicate=mesh["dp"],
+        transport=sparsync.Transport(timeout=options.timeout),
     )
     # foreach mixes plain tensors and DTensors in one call, which torch refuses
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, foreach=False)
@@ -109,7 +109,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, part."""
+    """Join the other ranks, train, leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_transformers.py --folder run
     torchrun --nproc-per-node 2 examples/train_transformers.py --folder run --resume
 
-The first saves at half of its steps; the second goes on from there and ends with the same weights,
-bit for bit.  A tiny GPT-2, built here, reads this file byte by byte: nothing is downloaded.
+The first run saves halfway; the second continues from there and ends with the same weights,
+bit for bit.  A tiny GPT-2, built here, learns the bytes of this file: nothing is downloaded.
 """
 
 import argparse
@@ -24,10 +24,10 @@ CONTEXT = 32  # bytes in a window
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small model with the HF Trainer.")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in total")
     parser.add_argument("--density", type=float, default=0.02, help="of the gradient, in (0, 1]")
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint at half")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args()
 
 
@@ -56,13 +56,13 @@ def make_model() -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """Return a fingerprint of the weights, in which every bit counts."""
+    """Return a fingerprint that any changed bit of the weights changes."""
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
 
 
 def main() -> None:
-    """Train, and say how it went."""
+    """Train and print a summary."""
     options = arguments()
     set_seed(0)
     settings = TrainingArguments(
@@ -83,7 +83,7 @@ def main() -> None:
     )
     trainer = Trainer(make_model(), settings, train_dataset=Windows())
     sparse = SparsyncCallback(trainer, density=options.density)
-    trainer.add_callback(sparse)  # the one line
+    trainer.add_callback(sparse)  # the only new line
     start = options.folder / f"checkpoint-{options.steps // 2}"
     trainer.train(resume_from_checkpoint=str(start) if options.resume else None)
     if trainer.is_world_process_zero():

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "dealing.h"
 #include "packed.h"
@@ -23,6 +24,12 @@ constexpr uint64_t header_bytes = 16, count_at = 4;
 
 void check_width(uint64_t width) {
   if (width > packed::size_limit) throw std::invalid_argument("an owner has too many elements");
+}
+
+void check_room(int64_t count, const Room &out) {
+  if (count > out.capacity)
+    throw std::invalid_argument("the output has room for " + std::to_string(out.capacity) +
+                                " entries, and there are " + std::to_string(count));
 }
 
 struct Unpacked {
@@ -196,8 +203,7 @@ int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, i
 }
 
 int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const Entries &mine,
-                       const Style &style, int64_t k, const Scan &scan, int64_t *indices,
-                       float *values) {
+                       const Style &style, int64_t k, const Scan &scan, const Room &out) {
   check_width(style.width);
   Scratch scratch;
   Unpacked all{};
@@ -219,15 +225,16 @@ int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const 
   const int64_t count = merge(streams, static_cast<int64_t>(style.width), scan, places, sums);
   auto *largest = scratch.take<int64_t>(room);
   const int64_t kept = top(sums, count, std::min(k, count), largest, scan);
+  check_room(kept, out);
   for (int64_t i = 0; i < kept; ++i) {
-    indices[i] = places[largest[i]];
-    values[i] = sums[largest[i]];
+    out.indices[i] = places[largest[i]];
+    out.values[i] = sums[largest[i]];
   }
   return kept;
 }
 
 int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &style, uint64_t size,
-                          int64_t k, const Scan &scan, int64_t *indices, float *values) {
+                          int64_t k, const Scan &scan, const Room &out) {
   check_width(style.width);
   Scratch scratch;
   Unpacked all{};
@@ -263,10 +270,11 @@ int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &sty
       std::copy_n(all.values + start, here, chosen + found);
       found += here;
     }
-    scan.sum(slots, chosen, found, static_cast<int64_t>(first * ranks), indices + count,
-             values + count);
-    if (least.ties > 0)
-      found = without_late_ties(least.key, ties, found, indices + count, values + count);
+    check_room(count + found, out);  // a tile is written whole; late ties are dropped afterwards
+    int64_t *indices = out.indices + count;
+    float *values = out.values + count;
+    scan.sum(slots, chosen, found, static_cast<int64_t>(first * ranks), indices, values);
+    if (least.ties > 0) found = without_late_ties(least.key, ties, found, indices, values);
     count += found;
   }
 }

@@ -1,4 +1,4 @@
-// The exchange of packed messages, fused: what wire/base.py composes of dealing, packing and merging,
+// The exchange of packed messages, fused: what wire/parcels.py composes of dealing, packing and merging,
 // without the intermediate tensors.  A rank's entries pass through its caches once.
 #pragma once
 
@@ -39,6 +39,13 @@ struct Parcels {
   float *own_values;
 };
 
+// Where entries are written, and how many fit; more are refused before they are written.
+struct Room {
+  int64_t *indices;
+  float *values;
+  int64_t capacity;
+};
+
 // Deals entries to `world_size` owners and packs a message for each but `own`.  Returns how many are
 // its own; -1, and nothing useful, if a share has more than `limit` entries.
 int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, int64_t limit,
@@ -46,15 +53,15 @@ int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, i
 
 // Sums messages and the own entries (at place `own`; that message is ignored), a left fold in their order,
 // and keeps the `k` largest sums, without zeros.  Returns the count; -1 - i if message i is
-// malformed or of another style.
+// malformed or of another style.  `out` needs room for min(k, width) entries.
 int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const Entries &mine,
-                       const Style &style, int64_t k, const Scan &scan, int64_t *indices,
-                       float *values);
+                       const Style &style, int64_t k, const Scan &scan, const Room &out);
 
 // Joins what every owner sent to one vector of `size` elements, ascending, and of that the `k` largest
 // (ties to the lower index), without zeros.  Returns the count; -1 - i if message i is malformed,
-// of another style or names an element beyond `size`.
+// of another style or names an element beyond `size`.  `out` needs room for min(k + slots_per_tile,
+// entries received): the ties of a tile are dropped after it was written.
 int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &style, uint64_t size,
-                          int64_t k, const Scan &scan, int64_t *indices, float *values);
+                          int64_t k, const Scan &scan, const Room &out);
 
 }  // namespace sparsync

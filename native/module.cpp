@@ -185,6 +185,7 @@ void count_from(Address values, int64_t n, Address keys, int64_t bins, Address c
 
 using RawMessage = std::tuple<Address, uint64_t>;
 using RawStyle = std::tuple<uint64_t, uint64_t, int, uint64_t, uint64_t>;
+using RawRoom = std::tuple<Address, Address, int64_t>;
 
 std::vector<sparsync::Message> messages_of(const std::vector<RawMessage> &raw) {
   std::vector<sparsync::Message> messages;
@@ -196,6 +197,11 @@ std::vector<sparsync::Message> messages_of(const std::vector<RawMessage> &raw) {
 sparsync::Style style_of(const RawStyle &raw) {
   const auto &[first, second, form, block, width] = raw;
   return {{first, second}, form, block, width};
+}
+
+sparsync::Room room_of(const RawRoom &raw) {
+  const auto &[indices, values, capacity] = raw;
+  return {at<int64_t>(indices), at<float>(values), capacity};
 }
 
 int64_t deal_and_pack(Address indices, Address values, int64_t n, int64_t world_size, int64_t own,
@@ -211,17 +217,16 @@ int64_t deal_and_pack(Address indices, Address values, int64_t n, int64_t world_
 }
 
 int64_t unpack_and_sum(const std::vector<RawMessage> &raw, int64_t own, Address indices,
-                       Address values, int64_t n, const RawStyle &style, int64_t k, Address out_indices,
-                       Address out_values, const char *isa) {
+                       Address values, int64_t n, const RawStyle &style, int64_t k,
+                       const RawRoom &out, const char *isa) {
   return sparsync::unpack_and_sum(messages_of(raw), own, {at<int64_t>(indices), at<float>(values), n},
-                                  style_of(style), k, scan_of(isa), at<int64_t>(out_indices),
-                                  at<float>(out_values));
+                                  style_of(style), k, scan_of(isa), room_of(out));
 }
 
 int64_t unpack_and_undeal(const std::vector<RawMessage> &raw, const RawStyle &style, uint64_t size,
-                          int64_t k, Address indices, Address values, const char *isa) {
+                          int64_t k, const RawRoom &out, const char *isa) {
   return sparsync::unpack_and_undeal(messages_of(raw), style_of(style), size, k, scan_of(isa),
-                                     at<int64_t>(indices), at<float>(values));
+                                     room_of(out));
 }
 
 }  // namespace
@@ -237,7 +242,9 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
+  m.attr("interface") = 2;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
+  m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
   m.def("swap_add", &swap_add, released());
   m.def("accumulate", &accumulate, released());

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
+from types import MappingProxyType
 from typing import Any
 
 from site_pages import docstrings
 from site_pages.choosing import NETWORKS, machine_on
 from site_pages.examples import algorithm_program, output_of
-from site_pages.readme import algorithm_rows, linked, table_row
-from sparsync.planning.forms import COLLECTIVES, UNPREDICTABLE, Job
-from sparsync.planning.planner import plan
-from sparsync.planning.predict import predict
-from sparsync.planning.wording import format_bandwidth
-from sparsync.presets import PRESETS, Algorithm, resolve
+from site_pages.tables import algorithm_rows, linked, table_row
+from sparsync.collectives.costs import Job
+from sparsync.cost.planner import plan
+from sparsync.cost.predict import Candidate, bound_words, predict
+from sparsync.cost.wording import format_bandwidth
+from sparsync.presets import PRESETS, Algorithm, preset, resolve
 from sparsync.selection import Everything
 
 __all__ = ["attach_line", "overview", "page", "pages"]
@@ -21,6 +21,10 @@ __all__ = ["attach_line", "overview", "page", "pages"]
 _SIZE = 14_728_266  # VGG-16 on CIFAR-10, as in Ok-Topk's table 1
 _K = 147_283  # 1 %
 _RANKS = (8, 64)
+_UNPREDICTABLE = "it is whichever of the others a plan chooses"
+_BOUNDS = MappingProxyType(
+    {"top-k": "Theorem 3.1", "sum": "Lemmas 5.1 and 5.2", "whole": "Lemma 5.1 where k = n"}
+)
 
 
 def pages() -> dict[str, str]:
@@ -35,7 +39,7 @@ def overview() -> str:
         table_row("name", "from", "words per k", "messages", "against dense, 1 Gbit/s"),
         table_row(*["---"] * 5),
     ]
-    names = sorted(PRESETS, key=lambda name: (name not in COLLECTIVES, _volume(name)))
+    names = sorted(PRESETS, key=lambda name: (_candidate(name) is None, _volume(name), name))
     rows = [table_row(f"[`{name}`]({name}.md)", *_overview_cells(name)) for name in names]
     return "\n".join(
         [
@@ -62,11 +66,12 @@ def page(name: str) -> str:
     """Return the page of one preset."""
     algorithm = resolve(name)
     origin, volume, remark = (linked(cell) for cell in algorithm_rows()[name])
-    documented = docstrings.parts(PRESETS[name])
+    row = preset(name)
+    documented = docstrings.parts(row.make)
     _, *more = documented[""].split("\n\n")
     blocks = [
         f"# {name}",
-        docstrings.summary(PRESETS[name]),
+        docstrings.summary(row.make),
         f"**From:** {origin}" + (f"\n\n**In short:** {remark}" if remark else ""),
         *map(docstrings.as_markdown, more),
         _parts(algorithm),
@@ -91,8 +96,8 @@ def attach_line(name: str) -> str:
     """Return how a training script asks for it."""
     algorithm = resolve(name)
     density = "" if algorithm.make_selector is Everything else ", density=0.01"
-    momentum = ", correction=sparsync.Correction(momentum=0.9)" if algorithm.corrects else ""
-    return f'sync = sparsync.attach(ddp_model, "{name}"{density}{momentum})'
+    momentum = ", correction=sparsync.Correction(momentum=0.9)" if preset(name).corrects else ""
+    return f'sync = sparsync.attach(ddp_model, algorithm="{name}"{density}{momentum})'
 
 
 # ---- parts ------------------------------------------------------------------------------------------
@@ -108,9 +113,10 @@ def _classes(algorithm: Algorithm) -> list[type]:
 
 def _codec(algorithm: Algorithm) -> str:
     collective = algorithm.make_collective()
-    holder: Any = getattr(collective, "terms", collective)
     found = [
-        repr(c) for c in (getattr(collective, "local", None), getattr(holder, "codec", None)) if c
+        repr(c)
+        for c in (getattr(collective, "local", None), getattr(collective, "codec", None))
+        if c
     ]
     return f"`{'`, then `'.join(found)}`" if found else "none of its own"
 
@@ -133,11 +139,10 @@ def _labelled(algorithm: Algorithm, label: str) -> list[str]:
 
 
 def _references(name: str, algorithm: Algorithm) -> list[str]:
-    preset = docstrings.parts(inspect.getmodule(PRESETS[name])).get("References")
-    said = [preset, *(docstrings.parts(part).get("References") for part in _classes(algorithm))]
+    said = [docstrings.parts(part).get("References") for part in _classes(algorithm)]
     return [
         f"- {linked(docstrings.as_markdown(text))}" for text in dict.fromkeys(said) if text
-    ] or ["None: it is ours."]
+    ] or ["None: it is sparsync's own."]
 
 
 # ---- cost -------------------------------------------------------------------------------------------
@@ -145,48 +150,53 @@ def _references(name: str, algorithm: Algorithm) -> list[str]:
 
 def _cost(name: str, algorithm: Algorithm) -> list[str]:
     said = _labelled(algorithm, "Cost")
-    if name not in COLLECTIVES:
-        return [*said, f"It has no closed form of its own: {UNPREDICTABLE[name]}."]
-    form = COLLECTIVES[name]
+    candidate = _candidate(name)
+    if candidate is None:
+        return [*said, f"It has no closed form of its own: {_UNPREDICTABLE}."]
     rows = [
         table_row("P", "words", "words per k", "messages", "turns", "lower bound, words"),
         table_row(*["---"] * 6),
     ]
     for ranks in _RANKS:
         job = Job(_SIZE, _K, ranks)
-        work = form.work(job)
+        cost = candidate.cost(job)
         words = _words(name, ranks)
         cells = (
             f"{words:,.0f}",
             f"{words / _K:.2f}",
-            f"{work.cost.messages:.3g}",
-            f"{work.turns:.3g}",
+            f"{cost.messages:.3g}",
+            f"{cost.turns:.3g}",
         )
-        rows.append(table_row(ranks, *cells, f"{form.bound(job):,.0f}"))
-    bound = docstrings.summary(form.bound).removesuffix(".")
+        rows.append(table_row(ranks, *cells, f"{bound_words(candidate.result, job):,.0f}"))
     return [
         *said,
-        f"The closed form ({linked(form.equation)}) for n = {_SIZE:,} and k = {_K:,}, of the busiest "
-        f"rank, in words of 4 bytes; the bound is that of {bound}. A turn is a wait for others behind "
+        f"The closed form ({linked(candidate.source)}) for n = {_SIZE:,} and k = {_K:,}, of the busiest "
+        f"rank, in words of 4 bytes; the bound is that of {_BOUNDS[candidate.result]}. "
+        "A turn is a wait for others after "
         "work of one's own ([the model](../planning.md#the-model)).",
         "\n".join(rows),
     ]
 
 
 def _words(name: str, ranks: int) -> float:
-    made = predict(name, size=_SIZE, k=_K, world_size=ranks, machine=machine_on("1 Gbit/s"))
-    return made.bytes_sent / 4
+    return resolve(name).candidate.cost(Job(_SIZE, _K, ranks)).words
+
+
+def _candidate(name: str) -> Candidate | None:
+    """Return what the planner sees of a preset; None: it declares no cost."""
+    candidate = resolve(name).candidate
+    return candidate if candidate.predictable else None
 
 
 def _volume(name: str) -> float:
-    return _words(name, 8) if name in COLLECTIVES else 0.0
+    return _words(name, 8) if _candidate(name) else 0.0
 
 
 def _gain(name: str, network: str, ranks: int) -> float:
     """Return how many times as fast as dense a step is predicted to be."""
     machine = machine_on(network)
     dense, made = (
-        predict(collective, size=_SIZE, k=_K, world_size=ranks, machine=machine)
+        predict(resolve(collective).candidate, size=_SIZE, k=_K, world_size=ranks, machine=machine)
         for collective in ("dense", name)
     )
     return dense.seconds / made.seconds
@@ -194,13 +204,14 @@ def _gain(name: str, network: str, ranks: int) -> float:
 
 def _overview_cells(name: str) -> list[str]:
     origin = linked(algorithm_rows()[name][0])
-    if name not in COLLECTIVES:
+    candidate = _candidate(name)
+    if candidate is None:
         return [origin, *["of the chosen one"] * 3]
-    works = [COLLECTIVES[name].work(Job(_SIZE, _K, ranks)) for ranks in _RANKS]
+    costs = [candidate.cost(Job(_SIZE, _K, ranks)) for ranks in _RANKS]
     return [
         origin,
         " / ".join(f"{_words(name, ranks) / _K:.3g}" for ranks in _RANKS),
-        " / ".join(f"{work.cost.messages:.3g}" for work in works),
+        " / ".join(f"{cost.messages:.3g}" for cost in costs),
         " / ".join(f"{_gain(name, '1 Gbit/s', ranks):.2g} x" for ranks in _RANKS),
     ]
 
@@ -211,9 +222,9 @@ def _when(name: str) -> list[str]:
             "Where the network is faster than selection: [the table](../choosing.md) says from where on. "
             "All others are compared with it."
         ]
-    if name not in COLLECTIVES:
+    if _candidate(name) is None:
         return [
-            f"Nothing can be predicted for it alone: {UNPREDICTABLE[name]}. "
+            f"Nothing can be predicted for it alone: {_UNPREDICTABLE}. "
             "[The decision table](../choosing.md) shows what it chooses on typical networks."
         ]
     rows = [table_row("network", *(f"P = {ranks}" for ranks in _RANKS)), table_row(*["---"] * 3)]
@@ -236,9 +247,9 @@ def _limits(name: str) -> str:
     limits = []
     for ranks in _RANKS:
         machine = machine_on("1 Gbit/s")
-        candidates = ("dense", name)
-        rate = plan(_SIZE, ranks, machine, k=_K, candidates=candidates).break_even_bandwidth
-        if COLLECTIVES[name].whole:  # the planner compares dense with what selects
+        candidates = [resolve(one).candidate for one in ("dense", name)]
+        rate = plan(_SIZE, ranks, machine, candidates, k=_K).break_even_bandwidth
+        if candidates[1].result == "whole":  # the planner compares dense with what selects
             gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]
             return "Every element travels." if any(gains) else "Dense is as fast, or faster."
         at = "at any" if rate is None else f"below {format_bandwidth(rate)}" if rate else "at no"
@@ -253,20 +264,13 @@ def _limits(name: str) -> str:
 
 def _options(name: str, algorithm: Algorithm) -> str:
     collective = type(algorithm.make_collective())
-    said = {**docstrings.arguments(collective), **docstrings.arguments(PRESETS[name])}
-    taken = inspect.signature(PRESETS[name]).parameters
+    row = preset(name)
+    said = {**docstrings.arguments(collective), **docstrings.arguments(row.make)}
     rows = [table_row("option", "default", "meaning"), table_row(*["---"] * 3)]
-    listed: dict[str, inspect.Parameter] = {}
-    for parameter in taken.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            listed[parameter.name] = parameter
-            continue
-        more = inspect.signature(collective).parameters
-        listed |= {n: p for n, p in more.items() if n not in listed}
-    for parameter in listed.values():
+    for parameter in row.options.values():
         default = f"`{parameter.default!r}`"
         rows.append(table_row(f"`{parameter.name}`", default, said.get(parameter.name, "")))
-    return "\n".join(rows) if listed else "None."
+    return "\n".join(rows) if row.options else "None."
 
 
 def _example(name: str, algorithm: Algorithm) -> list[str]:
@@ -278,6 +282,6 @@ def _example(name: str, algorithm: Algorithm) -> list[str]:
         f"```python\n{program}```",
         f"```text\n{output_of(program)}```",
     ]
-    if algorithm.corrects:
+    if preset(name).corrects:
         shown.insert(2, "with an optimizer that has no momentum of its own.")
     return shown

@@ -14,9 +14,10 @@ from types import MappingProxyType
 if __name__ == "__main__":  # as a command it is no part of a package
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from site_pages.readme import ROOT, table_row
-from sparsync.planning.machine import Machine
-from sparsync.planning.planner import Plan, plan
+from site_pages.tables import ROOT, table_row
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import Plan, plan
+from sparsync.presets import candidates
 
 __all__ = ["DENSITIES", "NETWORKS", "PAGE", "RANKS", "SIZES", "machine_on", "tables", "written"]
 
@@ -83,7 +84,10 @@ def _by_density() -> str:
         for label, size in SIZES.items():
             for network in NETWORKS:
                 machine = machine_on(network)
-                cells = [_cell(plan(size, ranks, machine, density=density)) for ranks in RANKS]
+                cells = [
+                    _cell(plan(size, ranks, machine, candidates(), density=density))
+                    for ranks in RANKS
+                ]
                 lines.append(table_row(label, network, *cells))
     return "\n".join(lines[1:]) + "\n"
 
@@ -97,6 +101,7 @@ def _by_compute() -> str:
                 SIZES[_COMPUTED_SIZE],
                 _COMPUTED_RANKS,
                 machine_on(network),
+                candidates(),
                 density=_COMPUTED_DENSITY,
                 compute=seconds,
             )
@@ -111,7 +116,7 @@ def _by_turn() -> str:
     lines = _head("network", *(f"{ranks} ranks" for ranks in RANKS))
     for network in NETWORKS:
         machine = machine_on(network, turn=_TURN)
-        made = [plan(SIZES["1 M"], ranks, machine, density=0.01) for ranks in RANKS]
+        made = [plan(SIZES["1 M"], ranks, machine, candidates(), density=0.01) for ranks in RANKS]
         lines.append(table_row(network, *map(_cell, made)))
     return "\n".join(lines) + "\n"
 

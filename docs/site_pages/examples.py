@@ -13,7 +13,7 @@ import torch
 
 import sparsync
 from sparsync.presets import resolve
-from sparsync.reducer import Reducer
+from sparsync.feedback.reducer import Reducer
 from sparsync.units import plan_units
 
 RANKS, N, K = 8, 100_000, 1_000

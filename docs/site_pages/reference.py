@@ -1,4 +1,4 @@
-"""The pages of the API: one per public package, one for the modules beside them; from docstrings.
+"""The pages of the API: one per public package, one for the modules next to them; from docstrings.
 
 Modules are read, not imported: those for MPI or Triton have pages without MPI or Triton.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import sparsync
-from site_pages.readme import ROOT, table_row
+from site_pages.tables import ROOT, table_row
 
 __all__ = ["HIDDEN", "modules", "pages"]
 
@@ -18,12 +18,10 @@ HIDDEN = MappingProxyType(
     {
         "__init__": "its names are on the index",
         "__main__": "the command line",
-        "bench": "the command line",
         "cli": "the command line",
-        "reproduce": "the command line",
     }
 )
-"""What has no page, and why."""
+"""Modules without a page, and why."""
 
 _SOURCE = ROOT / "src" / "sparsync"
 _TOGETHER = "core"  # the modules that are in no package share a page

@@ -9,7 +9,7 @@ import torch
 
 from site_pages import docstrings
 from site_pages.examples import output_of, scheme_program
-from site_pages.readme import ROOT, linked, scheme_rows, table_row
+from site_pages.tables import ROOT, linked, scheme_rows, table_row
 from sparsync import simulate
 from sparsync.averaging.base import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
@@ -96,7 +96,7 @@ def page(name: str) -> str:
 
 
 def _class(name: str) -> type[Averager]:
-    """Return the class behind a scheme with settings."""
+    """Return the class of a scheme with settings."""
     made = SCHEMES[name]
     found: type[Averager] = made.func if isinstance(made, functools.partial) else made  # type: ignore
     return found

@@ -7,11 +7,11 @@ The life of a gradient::
                  |                                      v
               residual <------------retain---------- delivered
 
-* accumulate: ``accumulated = residual + gradient``                     (``sparsync.residual``)
+* accumulate: ``accumulated = residual + gradient``                     (``sparsync.feedback.residual``)
 * select: the entries worth sending                                     (``sparsync.selection``)
 * exchange: sum over ranks; entries travel as bytes     (``sparsync.collectives``, ``sparsync.wire``)
-* retain: ``residual = accumulated - delivered``, nothing is lost       (``sparsync.residual``)
-* apply: ``average = total / world_size``, back into the gradient       (``sparsync.reducer``)
+* retain: ``residual = accumulated - delivered``, nothing is lost       (``sparsync.feedback.residual``)
+* apply: ``average = total / world_size``, back into the gradient       (``sparsync.feedback.reducer``)
 
 One line in a DDP script::
 
@@ -23,8 +23,8 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 
 from sparsync.api import Handle, allreduce, connect, iallreduce
 from sparsync.checkpoint import load, save
+from sparsync.checkpoint.reshard import reshard
 from sparsync.collectives.base import Reduced
-from sparsync.correction import Correction
 from sparsync.errors import (
     CheckpointError,
     CommunicationError,
@@ -37,18 +37,17 @@ from sparsync.errors import (
     SparsyncError,
     WireFormatError,
 )
-from sparsync.integrations.adam import ArrivalAdamW, LocalAdamW
+from sparsync.feedback.correction import Correction
+from sparsync.feedback.schedule import DGC_RAMP, AdaptiveDensity
+from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
 from sparsync.integrations.ddp import DdpSync
 from sparsync.integrations.local_updates import LocalUpdates
-from sparsync.integrations.optimizer import UpdateSpaceAdamW, UpdateSpaceSGD
-from sparsync.integrations.sentinel import Sentinel
-from sparsync.operations import Reduction
+from sparsync.integrations.options import Compression, Monitoring, Sentinel, Transport
 from sparsync.presets import SPARCML_SETTINGS, Algorithm
-from sparsync.resharding import reshard
+from sparsync.reduction import Reduction
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
-from sparsync.warmup import DGC_RAMP, AdaptiveDensity
 
 __version__ = "0.1.0.dev0"
 
@@ -57,9 +56,9 @@ __all__ = [
     "SPARCML_SETTINGS",
     "AdaptiveDensity",
     "Algorithm",
-    "ArrivalAdamW",
     "CheckpointError",
     "CommunicationError",
+    "Compression",
     "ConfigurationError",
     "Correction",
     "DdpSync",
@@ -70,6 +69,7 @@ __all__ = [
     "Links",
     "LocalAdamW",
     "LocalUpdates",
+    "Monitoring",
     "NoCheckpointError",
     "NonFiniteGradientError",
     "PeerError",
@@ -78,8 +78,7 @@ __all__ = [
     "Sentinel",
     "SparseVector",
     "SparsyncError",
-    "UpdateSpaceAdamW",
-    "UpdateSpaceSGD",
+    "Transport",
     "WireFormatError",
     "allreduce",
     "attach",

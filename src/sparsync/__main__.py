@@ -1,6 +1,6 @@
 """``python -m sparsync``: the command line."""
 
-from sparsync.cli import main
+from sparsync.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -10,25 +10,25 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from sparsync.collectives.agreement import agree
 from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError, DeadlineError
-from sparsync.launchers import connect_mpi
-from sparsync.operations import SUM, Reduction, reduction
-from sparsync.presets import PRESETS, Algorithm, options_of, resolve
-from sparsync.sparse import DenseVector, SparseVector, Vector
-from sparsync.transports.base import Communicator, Operation, run
-from sparsync.transports.engine import Engine
-from sparsync.transports.solo import SoloCommunicator
-from sparsync.vectors import as_vector
+from sparsync.presets import Algorithm, options_of, presets, resolve
+from sparsync.reduction import SUM, Reduction, reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.connect import check_transport, connect_group
+from sparsync.transports.driver import Engine, Operation, run
+from sparsync.transports.launchers import connect_mpi
 
 __all__ = ["Handle", "allreduce", "connect", "iallreduce"]
 
 _MOST_OUTSTANDING = 1024  # calls under way at once; each has a channel of its own
+_Program = Callable[[Communicator], Coroutine[Operation, None, Reduced]]
 
 
 def connect(
-    timeout: float = 300.0, *, transport: str = "torch", curve_keys: Path | str | None = None
+    timeout: float = 300.0, *, transport: str = "auto", curve_keys: Path | str | None = None
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
@@ -36,8 +36,8 @@ def connect(
 
     Args:
         timeout: seconds that any wait may take before it fails with an error.
-        transport: "torch" (the group's own backend), "zmq" (sockets of its own: ``close`` it) or
-            "mpi" (a communicator of its own: ``close`` it).
+        transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (sockets
+            of its own: ``close`` it) or "mpi" (a communicator of its own: ``close`` it).
         curve_keys: folder with one certificate per rank, for an encrypted zmq.
 
     Example:
@@ -45,8 +45,6 @@ def connect(
         >>> comm.rank, comm.world_size
         (0, 1)
     """
-    from sparsync.transports.connect import check_transport, connect_group
-
     check_transport(transport, curve_keys)
     if not (dist.is_available() and dist.is_initialized()):
         return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
@@ -64,12 +62,12 @@ def allreduce(
 ) -> Reduced:
     """Reduce a vector over ranks, once; every rank calls it.
 
-    Stateless: every call is an exact step (thresholds and boundaries are made anew).  Training keeps
-    them from step to step: use ``attach``.
+    Stateless: every call is an exact step, with new thresholds and boundaries.  Training keeps them
+    from step to step: use ``attach``.
 
     Args:
-        vector: a 1-D tensor or NumPy array, a ``scipy.sparse`` vector, a dense or sparse vector of
-            ours.  Size and dtype are equal on all ranks.
+        vector: a 1-D tensor or NumPy array, a ``scipy.sparse`` vector, a ``DenseVector`` or
+            ``SparseVector``.  Size and dtype are equal on all ranks.
         comm: from ``connect``; a simulated communicator cannot block (see ``sparsync.simulate``).
         algorithm: a preset's name or an ``Algorithm``.  Default: with ``k`` "budgeted"; without,
             "sparcml-auto", which loses nothing and takes any dtype and operation.
@@ -97,7 +95,7 @@ def allreduce(
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):  # one thread owns the sockets from then on
         return iallreduce(vector, comm, algorithm, k=k, op=op, **options).wait()
-    return run(_prepare(vector, algorithm, k, op, options).reduce(comm))
+    return run(_prepare(vector, algorithm, k, op, options)(comm))
 
 
 def iallreduce(
@@ -133,7 +131,7 @@ def iallreduce(
     call = _prepare(vector, algorithm, k, op, options)
     background = comm.companions.setdefault("background", _Background())
     assert isinstance(background, _Background)
-    return background.start(lambda tag: call.reduce(comm.channel(tag)))
+    return background.start(call, comm)
 
 
 @final
@@ -175,18 +173,16 @@ class _Background:
         self._open: list[Future[Reduced]] = []
         self._calls = 0
 
-    def start(self, program: Any) -> Handle:
-        """Start ``program(tag)`` on the next channel; the count of calls is equal on all ranks."""
+    def start(self, program: _Program, comm: Communicator) -> Handle:
+        """Start a program on the next channel; the count of calls is equal on all ranks."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of their handles first"
             )
-        coroutine: Coroutine[Operation, None, Reduced] = program(
-            1 + self._calls % (2 * _MOST_OUTSTANDING)
-        )
+        channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
-        self._open.append(self._engine.submit(coroutine))
+        self._open.append(self._engine.submit(program(channel)))
         return Handle(self._open[-1])
 
     def close(self) -> None:
@@ -197,28 +193,14 @@ class _Background:
 # ---- one call --------------------------------------------------------------------------------------
 
 
-class _Call:
-    """A checked call: what is reduced, by what."""
-
-    def __init__(
-        self, ready: Vector, algorithm: Algorithm, k: int, facts: dict[str, object]
-    ) -> None:
-        self.ready, self.algorithm, self.k, self.facts = ready, algorithm, k, facts
-
-    async def reduce(self, comm: Communicator) -> Reduced:
-        """Compare the call with all ranks, then do it."""
-        await agree(comm, self.facts)
-        return await self.algorithm.make_collective().reduce(comm, self.ready, self.k, step=0)
-
-
 def _prepare(
     vector: Any,
     algorithm: str | Algorithm | None,
     k: int | None,
     op: str | Reduction,
     options: dict[str, Any],
-) -> _Call:
-    """Check the arguments; select."""
+) -> _Program:
+    """Check the arguments and select; return what compares the call with all ranks and reduces."""
     given, operation = as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
@@ -227,12 +209,12 @@ def _prepare(
         )
     if k is not None and operation is not SUM:
         raise ConfigurationError(
-            f"k goes with sums, not with '{operation.name}': the largest entries of a vector say "
-            "nothing about it; leave k away"
+            f"k works with sums, not with '{operation.name}': the largest entries of a vector say "
+            "nothing about it; omit k"
         )
     wanted = algorithm or ("sparcml-auto" if k is None else "budgeted")
     chosen = resolve(wanted, **_filled_in(wanted, k, operation, options))
-    most = given.size if k is None else k
+    ready, most = _select(given, chosen, k, operation), given.size if k is None else k
     facts = {
         "size": given.size,
         "dtype": given.values.dtype,
@@ -241,7 +223,12 @@ def _prepare(
         "k": most,
         "options": sorted(options.items(), key=lambda item: item[0]),
     }
-    return _Call(_select(given, chosen, k, operation), chosen, most, facts)
+
+    async def reduce(comm: Communicator) -> Reduced:
+        await agree(comm, facts)
+        return await chosen.make_collective().reduce(comm, ready, most, step=0)
+
+    return reduce
 
 
 def _filled_in(
@@ -255,7 +242,7 @@ def _filled_in(
     if operation is not SUM:
         if "op" not in known:
             name = algorithm if isinstance(algorithm, str) else algorithm.name
-            general = ", ".join(name for name in sorted(PRESETS) if "op" in options_of(name))
+            general = ", ".join(name for name in sorted(presets()) if "op" in options_of(name))
             raise ConfigurationError(
                 f"{name} sums, and knows no '{operation.name}'; choose one of {general}"
             )

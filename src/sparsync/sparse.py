@@ -1,36 +1,49 @@
-"""The two forms of a vector on its way through a step: sparse and dense.
+"""Vectors in their two forms, sparse and dense, and the operations on both.
 
 ``SparseVector`` is the currency of the library: selectors make it, codecs turn it into bytes,
-collectives sum it.  ``DenseVector`` is the same vector where sparsity no longer pays.
+collectives sum it.  ``DenseVector`` is the same vector where sparsity no longer pays: a sparse stream
+(SparCML, section 5.1) is sparse up to that point and dense from there.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
+from sparsync.reduction import SUM, Reduction
 
-__all__ = ["DenseVector", "SparseVector", "Vector"]
+__all__ = [
+    "DenseVector",
+    "SparseVector",
+    "Vector",
+    "as_vector",
+    "combine",
+    "delta",
+    "densify",
+    "fold",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class SparseVector:
     """A vector of ``size`` elements of which ``nnz`` are stored; absent elements are neutral.
 
-    Neutral is 0, except where another operation than the sum is at work (``sparsync.operations``).
+    Neutral is 0, except where another operation than the sum is at work (``sparsync.reduction``).
 
     Attributes:
         indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
 
-    The constructor trusts its arguments (it is on the hot path); ``check`` verifies them.
+    The constructor checks types alone (it is on the hot path); ``check`` verifies the elements.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 3.0, 0.0, -1.0]))
@@ -41,6 +54,17 @@ class SparseVector:
     indices: Tensor
     values: Tensor
     size: int
+
+    def __post_init__(self) -> None:
+        if not (
+            isinstance(self.indices, Tensor)
+            and isinstance(self.values, Tensor)
+            and isinstance(self.size, int)
+        ):
+            kinds = ", ".join(type(x).__name__ for x in (self.indices, self.values, self.size))
+            raise ConfigurationError(
+                f"SparseVector: indices, values and size are {kinds}; give two tensors and an int"
+            )
 
     @staticmethod
     def empty(size: int, like: Tensor) -> SparseVector:
@@ -236,3 +260,160 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     if kernels.find(values, infinity, 0) is not None:
         return None
     return int((~torch.isfinite(values)).nonzero()[0])
+
+
+# ---- streams: sparse as long as that pays ---------------------------------------------------------
+
+
+def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
+    """Return the most entries for which sparse takes no more bytes than dense: ``N i / (c + i)``.
+
+    Args:
+        size: number of elements N.
+        value_bytes: of one value (isize).
+        index_bytes: of one index (c).
+
+    Example:
+        >>> delta(1000, value_bytes=4), delta(1000, value_bytes=8)
+        (500, 666)
+
+    References: SparCML, section 5.1.
+    """
+    return size * value_bytes // (index_bytes + value_bytes)
+
+
+def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
+    """Return ``a operation b``: sparse if both are and the result surely is, else dense.
+
+    Args:
+        a: the left operand (matters to operations that do not commute); not modified.
+        b: the right operand, of the same size and dtype; not modified.
+        operation: what is absent is its neutral element.
+        limit: most entries of a sparse result, whose number is bounded by ``|a| + |b|`` (the size
+            of the union is costly); None: two sparse vectors give a sparse one.
+
+    Cost: O(|a| + |b|) where both are sparse; disjoint supports, one after the other, are joined.
+
+    Example:
+        >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
+        >>> combine(a, b).nnz, combine(a, b, limit=2)
+        (2, DenseVector(values=tensor([3., 0., 3.])))
+    """
+    if isinstance(a, SparseVector) and isinstance(b, SparseVector):
+        if limit is None or a.nnz + b.nnz <= limit:
+            return _combine_sparse(a, b, operation)
+        a = densify(a, operation)
+    if isinstance(a, DenseVector) and isinstance(b, DenseVector):
+        return DenseVector(operation.apply(a.values, b.values))
+    if isinstance(a, DenseVector):
+        assert isinstance(b, SparseVector)
+        values = a.values.clone()
+        values[b.indices] = operation.apply(values[b.indices], b.values)
+        return DenseVector(values)
+    assert isinstance(b, DenseVector)
+    values = b.values.clone()
+    values[a.indices] = operation.apply(a.values, values[a.indices])
+    return DenseVector(values)
+
+
+def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
+    """Return ``((v0 op v1) op v2) ...``, dense from where the number of entries may exceed ``limit``.
+
+    Sparse sums are one merge; the result is that of the left fold, bit for bit.
+
+    Example:
+        >>> ones = SparseVector.from_dense(torch.ones(2))
+        >>> fold([ones, ones, ones]).to_dense().tolist()
+        [3.0, 3.0]
+    """
+    vectors = list(vectors)
+    sparse = [v for v in vectors if isinstance(v, SparseVector)]
+    few = limit is None or sum(v.nnz for v in sparse) <= limit
+    if operation is SUM and few and len(sparse) == len(vectors):
+        return SparseVector.merge(sparse)
+    return functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
+
+
+def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
+    """Store all elements: what is absent is the operation's neutral element."""
+    if isinstance(vector, DenseVector):
+        return vector
+    return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
+
+
+def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
+    if a.nnz == 0 or b.nnz == 0:
+        return b if a.nnz == 0 else a
+    if bool(a.indices[-1] < b.indices[0]):
+        return SparseVector.join([a, b])
+    if operation is SUM:
+        return SparseVector.merge([a, b])
+    union = torch.unique(torch.cat([a.indices, b.indices]))
+    neutral = operation.neutral(a.values.dtype)
+    left, right = (a.values.new_full((union.numel(),), neutral) for _ in range(2))
+    left[torch.searchsorted(union, a.indices)] = a.values
+    right[torch.searchsorted(union, b.indices)] = b.values
+    values = operation.apply(left, right)
+    stored = values != neutral
+    return SparseVector(union[stored], values[stored], a.size)
+
+
+# ---- vectors of users ---------------------------------------------------------------------------
+
+
+def as_vector(vector: Any) -> Vector:
+    """Return a dense or a sparse vector of the same elements; memory is shared where it can be.
+
+    Args:
+        vector: a 1-D tensor or NumPy array; a ``scipy.sparse`` array or matrix with one row, one
+            column or one dimension (duplicates are summed); a ``SparseVector`` or ``DenseVector``.
+
+    Raises:
+        ConfigurationError: anything else, or another shape.
+
+    Example:
+        >>> import numpy as np
+        >>> as_vector(np.array([1.0, 0.0], dtype=np.float32)).values
+        tensor([1., 0.])
+    """
+    if isinstance(vector, SparseVector):
+        return vector.check()
+    if isinstance(vector, DenseVector):
+        return DenseVector(_flat(vector.values))
+    if isinstance(vector, Tensor):
+        return DenseVector(_flat(vector.detach()))  # a sum over ranks is not differentiated
+    if hasattr(vector, "tocoo") and hasattr(vector, "shape"):
+        return _from_scipy(vector)
+    if hasattr(vector, "__array_interface__"):
+        try:
+            return DenseVector(_flat(torch.as_tensor(vector)))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"the array has dtype {vector.dtype}; convert it to a numeric dtype"
+            ) from error
+    raise ConfigurationError(
+        f"got {type(vector).__name__}; give a 1-D tensor or NumPy array, a scipy.sparse vector, a "
+        "SparseVector or a DenseVector"
+    )
+
+
+def _flat(values: Tensor) -> Tensor:
+    if values.dim() != 1:
+        raise ConfigurationError(f"the tensor has shape {tuple(values.shape)}; flatten it first")
+    return values
+
+
+def _from_scipy(vector: Any) -> SparseVector:
+    shape = tuple(vector.shape)
+    if len(shape) > 2 or (len(shape) == 2 and 1 not in shape):
+        raise ConfigurationError(
+            f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"
+        )
+    coo = vector.tocoo()
+    along = coo.coords[0] if len(shape) == 1 else (coo.col if shape[0] == 1 else coo.row)
+    size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    indices, values = torch.as_tensor(along).to(torch.int64), torch.as_tensor(coo.data)
+    unique, at = torch.unique(indices, return_inverse=True)
+    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
+    stored = summed != 0
+    return SparseVector(unique[stored], summed[stored], size)

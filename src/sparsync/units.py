@@ -1,6 +1,6 @@
 """Units: the fixed runs of parameters that are selected and exchanged together.
 
-They follow registration order and are ours, whatever DDP's buckets are and however it rebuilds
+They follow registration order, whatever DDP's buckets are and however it rebuilds
 them.  One unit = the whole model is the papers' semantics.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Slot", "Unit", "plan_units"]
+__all__ = ["Slot", "Unit", "check_same_parameters", "output_parameters", "plan_units"]
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,45 @@ def plan_units(
             units.append(Unit(tuple(open_runs.pop(kind)), *kind))
     units.extend(Unit(tuple(run), *kind) for kind, run in open_runs.items())
     return units
+
+
+def output_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of the module that was registered last: the output layer.
+
+    Example:
+        >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        ['2.weight', '2.bias']
+    """
+    everywhere = list(model.named_parameters(remove_duplicate=False))  # a tied weight: everywhere
+    last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    return [names[id(p)] for name, p in everywhere if name.rpartition(".")[0] == last]
+
+
+def check_same_parameters(
+    model: nn.Module, exchanged: Iterable[Tensor], ignored: Collection[Tensor] = ()
+) -> None:
+    """Refuse a model that trains what is not exchanged: thawed, added or replaced since.
+
+    Args:
+        model: the plain module, as it is now.
+        exchanged: the parameters that were agreed on.
+        ignored: others that may train alone.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+
+    Example:
+        >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
+        >>> model.bias = nn.Parameter(torch.zeros(1))
+        >>> try: check_same_parameters(model, exchanged)
+        ... except ConfigurationError as error: str(error).split(";")[0]
+        "'bias' trains now but was frozen or not there when the exchange was set up"
+    """
+    known = {*exchanged, *ignored}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise ConfigurationError(
+                f"'{name}' trains now but was frozen or not there when the exchange was set up; ranks "
+                "would drift apart in it: set up again (for DDP: wrap again, then attach)"
+            )

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sparsync.bench.measure import SimulatedRanks
-from sparsync.collectives.balance_gather import balance_and_allgatherv
-from sparsync.planning import costs
+from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives.oktopk.balance_gather import balance_and_allgatherv
+from sparsync.collectives.oktopk.phases import gather
 from sparsync.presets import oktopk
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, simulate
@@ -102,7 +102,7 @@ def test_balance_and_allgatherv_stay_below_4k(world_size):
     counts = [0] * world_size
     counts[world_size // 2] = k
     simulation = gathered(counts, trigger=4.0)
-    form = costs.balance_and_allgatherv(k, world_size, balanced=True)
+    form = gather(k, world_size, balanced=True)
     assert words(simulation) == pytest.approx(form.words, rel=0.001)
     assert words(simulation) < 4 * k * (world_size - 1) / world_size
     assert messages(simulation) <= world_size + 2 * (world_size - 1).bit_length()

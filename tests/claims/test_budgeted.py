@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives import Budgeted
-from sparsync.planning import costs
+from sparsync.collectives.costs import Job, lower_bound_words
 from sparsync.presets import budgeted
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
@@ -31,7 +32,7 @@ def test_budgeted_volume_is_below_the_lower_bound_for_coo(world_size, kind):
     k = ranks.case.k
     for _ in range(3):
         simulation = ranks.step()
-        assert words(simulation) <= costs.lower_bound_words(k, world_size)
+        assert words(simulation) <= lower_bound_words(k, world_size)
         reduced = int(sum(e.selected.to_dense() for e in simulation.results).count_nonzero())
         for evidence in simulation.results:
             assert evidence.selected.nnz == min(k, int(evidence.accumulated.count_nonzero()))
@@ -42,7 +43,7 @@ def test_budgeted_volume_is_below_the_lower_bound_for_coo(world_size, kind):
 def test_its_cost_form_is_what_it_sends(values):
     algorithm = budgeted(codec=Packed(values))
     ranks = SimulatedRanks(Case(algorithm, 8, SIZE, DENSITY, "uniform"))
-    expected = costs.budgeted(ranks.case.k, SIZE, 8, codec=Packed(values)).words
+    expected = Budgeted(Packed(values)).cost(Job(SIZE, ranks.case.k, 8)).words
     for _ in range(2):
         assert words(ranks.step()) == pytest.approx(
             expected, rel=0.06

@@ -7,10 +7,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsync import SparseVector, kernels
-from sparsync.residual import Residual
+from sparsync.cli.workloads.byte_transformer import ByteTransformer
+from sparsync.cli.workloads.text import ByteText
+from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact
-from sparsync.workloads.byte_transformer import ByteTransformer
-from sparsync.workloads.text import ByteText
 
 SIZE = 40_000
 DENSITIES = (0.0001, 0.001, 0.01, 0.1)
@@ -34,11 +34,11 @@ class Feedback:
 
     def feed(self, gradient):
         """Do a step; check that the selection is the exact top-k."""
-        watch = self.selector.watch(self.k, self.step, torch.float32)
-        self.residual.accumulate(0, gradient.clone(), watch)
+        collect = self.selector.collect_from(self.k, self.step, torch.float32)
+        self.residual.accumulate(0, gradient.clone(), *collect or ())
         accumulated = self.residual.accumulated
-        found = self.residual.found(watch)
-        selected = self.selector.select(accumulated, self.k, self.step, found).check()
+        collected = self.residual.collected(*collect) if collect else None
+        selected = self.selector.select(accumulated, self.k, self.step, collected).check()
         assert selected.nnz == min(self.k, int(accumulated.count_nonzero()))
         order = accumulated.abs().sort(descending=True, stable=True).indices[: selected.nnz]
         assert torch.equal(selected.indices, order.sort().values)

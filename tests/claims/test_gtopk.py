@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.gtopk import GTopk
 from sparsync.presets import Algorithm
 from sparsync.selection import Exact

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from sparsync.bench.measure import Case, SimulatedRanks
-from sparsync.planning import costs
-from sparsync.wire import Packed
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives import Halving
+from sparsync.collectives.costs import Job
 
 from .measured import ADVERSARIAL, EXCHANGEABLE, words
 
@@ -18,7 +19,7 @@ SIZE, DENSITY = 256_000, 0.01
 def test_halving_sends_log_p_messages_and_o_k_words(world_size, kind):
     ranks = SimulatedRanks(Case("halving", world_size, SIZE, DENSITY, kind))
     k = ranks.case.k
-    bound = costs.halving(k, SIZE, world_size)
+    bound = Halving().cost(Job(SIZE, k, world_size))
     for _ in range(2):
         simulation = ranks.step()
         sent = {ledger.total().messages_sent for ledger in simulation.ledgers}
@@ -33,7 +34,7 @@ def test_the_cost_form_is_tight():
     ranks = SimulatedRanks(Case("halving", 8, SIZE, DENSITY, "uniform"))
     for _ in range(2):
         sent = words(ranks.step())
-        assert sent >= 0.9 * costs.halving(ranks.case.k, SIZE, 8, codec=Packed()).words
+        assert sent >= 0.9 * Halving().cost(Job(SIZE, ranks.case.k, 8)).words
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(4, 0.85), (16, 0.5)])

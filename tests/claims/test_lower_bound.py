@@ -6,7 +6,8 @@ top-k values are uniformly distributed among P workers."
 
 import pytest
 
-from sparsync.planning import costs
+from sparsync.collectives.costs import lower_bound_words
+from sparsync.collectives.oktopk.phases import bound_words
 from sparsync.presets import oktopk
 
 from .measured import (
@@ -38,7 +39,7 @@ def entries_of_a_step(world_size, boundaries):
 @pytest.mark.parametrize("world_size", RANKS)
 def test_theorem_3_1_case_reaches_the_lower_bound(world_size):
     k = k_for(world_size)
-    bound = costs.lower_bound_words(k, world_size)
+    bound = lower_bound_words(k, world_size)
     assert bound == 2 * k * (world_size - 1) / world_size
     sent, received, _ = entries_of_a_step(world_size, "histogram")
     # who owns a little more than k / P of the result receives a little less than the average
@@ -56,7 +57,7 @@ def test_averaged_boundaries_miss_the_lower_bound_by_far(world_size, in_the_spli
     (simulation,) = steps(oktopk(boundaries="average"), world_size, "matching", 1)
     received = max(entry_words_received(t, t.messages_received) for t in phase(simulation, "split"))
     assert received / k == pytest.approx(in_the_split, rel=0.02)
-    assert words(simulation) > costs.oktopk_bound_words(k, world_size, exchangeable=False)
+    assert words(simulation) > bound_words(k, world_size, exchangeable=False)
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -65,4 +66,4 @@ def test_no_input_goes_below_the_lower_bound(kind, world_size):
     k = k_for(world_size)
     (simulation,) = steps("oktopk", world_size, kind, 1)
     assert simulation.results[0].total.nnz == k
-    assert words(simulation) >= costs.lower_bound_words(k, world_size)
+    assert words(simulation) >= lower_bound_words(k, world_size)

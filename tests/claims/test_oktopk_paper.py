@@ -6,10 +6,10 @@ thresholds, when the ranks' inputs are exchangeable (averaged boundaries suppose
 
 import pytest
 
-from sparsync.planning import costs
+from sparsync.collectives.oktopk.phases import averaged_cuts, equation_3
 from sparsync.presets import oktopk_paper
 
-from .measured import EXCHANGEABLE, k_for, phase, phases, steps, words
+from .measured import EXCHANGEABLE, exact_step, k_for, phase, phases, published_step, steps, words
 
 THRESHOLD_PERIOD = 4
 REPARTITION = 8
@@ -40,8 +40,8 @@ def test_oktopk_paper_volume_is_below_6_words_per_selected_entry(kind, world_siz
         selected, kept = taken(simulation)
         if step % THRESHOLD_PERIOD:
             most = max(selected, kept)
-            assert words(simulation) <= costs.equation_3(most, world_size).words
-            form = costs.oktopk_paper(selected, kept, world_size)
+            assert words(simulation) <= equation_3(most, world_size).words
+            form = published_step(selected, kept, world_size)
             assert words(simulation) == pytest.approx(form.words, rel=0.04)
 
 
@@ -51,8 +51,8 @@ def test_exact_steps_exceed_the_claim_and_have_their_own_cost(kind, world_size):
     """Algorithm 1, line 10 allgathers all reduced entries: up to 2 min(kP, n) words."""
     k = k_for(world_size)
     _, simulation = next(published(world_size, kind, 1))
-    assert words(simulation) > costs.equation_3(k, world_size).words
-    form = costs.oktopk_paper(k, k, world_size, reduced=reduced(simulation), repartition=True)
+    assert words(simulation) > equation_3(k, world_size).words
+    form = exact_step(k, reduced(simulation), world_size)
     assert words(simulation) == pytest.approx(form.words, rel=0.04)
 
 
@@ -63,7 +63,7 @@ def test_supports_that_do_not_look_alike_exceed_the_claim(world_size):
         if step == 0:
             continue
         selected, _ = taken(simulation)
-        assert words(simulation) > costs.equation_3(selected, world_size).words
+        assert words(simulation) > equation_3(selected, world_size).words
 
 
 def test_reused_thresholds_exceed_any_bound_per_requested_k():
@@ -82,6 +82,6 @@ def test_boundaries_are_agreed_by_an_allreduce_of_p_elements_every_tau_steps(wor
         if step % REPARTITION:
             assert "boundaries" not in phases(simulation)
         else:
-            form = costs.allreduce(world_size - 1, world_size, costs.COUNT_BYTES)
+            form = averaged_cuts(world_size)
             assert {t.received for t in traffic} == {form.nbytes}
             assert {t.messages_sent for t in traffic} == {form.messages}

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from sparsync.collectives import OkTopk
-from sparsync.planning import costs
+from sparsync.collectives.costs import lower_bound_words
+from sparsync.collectives.oktopk.phases import bound_words, histogram
 from sparsync.presets import oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 
-from .measured import ADVERSARIAL, EXCHANGEABLE, RANKS, k_for, steps, words
+from .measured import ADVERSARIAL, EXCHANGEABLE, RANKS, k_for, oktopk_step, steps, words
 
 REPARTITION = 3  # steps 0 and 3 cut regions anew, 1 and 2 reuse them
 STEPS = 4
@@ -25,7 +26,7 @@ STEPS = 4
 def test_oktopk_volume_is_below_6k(kind, world_size):
     # permuting the ranks of these inputs changes nothing: the paper's own 6 k (P - 1) / P
     k = k_for(world_size)
-    bound = costs.oktopk_bound_words(k, world_size, exchangeable=True)
+    bound = bound_words(k, world_size, exchangeable=True)
     assert bound == 6 * k * (world_size - 1) / world_size
     for simulation in steps(oktopk(repartition_period=REPARTITION), world_size, kind, STEPS):
         assert words(simulation) <= bound
@@ -47,7 +48,7 @@ TAKES_ALL = pytest.mark.xfail(
 def test_oktopk_volume_is_below_6k_on_adversarial_inputs(kind, world_size):
     # a rank may own nothing of what it selected, and another one all that is kept
     k = k_for(world_size)
-    bound = costs.oktopk_bound_words(k, world_size, exchangeable=False)
+    bound = bound_words(k, world_size, exchangeable=False)
     assert bound == pytest.approx(6 * k - 4 * k / world_size)
     for simulation in steps(oktopk(repartition_period=REPARTITION), world_size, kind, STEPS):
         assert words(simulation) <= bound
@@ -60,9 +61,9 @@ def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
     back: 4 k words are the bound 6 k - 4 k / P and the entries alone take it.
     """
     k = k_for(2)
-    bound = costs.oktopk_bound_words(k, 2, exchangeable=False)
+    bound = bound_words(k, 2, exchangeable=False)
     assert bound == 4 * k
-    overhead = 2 * costs.histogram(k, 2, refinements=3).words + 16
+    overhead = 2 * histogram(k, 2, refinements=3).words + 16
     for simulation in steps(oktopk(repartition_period=REPARTITION), 2, "dominated", STEPS):
         assert bound < words(simulation) <= bound + overhead
 
@@ -71,7 +72,7 @@ def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
 @pytest.mark.parametrize("kind", ["one-region", "dominated"])
 def test_oktopk_volume_is_below_6k_for_other_numbers_of_ranks(kind, world_size):
     k = k_for(world_size)
-    bound = costs.oktopk_bound_words(k, world_size, exchangeable=kind == "one-region")
+    bound = bound_words(k, world_size, exchangeable=kind == "one-region")
     for simulation in steps(oktopk(repartition_period=2), world_size, kind, 3):
         assert words(simulation) <= bound
 
@@ -80,15 +81,15 @@ def test_oktopk_volume_is_below_6k_for_other_numbers_of_ranks(kind, world_size):
 def test_the_volume_has_its_closed_form(world_size):
     k = k_for(world_size)
     _, simulation = steps("oktopk", world_size, "uniform", 2)
-    form = costs.oktopk(k, world_size, refinements=1)
+    form = oktopk_step(k, world_size, refinements=1)
     assert words(simulation) == pytest.approx(form.words, rel=0.06)  # cuts are 1/16 fine
-    assert costs.lower_bound_words(k, world_size) <= words(simulation)
+    assert lower_bound_words(k, world_size) <= words(simulation)
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16, 32])
 def test_even_regions_exceed_the_bound(world_size):
     """Negative control: without balanced regions the owner of region 0 receives all."""
-    bound = costs.oktopk_bound_words(k_for(world_size), world_size, exchangeable=True)
+    bound = bound_words(k_for(world_size), world_size, exchangeable=True)
     (simulation,) = steps(oktopk(balanced_split=False), world_size, "one-region", 1)
     assert words(simulation) > 1.3 * bound
 
@@ -101,7 +102,7 @@ def test_supports_that_move_exceed_the_bound_until_the_next_repartition(trigger,
     """
     world_size, k = 8, k_for(8)
     size = 32 * k
-    bound = costs.oktopk_bound_words(k, world_size, exchangeable=True)
+    bound = bound_words(k, world_size, exchangeable=True)
     collectives = [
         OkTopk(repartition_period=period, repartition_trigger=trigger) for _ in range(world_size)
     ]

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sparsync.cli.workloads.byte_transformer import ByteTransformer
+from sparsync.cli.workloads.text import ByteText
+from sparsync.feedback import shares
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import allgather, budgeted
-from sparsync.reducer import Reducer
-from sparsync.selection import shares
+from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.sim import Links, simulate
-from sparsync.transports.solo import SoloCommunicator
 from sparsync.units import plan_units
-from sparsync.workloads.byte_transformer import ByteTransformer
-from sparsync.workloads.text import ByteText
 
 DENSITY = 0.01
 STEPS = 16

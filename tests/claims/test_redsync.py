@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.collectives import Allgather, Dense
-from sparsync.planning.redsync_costs import (
+from sparsync.selection import BySize
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.transports.sim import Links, simulate
+from sparsync.wire import Coo
+from sparsync.wire.sign_mean import SignMean
+from sparsync_papers.redsync_costs import (
     PLAIN,
     QUANTIZED,
     SelectionTimes,
@@ -15,12 +20,7 @@ from sparsync.planning.redsync_costs import (
     equation_2,
     size_thresholds,
 )
-from sparsync.reproduce import redsync_phases
-from sparsync.selection.by_size import BySize
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.sim import Links, simulate
-from sparsync.wire import Coo
-from sparsync.wire.sign_mean import SignMean
+from sparsync_papers.reproduce import redsync_phases
 
 RANKS = [2, 3, 5, 8, 12, 16, *(pytest.param(p, marks=pytest.mark.slow) for p in (32, 100, 128))]
 SIZE, K = 15 * 128 * 100, 96  # n divides into equal blocks for every P but 100

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sparsync.bench.inputs import Draw, gradient
-from sparsync.bench.measure import SimulatedRanks
+from sparsync.cli.bench.inputs import Draw, gradient
+from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.presets import oktopk, oktopk_paper
 from sparsync.selection import Reused
 

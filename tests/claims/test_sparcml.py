@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from sparsync.collectives import Dynamic, RecursiveDoubling, Ring, SplitAllgather
-from sparsync.planning import sparcml_costs as costs
-from sparsync.planning.cost import WORD_BYTES, lower_bound_words
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.streams import delta
+from sparsync.collectives.costs import (
+    WORD_BYTES,
+    Job,
+    lemma_5_1_words,
+    lower_bound_words,
+    sum_bound_words,
+)
+from sparsync.sparse import DenseVector, SparseVector, delta
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import StreamCodec
 from sparsync.wire.base import HEADER_BYTES
@@ -69,6 +73,10 @@ def log2(world_size):
     return (world_size - 1).bit_length()
 
 
+def job(world_size, overlap):
+    return Job(SIZE, K, world_size, result=K if overlap == "full" else K * world_size)
+
+
 def sparse(collective):
     return lambda: collective(StreamCodec(factor=None))
 
@@ -82,7 +90,7 @@ def test_recursive_doubling_takes_log_p_rounds_and_k_entries_or_twice_as_many_in
     lower, upper = 2 * K * log2(world_size), 2 * K * (world_size - 1)
     assert entry_words(simulation) == (lower if overlap == "full" else upper)
     assert messages(simulation) == log2(world_size)
-    form = costs.recursive_doubling(K, SIZE, world_size, overlap)
+    form = RecursiveDoubling().cost(job(world_size, overlap))
     assert simulation.seconds == pytest.approx(form.seconds(LINKS.alpha, LINKS.beta))
 
 
@@ -90,7 +98,7 @@ def test_recursive_doubling_takes_log_p_rounds_and_k_entries_or_twice_as_many_in
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_recursive_doubling_on_any_p_costs_one_fold_and_one_hand_back_more(overlap, world_size):
     simulation = reduce(sparse(RecursiveDoubling), world_size, overlap)
-    form = costs.recursive_doubling(K, SIZE, world_size, overlap)
+    form = RecursiveDoubling().cost(job(world_size, overlap))
     assert messages(simulation) == form.messages
     busiest = max(max(t.total().sent, t.total().received) for t in simulation.ledgers)
     assert busiest <= form.nbytes * (1 + 1e-9) + K * 8  # the fold is received, not sent
@@ -154,7 +162,7 @@ def test_topkdsa_switches_to_dense_exactly_beyond_delta():
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_no_collective_beats_lemma_5_1(overlap, world_size):
     """In values alone: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
-    bound = costs.lemma_5_1_words(K, world_size, disjoint=overlap == "none")
+    bound = lemma_5_1_words(K, world_size, disjoint=overlap == "none")
     for collective in (RecursiveDoubling, SplitAllgather, Ring):
         simulation = reduce(sparse(collective), world_size, overlap)
         # the most that a rank sent or received, of which values are one word of two
@@ -168,7 +176,8 @@ def test_no_collective_beats_lemma_5_1(overlap, world_size):
 def test_dense_results_cannot_beat_lemma_5_2(world_size):
     """Once the result exceeds delta, delta words must be received."""
     size = 4 * K
-    bound = costs.lemma_5_2_words(delta(size, value_bytes=4), world_size)
+    bound = sum_bound_words(Job(size, size, world_size))
+    assert bound == delta(size, value_bytes=4)
 
     async def program(comm):
         generator = torch.Generator().manual_seed(comm.rank)
@@ -200,7 +209,7 @@ def test_small_results_are_faster_by_doubling_and_large_ones_by_splitting(world_
     ]
     assert small[0] < small[1]
     large = [
-        form(200_000, 10**8, world_size, "full").seconds(LINKS.alpha, LINKS.beta)
-        for form in (costs.recursive_doubling, costs.split_allgather)
+        c().cost(Job(10**8, 200_000, world_size, result=200_000)).seconds(LINKS.alpha, LINKS.beta)
+        for c in (RecursiveDoubling, SplitAllgather)
     ]
     assert large[1] < large[0]

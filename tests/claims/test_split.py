@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from sparsync.bench.inputs import Draw, gradient
-from sparsync.collectives.regions import even_boundaries, schedule
-from sparsync.collectives.split_reduce import split_reduce
-from sparsync.planning import costs
+from sparsync.cli.bench.inputs import Draw, gradient
+from sparsync.collectives.oktopk import phases
+from sparsync.collectives.oktopk.regions import even_boundaries, schedule
+from sparsync.collectives.oktopk.split_reduce import split_reduce
 from sparsync.presets import oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import Links, simulate
@@ -50,7 +50,7 @@ def test_without_balanced_regions_worker_0_receives_2k_from_everyone(world_size)
 def test_balanced_regions_receive_equation_1(kind, world_size):
     """ "Each worker approximately receives 2k/P elements from any of the other P - 1 workers." """
     (simulation,) = steps("oktopk", world_size, kind, 1)
-    form = costs.split(k_for(world_size), world_size)
+    form = phases.split(k_for(world_size), world_size)
     traffic = phase(simulation, "split")
     assert max(t.received for t in traffic) <= form.nbytes * (1 + 1 / 8)  # cuts are 1/16 fine
     assert {t.messages_sent for t in traffic} == {form.messages}

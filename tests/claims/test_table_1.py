@@ -5,12 +5,15 @@ TopkDSA's row is with SparCML's bounds (``test_sparcml.py``).
 
 import pytest
 
-from sparsync.bench.measure import Case, SimulatedRanks
-from sparsync.planning import costs, sparcml_costs
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives import Allgather, Dense, GTopk
+from sparsync.collectives.costs import Job
+from sparsync.collectives.oktopk.phases import equation_3, histogram
 from sparsync.presets import oktopk_paper
 from sparsync.transports.sim import Links
 
-from .measured import RANKS, k_for, messages, phase, steps, words
+from .measured import RANKS, k_for, messages, oktopk_step, phase, published_step, steps, words
 
 MORE_RANKS = (*RANKS, 5, 7, 12)
 
@@ -27,7 +30,7 @@ def log2(world_size):
 @pytest.mark.parametrize("size", [1, 1000, 16_384])
 def test_dense_costs_2n_and_2_log_p_messages(size, world_size):
     simulation = one_step("dense", world_size, size, 1.0)
-    form = costs.dense(size, world_size)
+    form = Dense().cost(Job(size, 0, world_size))
     for ledger in simulation.ledgers:
         total = ledger.total()
         assert total.sent == total.received == form.nbytes
@@ -40,7 +43,7 @@ def test_dense_costs_2n_and_2_log_p_messages(size, world_size):
 @pytest.mark.parametrize("k", [1, 100])
 def test_topka_costs_2k_times_p_minus_1_and_log_p_messages(k, world_size):
     simulation = one_step("allgather", world_size, 10_000, k / 10_000)
-    form = costs.allgather(k, world_size)
+    form = Allgather().cost(Job(1 << 20, k, world_size))
     for ledger in simulation.ledgers:
         total = ledger.total()
         assert total.sent == total.received == form.nbytes
@@ -55,21 +58,21 @@ def test_gtopk_passes_4k_log_p_words_in_2_log_p_messages_one_after_the_other(k, 
     links = Links(alpha=50e-6, beta=8e-9)
     case = Case("gtopk", world_size, 10_000, k / 10_000, links=links)
     simulation = SimulatedRanks(case).step()
-    form = sparcml_costs.gtopk(k, world_size)
+    form = GTopk().cost(Job(1 << 20, k, world_size))
     root = simulation.ledgers[0].total()  # the busiest: it receives one half and sends the other
-    assert root.sent + root.received == form.nbytes
+    assert root.sent + root.received == form.nbytes + form.relayed
     assert root.messages_sent * 2 == form.messages == 2 * log2(world_size)
-    assert form.words == 4 * k * log2(world_size) + 2 * form.messages
+    assert 2 * form.words == 4 * k * log2(world_size) + 2 * form.messages
     assert simulation.seconds == pytest.approx(form.seconds(links.alpha, links.beta))
 
 
 @pytest.mark.parametrize("world_size", [3, 5, 6, 7, 12])
 def test_gtopk_on_any_p_needs_no_more_than_the_next_power_of_two(world_size):
     simulation = one_step("gtopk", world_size, 10_000, 0.01)
-    form = sparcml_costs.gtopk(100, world_size)
+    form = GTopk().cost(Job(1 << 20, 100, world_size))
     for ledger in simulation.ledgers:
         total = ledger.total()
-        assert total.sent + total.received <= form.nbytes
+        assert total.sent + total.received <= 2 * form.nbytes
         assert total.messages_sent <= log2(world_size)
 
 
@@ -79,7 +82,7 @@ def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size
     simulation = one_step("gaussiank", world_size, 100_000, 0.01)
     found = [ledger.total() for ledger in simulation.ledgers]
     assert all(t.messages_sent == log2(world_size) for t in found)
-    low, high = (costs.allgather(k, world_size).nbytes for k in (750, 2000))
+    low, high = (Allgather().cost(Job(1 << 20, k, world_size)).nbytes for k in (750, 2000))
     assert all(low <= t.received <= high for t in found)
 
 
@@ -88,9 +91,9 @@ def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size
 def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(kind, world_size):
     """On steps that reuse thresholds and boundaries; P + 2 log P where nothing has to be balanced."""
     _, simulation = steps(oktopk_paper(), world_size, kind, 2)
-    form = costs.oktopk_paper(1, 1, world_size)
+    form = published_step(1, 1, world_size)
     assert messages(simulation) == form.messages == world_size - 1 + 2 * log2(world_size)
-    assert messages(simulation) <= costs.equation_3(1, world_size).messages
+    assert messages(simulation) <= equation_3(1, world_size).messages
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 16])
@@ -98,13 +101,13 @@ def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(kind, world_size):
 def test_oktopk_needs_2_log_p_messages_more_per_histogram(kind, world_size):
     """The price of exactly k entries on every step: usually two small allreduces."""
     _, simulation = steps("oktopk", world_size, kind, 2)
-    per_histogram = costs.histogram(k_for(world_size), world_size).messages
+    per_histogram = histogram(k_for(world_size), world_size).messages
     histograms = phase(simulation, "threshold")[0].messages_sent / per_histogram
     assert histograms <= 2
-    published = costs.equation_3(1, world_size).messages
+    published = equation_3(1, world_size).messages
     assert messages(simulation) <= published + histograms * per_histogram
     if kind == "uniform":
-        form = costs.oktopk(k_for(world_size), world_size, refinements=int(histograms) - 1)
+        form = oktopk_step(k_for(world_size), world_size, refinements=int(histograms) - 1)
         assert messages(simulation) == form.messages
 
 
@@ -114,9 +117,10 @@ def test_the_simulator_takes_the_seconds_of_the_closed_form(collective, world_si
     links = Links(alpha=50e-6, beta=8e-9)
     simulation = SimulatedRanks(Case(collective, world_size, 16_384, 0.01, links=links)).step()
     k = Case(collective, world_size, 16_384, 0.01).k
-    form = costs.dense(16_384, world_size)
+    job = Job(16_384, k, world_size)
+    form = Dense().cost(job)
     if collective == "allgather":
-        form = costs.allgather(k, world_size)
+        form = Allgather().cost(job)
     assert simulation.seconds == pytest.approx(form.seconds(links.alpha, links.beta))
 
 

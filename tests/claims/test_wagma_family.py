@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sparsync.averaging import Dpsgd, LocalSgd, Wagma, groups
-from sparsync.averaging.graphs import Exponential, RandomPairs, Ring, mixing_matrix, spectral_gap
+from sparsync.averaging import Dpsgd, LocalSgd, Wagma
+from sparsync.averaging.gossip import Exponential, Ring
 from sparsync.transports.sim import simulate
+from sparsync_papers.mixing import RandomPairs, group_mixing_matrix, mixing_matrix, spectral_gap
 
 P = 16
 PHASES = 4  # log2 P
@@ -19,7 +20,7 @@ def product(matrices):
 
 
 def of_groups(size, start=0):
-    return product(groups.mixing_matrix(P, size, step) for step in range(start, start + PHASES))
+    return product(group_mixing_matrix(P, size, step) for step in range(start, start + PHASES))
 
 
 def of_graph(graph, start=0):
@@ -62,7 +63,7 @@ def test_pairs_mix_as_sgp_with_one_neighbour(start):
     mean = torch.full((P, P), 1 / P, dtype=torch.float64)
     assert torch.equal(of_groups(2, start), mean)
     assert torch.equal(of_graph(Exponential(), start), mean)
-    same = torch.equal(groups.mixing_matrix(P, 2, start), mixing_matrix(Exponential(), P, start))
+    same = torch.equal(group_mixing_matrix(P, 2, start), mixing_matrix(Exponential(), P, start))
     assert same == (start == PHASES - 1)  # a hop of P / 2 is the same there and back
 
 

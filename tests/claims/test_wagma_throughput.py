@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.workloads.delays import HeavyTail, NoDelay, RandomRanks
 from sparsync.transports.sim import Links, simulate
-from sparsync.workloads.delays import HeavyTail, NoDelay, RandomRanks
 
 PARAMETERS = 25_559_081
 COMPUTE = 0.621  # seconds: 1.61 steps per second, AD-PSGD's on 64 ranks without delays

@@ -1,26 +1,23 @@
-"""The table of everything: a new algorithm adds one row, and every contract runs over it."""
+"""The table of everything: the registries' rows, and variants; every contract runs over it."""
 
 from collections.abc import Collection
 from functools import partial
 
 import pytest
 
-from sparsync import testing
+from sparsync import selection, testing
 from sparsync.averaging import (
     OUTER_SETTINGS,
-    AdPsgd,
-    AllreduceAverage,
     Dpsgd,
-    EagerSgd,
     LocalSgd,
     OuterStep,
     Sgp,
     Wagma,
 )
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.collectives import (
     Allgather,
     Budgeted,
-    Dense,
     Dynamic,
     GTopk,
     Halving,
@@ -31,71 +28,42 @@ from sparsync.collectives import (
     SparcmlAuto,
     SplitAllgather,
 )
-from sparsync.planning.machine import Machine
-from sparsync.presets import (
-    Algorithm,
-    allgather,
-    auto,
-    budgeted,
-    dense,
-    dynamic,
-    gaussiank,
-    gtopk,
-    halving,
-    oktopk,
-    oktopk_paper,
-    recursive_doubling,
-    redsync,
-    redsync_quantized,
-    ring,
-    ring_dense,
-    signs,
-    sparcml,
-    sparcml_auto,
-    split_allgather,
-    topkdsa,
-)
+from sparsync.cost.machine import Machine
+from sparsync.presets import PRESETS, Algorithm, preset
 from sparsync.selection import (
     BinarySearch,
-    Bins,
     Blockwise,
     BySize,
-    Everything,
     Exact,
-    GaussianK,
     Layered,
     OneSigned,
     Reused,
     Sampled,
     Trimmed,
 )
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec
 
+# these do not promise exactly min(k, nnz) entries
+_INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")
+
 SELECTORS = {
-    "everything": Everything,
-    "exact": Exact,
-    "reused": Reused,
+    **{name: make for name, make in selection.SELECTORS.items() if name not in _INEXACT},
     "reused, no cap": partial(Reused, cap=None),
-    "blockwise": Blockwise,
-    "trimmed": Trimmed,
+    "reused, auto": partial(Reused, "auto"),
+    "reused, auto, no cap": partial(Reused, "auto", cap=None),
     "by size, trimmed": partial(BySize, 0),
-    "layered": partial(Layered, Exact),
+    "by size, exact": partial(BySize, 0, 2**20),
 }
 
-# these do not promise exactly min(k, nnz) entries
 INEXACT_SELECTORS = {
+    **{name: selection.SELECTORS[name] for name in _INEXACT},
     "blockwise, blocks of 7": partial(Blockwise, block=7),
     "blockwise, 2 of 16": partial(Blockwise, 2, 16),
-    "gaussian": GaussianK,
-    "binary search": BinarySearch,
     "binary search, reused": partial(BinarySearch, reuse_period=5),
+    "binary search, reused, no cap": partial(BinarySearch, reuse_period=5, cap=None),
     "by size, searched": partial(BySize, 0, 0, 0),
-    "sampled": Sampled,
     "sampled, a tenth": partial(Sampled, 0.1, least=1),
-    "bins": Bins,
-    "bins of 7": partial(Bins, 7, 1.2),
-    "one-signed": lambda: OneSigned(Exact()),
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
@@ -117,11 +85,18 @@ EXPANSIVE_CODECS = {"qsgd, 2 bits": SparseQsgd(2), "qsgd, 4 bits": SparseQsgd(4)
 # NaN and Inf spread over their layer
 SPREADING_CODECS = {"sign-mean": SignMean(), "sign-mean, packed": SignMean("packed")}
 
+# their collectives are variants of another row's: they are checked as whole algorithms
+_WHOLE_ONLY = ("auto", "gaussiank", "redsync", "redsync-quantized", "sparcml")
+_ROUNDING = ("budgeted", "halving", "gtopk")
+
 PUBLISHED = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
 COLLECTIVES = {
-    "allgather": Allgather,
+    **{
+        name: row.make().make_collective
+        for name, row in PRESETS.items()
+        if name not in (*_WHOLE_ONLY, *_ROUNDING)
+    },
     "allgather, no cap": partial(Allgather, cap=None),
-    "oktopk": OkTopk,
     "oktopk, cap 2": partial(OkTopk, cap=2.0),
     "oktopk, no cap": partial(OkTopk, cap=None),
     "oktopk, as published": partial(OkTopk, **PUBLISHED),
@@ -132,74 +107,47 @@ COLLECTIVES = {
     "oktopk, even regions": partial(OkTopk, balanced_split=False),
     "oktopk, never balanced": partial(OkTopk, balance=False),
     "oktopk, always balanced": partial(OkTopk, balance_trigger=1.0),
-    "split-allgather": SplitAllgather,
     "split-allgather, no cap": partial(SplitAllgather, cap=None),
-    "topkdsa": Dynamic,
     "topkdsa, dense from delta / 4": partial(Dynamic, StreamCodec(factor=0.25)),
-    "dynamic": partial(Dynamic, always_dense=True),
-    "quantized-allgather": QuantizedAllgather,
-    "quantized-allgather, blocks of 7": partial(QuantizedAllgather, Signs(7)),
-}
-
-# sums of these are trees that P fixes, not left folds
-TREE_COLLECTIVES = {
-    "recursive-doubling": RecursiveDoubling,
     "recursive-doubling, no cap": partial(RecursiveDoubling, cap=None),
     "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
-    "ring": Ring,
     "ring, no cap": partial(Ring, cap=None),
-    "sparcml-auto": SparcmlAuto,
     "sparcml-auto, no cap": partial(SparcmlAuto, cap=None),
+    "signs, blocks of 7": partial(QuantizedAllgather, Signs(7)),
 }
 
+
+def variant(name: str, **options: object) -> Algorithm:
+    """Return a preset with options, without ``resolve``'s record of them."""
+    return preset(name).make(**options)
+
+
 ALGORITHMS = {
-    "budgeted": budgeted(),
-    "budgeted, coo": budgeted(codec=Coo()),
-    "budgeted, int8": budgeted(codec=Packed("int8")),
-    "halving": halving(),
-    "halving, int8": halving(codec=Packed("int8")),
-    "dense": dense(),
-    "auto": auto(check_period=None),
-    "auto, slow links": auto(machine=Machine(beta=1e-6), check_period=None),
-    "allgather": allgather(),
-    "recursive-doubling": recursive_doubling(),
-    "split-allgather": split_allgather(),
-    "dynamic": dynamic(),
-    "topkdsa": topkdsa(),
-    "ring": ring(),
-    "ring-dense": ring_dense(),
-    "gtopk": gtopk(),
-    "gaussiank": gaussiank(),
-    "signs": signs(),
-    "sparcml-auto": sparcml_auto(),
-    "sparcml": sparcml(),
-    "sparcml, error kept": sparcml(keep_error=True),
-    "sparcml, reduced": sparcml(quantize="reduced"),
-    "sparcml, not quantised": sparcml(bits=None),
-    "redsync": redsync(),
-    "redsync, search": redsync(thsd2=0),
-    "redsync-quantized": redsync_quantized(),
-    "redsync-quantized, as published": redsync_quantized(thsd2=0, cap=None, keep_error=False),
-    "oktopk": oktopk(),
-    "oktopk, period 2": oktopk(threshold_period=2, repartition_period=2),
-    "oktopk-paper": oktopk_paper(),
-    "oktopk, allgathered threshold, cap": oktopk(
-        global_threshold="allgather", balanced_split=False, threshold_period=2
+    **{name: row.make() for name, row in PRESETS.items()},
+    "auto": variant("auto", check_period=None),
+    "auto, slow links": variant("auto", machine=Machine(beta=1e-6), check_period=None),
+    "budgeted, coo": variant("budgeted", codec=Coo()),
+    "budgeted, int8": variant("budgeted", codec=Packed("int8")),
+    "halving, int8": variant("halving", codec=Packed("int8")),
+    "sparcml, error kept": variant("sparcml", keep_error=True),
+    "sparcml, reduced": variant("sparcml", quantize="reduced"),
+    "sparcml, not quantised": variant("sparcml", bits=None),
+    "redsync, search": variant("redsync", thsd2=0),
+    "redsync-quantized, as published": variant(
+        "redsync-quantized", thsd2=0, cap=None, keep_error=False
+    ),
+    "oktopk, period 2": variant("oktopk", threshold_period=2, repartition_period=2),
+    "oktopk, allgathered threshold, cap": variant(
+        "oktopk", global_threshold="allgather", balanced_split=False, threshold_period=2
     ),
     "oktopk, exact selection": Algorithm("oktopk-exact", Exact, OkTopk),
 }
 
 AVERAGERS = {
-    "allreduce": AllreduceAverage,
+    **{name: make for name, make in SCHEMES.items() if name not in OUTER_SETTINGS},
     "local": partial(LocalSgd, period=4),
-    "dpsgd": Dpsgd,
     "dpsgd, twice": partial(Dpsgd, mixing_steps=2),
-    "sgp": Sgp,
     "sgp, 2 neighbours": partial(Sgp, neighbours=2),
-    "wagma": Wagma,
-    "adpsgd": AdPsgd,
-    "eager, solo": partial(EagerSgd, quorum="solo"),
-    "eager, majority": EagerSgd,
     "wagma, synchronous": partial(Wagma, grouping="synchronous", sync_period=None),
     "wagma, fixed groups": partial(Wagma, dynamic=False),
     "outer step, dense": partial(OuterStep, algorithm="allgather", density=1.0, period=3),
@@ -207,26 +155,22 @@ AVERAGERS = {
 
 # their mean moves: an outer optimizer, or what compression keeps back
 DRIFTING_AVERAGERS = {
-    "bmuf": partial(OuterStep, **{**OUTER_SETTINGS["bmuf"], "period": 4}),
+    **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
     "wagma, int8": partial(Wagma, values="int8"),
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
-    "qsparse-local": partial(OuterStep, **{**OUTER_SETTINGS["qsparse-local"], "period": 3}),
-    "diloco": partial(OuterStep, **{**OUTER_SETTINGS["diloco"], "period": 3}),
 }
 
-# sums of these are left folds, too, but rounding errors are subtracted from them
+# rounding errors, or dropped sums, are subtracted from what these deliver
 ROUNDING_COLLECTIVES = {
-    "budgeted": Budgeted,
+    **{name: PRESETS[name].make().make_collective for name in _ROUNDING},
     "budgeted, coo": partial(Budgeted, Coo()),
     "budgeted, fp32": partial(Budgeted, Packed("fp32")),
     "budgeted, int8": partial(Budgeted, Packed("int8")),
-    "halving": Halving,
     "halving, coo": partial(Halving, Coo()),
     "halving, int8": partial(Halving, Packed("int8")),
     "allgather, sign-mean": partial(Allgather, SignMean()),
     "allgather, sign-mean, error lost": partial(Allgather, SignMean("packed"), keep_error=False),
     "allgather, qsgd": partial(Allgather, SparseQsgd(4, shrink=True)),
-    "gtopk": GTopk,
     "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
     "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),
     "split-allgather, bf16": partial(SplitAllgather, StreamCodec(Packed())),
@@ -236,30 +180,22 @@ ROUNDING_COLLECTIVES = {
     "dynamic, local qsgd": partial(Dynamic, cap=None, local=SparseQsgd(4), keep_error=False),
 }
 
-# Dense takes dense vectors, and its sums are trees of the circulant graph, not left folds
-DENSE_COLLECTIVES = {"dense": Dense, "ring-dense": partial(Ring, cap=None, dense=True)}
-
 ROWS = {
     **{name: (make, {}) for name, make in COLLECTIVES.items()},
-    **{name: (make, {"rank_ordered": False}) for name, make in TREE_COLLECTIVES.items()},
     **{name: (make, {"rounding": True}) for name, make in ROUNDING_COLLECTIVES.items()},
-    **{
-        name: (make, {"dense": True, "rank_ordered": False})
-        for name, make in DENSE_COLLECTIVES.items()
-    },
 }
 
-# what runs on real ranks as well: one row per way to communicate
-ON_REAL_RANKS = [
-    "allgather",
+# what runs on real ranks as well: one row per call of a transport (allgatherv, alltoallv, isend and
+# irecv), and those of the other algorithms, which are slow: the simulator runs all of them
+CALLS = ["allgather", "split-allgather", "gtopk"]
+OTHERS = [
     "oktopk",
-    "quantized-allgather",
-    "split-allgather",
+    "oktopk, always balanced",
+    "signs",
     "topkdsa",
     "recursive-doubling",
     "ring",
     "ring-dense",
-    "gtopk",
     "sparcml-auto, no cap",
     "dynamic, local qsgd",
 ]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import oktopk_paper
-from sparsync.reducer import Reducer
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 

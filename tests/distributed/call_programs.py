@@ -6,8 +6,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.operations import OPERATIONS
-from sparsync.streams import densify
+from sparsync.reduction import OPERATIONS
+from sparsync.sparse import densify
+from tests.attaching import attach
 
 from .small_model import flat, model, same_everywhere, train
 
@@ -66,7 +67,7 @@ def both() -> dict[str, dict[str, bool]]:
 def sparcml_under_ddp() -> dict[str, bool]:
     """Layer by layer, quantised, the output layer dense: replicas stay equal, and it learns."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(
+    sync = attach(
         ddp,
         "sparcml",
         density=0.25,

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import checkpoint
+from tests.attaching import attach
 
 from .small_model import batch, flat, model, train
 
@@ -25,7 +26,7 @@ def _refused(action: Any) -> str:
 def one_bad_file(folder: Path) -> dict[str, Any]:
     """A file that one rank refuses by itself: all raise at once, and nothing is changed."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.1, timeout=30)
     train(ddp, range(2))
     saved = sparsync.save(sync, folder / "bad", model=ddp.module)
     if dist.get_rank() == 1:

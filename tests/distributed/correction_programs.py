@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import sparsync
 from sparsync import Correction
+from tests.attaching import attach
 
 from .small_model import flat, model, same_everywhere, train
 
@@ -24,7 +24,7 @@ def corrections() -> dict[str, bool]:
             if corrected:
                 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
                 correction = Correction(**options, masking=False)
-                sync = sparsync.attach(
+                sync = attach(
                     ddp, "redsync", correction=correction, optimizer=optimizer, timeout=30, **whole
                 )
             else:
@@ -49,7 +49,7 @@ def _trains(name: str, clip_norm: str) -> bool:
         correction = Correction(0.9, weight_decay=0.01, clip=0.5, clip_norm=clip_norm)
         options: dict[str, Any] = {"compress_thd": 200, "fusion_bytes": 2000}
         options |= {"density": 0.1, "correction": correction, "timeout": 30}
-        sync = sparsync.attach(ddp, name, **options)
+        sync = attach(ddp, name, **options)
         train(ddp, range(5))
         if resume:
             state, weights = sync.state_dict(), ddp.module.state_dict()
@@ -57,13 +57,13 @@ def _trains(name: str, clip_norm: str) -> bool:
             fresh = model(seed=3)
             fresh.load_state_dict(weights)
             ddp = DistributedDataParallel(fresh)
-            sync = sparsync.attach(ddp, name, **options)
+            sync = attach(ddp, name, **options)
             sync.load_state_dict(state)
         train(ddp, range(5, 12))
         stats = sync.stats()
         methods = {layer["method"] for layer in stats["layers"]}
         assert methods == {"dense", "trimmed"}, methods
-        assert set(stats["stages"]) == {"mask", "select", "pack", "communicate", "unpack"}
+        assert set(stats["stages"]) == {"accumulate", "select", "pack", "communicate", "unpack"}
         assert dist.get_world_size() == 1 or all(s > 0 for s in stats["stages"].values())
         ends.append(flat(ddp))
         sync.close()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from tests.attaching import attach
 
 from .small_model import flat, model, same_everywhere, train
 
@@ -30,7 +31,7 @@ def odd_parameters() -> dict[str, bool]:
     """Mixed dtypes and a parameter without elements train like any other."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Odd())
-    sync = sparsync.attach(ddp, "oktopk", density=0.2, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.2, timeout=30)
     before = [p.detach().clone() for p in ddp.parameters()]
     train(ddp, range(4))
     result = {
@@ -46,7 +47,7 @@ def odd_parameters() -> dict[str, bool]:
 def thawed_too_late() -> str:
     """A parameter that starts to need a gradient after attach is named."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.1, timeout=30)
     del sync._place[next(ddp.parameters())]
     try:
         train(ddp, range(1))
@@ -58,7 +59,7 @@ def thawed_too_late() -> str:
 def forgotten_handle_ends_its_thread() -> bool:
     """A model and handle that are dropped leave neither thread nor memory behind."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.1, timeout=30)
     train(ddp, range(2))
     thread, alive = sync._engine._thread, weakref.ref(sync)
     del ddp, sync
@@ -70,7 +71,7 @@ def forgotten_handle_ends_its_thread() -> bool:
 def states_of_different_steps() -> str:
     """Ranks that load checkpoints of different steps are told."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.1, timeout=30)
     train(ddp, range(1))
     early = sync.state_dict()
     train(ddp, range(1, 2))
@@ -88,9 +89,7 @@ def states_of_different_steps() -> str:
 def the_planner_chooses() -> dict[str, bool]:
     """``auto`` calibrates the group, plans per unit, checks, and goes on from a saved state."""
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(
-        ddp, "auto", density=0.1, timeout=60, unit_bytes=2000, check_period=2, patience=1
-    )
+    sync = attach(ddp, "auto", density=0.1, timeout=60, unit_bytes=2000, check_period=2, patience=1)
     train(ddp, range(7))
     choices, state = sync.stats()["choices"], sync.state_dict()
     choices_everywhere = [None] * dist.get_world_size()

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from sparsync_papers.optimizers import UpdateSpaceSGD
+from tests.attaching import attach
 
 from . import ddp_edges as edges
 from .small_model import batch, flat, model, same_everywhere, train
@@ -26,7 +28,7 @@ def ddp_settings() -> dict[str, bool]:
     ends, equal = {}, {}
     for name, options in settings.items():
         ddp = DistributedDataParallel(model(), **options)
-        sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+        sync = attach(ddp, "oktopk", density=0.1, timeout=30)
         train(ddp, range(6))
         ends[name] = flat(ddp)
         equal[name] = same_everywhere(ends[name])
@@ -42,7 +44,7 @@ def no_sync_accumulates() -> bool:
     ends = []
     for accumulate in (True, False):
         ddp = DistributedDataParallel(model())
-        sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+        sync = attach(ddp, "oktopk", density=0.1, timeout=30)
         (x, y), (u, v) = batch(0), batch(1)
         if accumulate:
             with ddp.no_sync():
@@ -71,7 +73,7 @@ def unused_parameters_lose_nothing() -> dict[str, bool]:
     """Residual mass of a parameter that no rank uses is delivered, and reaches its gradient."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Branching(), find_unused_parameters=True)
-    sync = sparsync.attach(ddp, "oktopk", density=0.05, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.05, timeout=30)
     reducer = sync.reducer
     x, y = batch(0)
     (ddp(x, rare=True) - y).pow(2).mean().backward()  # leaves residual on ``rare``
@@ -108,9 +110,9 @@ def resume_is_exact(directory: str) -> dict[str, bool]:
     for algorithm in ("oktopk", "oktopk-paper", "allgather"):
         options = {} if algorithm == "allgather" else {"threshold_period": 4}
         through, first = (DistributedDataParallel(model()) for _ in range(2))
-        sync = sparsync.attach(through, algorithm, density=0.1, timeout=30, **options)
+        sync = attach(through, algorithm, density=0.1, timeout=30, **options)
         train(through, range(8))
-        saved = sparsync.attach(first, algorithm, density=0.1, timeout=30, **options)
+        saved = attach(first, algorithm, density=0.1, timeout=30, **options)
         train(first, range(3))
         path = Path(directory) / f"{algorithm}-{dist.get_rank()}.pt"
         torch.save({"model": first.module.state_dict(), "sync": saved.state_dict()}, path)
@@ -118,7 +120,7 @@ def resume_is_exact(directory: str) -> dict[str, bool]:
         fresh = model(seed=1)
         fresh.load_state_dict(loaded["model"])
         second = DistributedDataParallel(fresh, bucket_cap_mb=0.001)
-        resumed = sparsync.attach(second, algorithm, density=0.1, timeout=30, **options)
+        resumed = attach(second, algorithm, density=0.1, timeout=30, **options)
         resumed.load_state_dict(loaded["sync"])
         train(second, range(3, 8))
         result[algorithm] = torch.equal(flat(second), flat(through))
@@ -133,9 +135,7 @@ def nonfinite_policies() -> dict[str, bool]:
     result = {}
     for policy in ("raise", "skip", "propagate"):
         ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001)
-        sync = sparsync.attach(
-            ddp, "oktopk", density=0.1, unit_bytes=1000, nonfinite=policy, timeout=30
-        )
+        sync = attach(ddp, "oktopk", density=0.1, unit_bytes=1000, nonfinite=policy, timeout=30)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         train(ddp, range(2), optimizer)
         before = [r.value.clone() for r in sync.reducer.residuals]
@@ -176,7 +176,7 @@ def refusals() -> dict[str, str]:
     def refuse(name: str, **changes: Any) -> None:
         target = changes.pop("model", None)
         try:
-            sparsync.attach(
+            attach(
                 DistributedDataParallel(model()) if target is None else target,
                 **{"algorithm": "oktopk", "density": 0.01, "timeout": 30, **changes},
             )
@@ -192,7 +192,7 @@ def refusals() -> dict[str, str]:
     refuse("bad policy", nonfinite="ignore")
     refuse("bad timeout", timeout=float("inf"))
     once = DistributedDataParallel(model())
-    sync = sparsync.attach(once, "oktopk", density=0.01, timeout=30)
+    sync = attach(once, "oktopk", density=0.01, timeout=30)
     refuse("second attach", model=once)
     sync.close()
     refuse("ranks disagree", density=0.01 * (1 + dist.get_rank()))
@@ -205,7 +205,7 @@ def refusals() -> dict[str, str]:
 def update_space() -> dict[str, bool]:
     """Algorithm 2 to the letter, against a dense simulation of it in this process."""
     net = model()
-    optimizer = sparsync.UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
+    optimizer = UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
     reference, residual = model(), torch.zeros(flat(net).numel())
     k = optimizer.reducer.units[0].entries(0.1)
     lr = 0.1

@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from sparsync.averaging.base import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
+from sparsync.cli.lab import Seat
+from sparsync.cli.lab.kernel import run_command
 from sparsync.errors import SparsyncError
-from sparsync.lab import Seat
-from sparsync.lab.commands import run_command
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import reducer_state
 from sparsync.presets import resolve
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state
 from sparsync.testing.cases import digest
-from sparsync.transports.base import Communicator, run
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.connect import connect_group
+from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from sparsync.checkpoint import files
 from sparsync.errors import SparsyncError
+from tests.attaching import attach
 
 from .fault_programs import Seating, described, ended, equal
 from .small_model import flat, model, train
@@ -53,9 +54,7 @@ def model_raises(when: str, **seating: Any) -> dict[str, Any]:
     comm = seat.connect()
     net = Raises(model())
     ddp = DistributedDataParallel(net)
-    sync = sparsync.attach(
-        ddp, "budgeted", density=0.1, transport=seat.transport, timeout=seat.timeout
-    )
+    sync = attach(ddp, "budgeted", density=0.1, transport=seat.transport, timeout=seat.timeout)
     said: dict[str, Any] = {"error": None}
     try:
         for step in range(2 * AT):
@@ -78,7 +77,7 @@ def full_disk(folder: str, means: str, **seating: Any) -> dict[str, Any]:
     seat = Seating(**seating)
     comm = seat.connect()
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
+    sync = attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     shared = {"model": ddp.module, "optimizer": optimizer}
     train(ddp, range(AT), optimizer)
@@ -135,7 +134,7 @@ def killed_while_saving(folder: str, **seating: Any) -> dict[str, Any]:
     seat = Seating(**seating)
     comm = seat.connect()
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
+    sync = attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
     train(ddp, range(AT))
     sparsync.save(sync, folder, model=ddp.module)
     train(ddp, range(AT, 2 * AT))
@@ -157,7 +156,7 @@ def resume(folder: str, **seating: Any) -> dict[str, Any]:
     ends = []
     for loads in (False, True):
         ddp = DistributedDataParallel(model(seed=loads))
-        sync = sparsync.attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
+        sync = attach(ddp, density=0.1, transport=seat.transport, timeout=seat.timeout)
         if loads:
             sparsync.load(sync, folder, model=ddp.module)
         else:
@@ -177,7 +176,7 @@ def script(when: str, at: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     net = Raises(model())
     ddp = DistributedDataParallel(net)
-    sparsync.attach(ddp, density=0.1, timeout=20)
+    attach(ddp, density=0.1, timeout=20)
     for step in range(10_000_000):
         if step == at:
             sys.stdout.write(f"rank {dist.get_rank()} at step {step}\n")

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from sparsync.transports.actors import Actor, Host
-from sparsync.transports.base import Communicator, Operation, ReduceOp
-from sparsync.transports.framing import Framing
+from sparsync.transports.communicator import Communicator, ReduceOp
+from sparsync.transports.driver import Operation
+from sparsync.transports.ledger import Framing
 
 Moment = tuple[int, str, int]  # step, phase, number of the operation in it
 ACTOR = "actor"  # the phase of what a companion sends, whenever it does

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sparsync
 from sparsync.errors import SparsyncError
 
-from .small_model import flat
+from .small_model import flat, same_everywhere
 
 DENSITY = 0.1
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -107,7 +108,7 @@ def accelerate_run(steps: range, save: Path | None = None, load: Path | None = N
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     loader = torch.utils.data.DataLoader(data(), batch_size=8)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    sync = attach(accelerator, net, density=DENSITY, timeout=30)
+    sync = attach(accelerator, net, density=DENSITY, transport=sparsync.Transport(timeout=30))
     if load:
         accelerator.load_state(load)
     batches = list(loader)
@@ -157,11 +158,21 @@ def with_accelerate(directory: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     result["it is distributed"] = accelerator.distributed_type == DistributedType.MULTI_CPU
     first, second = accelerator.prepare(network(), network())
-    handles = [attach(accelerator, net, density=DENSITY, timeout=30) for net in (first, second)]
+    handles = [
+        attach(accelerator, net, density=DENSITY, transport=sparsync.Transport(timeout=30))
+        for net in (first, second)
+    ]
     accelerator.save_state(folder / "two")
     result["two models"] = files(folder / "two" / "sparsync_1") == BOTH_RANKS
+    attached = accelerator.load_state
     for sync in handles:
+        result["one wrapper for two models"] = accelerator.load_state is attached
         sync.close()
+    result["close() restores"] = not (
+        "load_state" in vars(accelerator)
+        or accelerator._save_model_state_pre_hook
+        or accelerator._load_model_state_pre_hook
+    )
     result["unprepared"] = refused(lambda: attach(accelerator, network()))
     result["an overflow is skipped"] = accelerate_scaler()
     return result
@@ -177,7 +188,7 @@ def accelerate_scaler() -> bool:
     accelerator.scaler = scaled()
     net = overflowing(network())
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    sync = attach(accelerator, net, density=DENSITY, timeout=30)
+    sync = attach(accelerator, net, density=DENSITY, transport=sparsync.Transport(timeout=30))
     x, y = data().tensors
     for _ in range(4):
         optimizer.zero_grad()
@@ -210,7 +221,7 @@ def lightning_run(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    callback = SparsyncCallback(density=DENSITY, timeout=30)
+    callback = SparsyncCallback(density=DENSITY, transport=sparsync.Transport(timeout=30))
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",
@@ -244,14 +255,18 @@ def with_lightning(directory: str) -> dict[str, Any]:
         "epoch=3.ckpt",
         "epoch=3.ckpt.sparsync",
     ]
-    callback, *_ = lightning_run(elsewhere, 5, folder / "last.ckpt", save_weights_only=True)
-    result["a link is followed"] = callback.sync.stats()["steps"] == 20
+    linked, *_ = lightning_run(elsewhere, 5, folder / "last.ckpt", save_weights_only=True)
+    result["a link is followed"] = linked.sync.stats()["steps"] == 20
     result["weights only: no state"] = "epoch=4.ckpt.sparsync" not in files(elsewhere)
     trainer.save_checkpoint(folder / "by-hand.ckpt")
     result["saved by hand"] = files(folder / "by-hand.ckpt.sparsync") == BOTH_RANKS
+    attached = trainer.strategy.save_checkpoint
     trainer.fit_loop.max_epochs = 5
     trainer.fit(trainer.lightning_module, torch.utils.data.DataLoader(data(), batch_size=8))
     result["a second fit"] = trainer.global_step == callback.sync.stats()["steps"] == 20
+    result["wrapped once"] = trainer.strategy.save_checkpoint is attached
+    callback.close()
+    result["close() restores"] = "save_checkpoint" not in vars(trainer.strategy)
     torn(folder / "epoch=0.ckpt.sparsync", folder / "epoch=1.ckpt.sparsync")
     result["torn"] = refused(lambda: lightning_run(elsewhere, 2, folder / "epoch=0.ckpt"))
     if dist.get_rank() == 0:
@@ -266,3 +281,51 @@ def with_lightning(directory: str) -> dict[str, Any]:
     callback, *_ = lightning_run(elsewhere, 1, plugins=[half], save_top_k=0)
     result["an overflow is skipped"] = followed(callback.sync, half.scaler)
     return result
+
+
+def with_two_optimizers(directory: str) -> dict[str, Any]:
+    """Train two networks against each other, each with its own optimizer."""
+    import lightning
+
+    from sparsync.integrations.lightning import SparsyncCallback
+
+    class Pair(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = network(), torch.nn.Linear(5, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for at, optimizer in enumerate(self.optimizers()):
+                self.toggle_optimizer(optimizer)
+                made = self.first(batch[0])
+                verdict = self.second(made.detach() if at else made)
+                self.manual_backward(verdict.square().mean() + at * self.second(batch[1]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.children()]
+
+    as_launched()
+    callback = SparsyncCallback(density=DENSITY, transport=sparsync.Transport(timeout=30))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp_find_unused_parameters_true",
+        devices=2,
+        max_epochs=2,
+        callbacks=[callback],
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module, before = Pair(), flat(Pair())
+    trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=8))
+    return {
+        "a step per backward pass": callback.sync.stats()["steps"] == 2 * 8,
+        "replicas are equal": same_everywhere(flat(module)),
+        "it trained": not torch.equal(flat(module), before),
+    }

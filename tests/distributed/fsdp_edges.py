@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.integrations.placement import local_of
+from sparsync.integrations.shards import local_of
+from tests.attaching import attach
 
 from .fsdp_programs import (
     Net,
@@ -265,7 +266,7 @@ def refusals() -> dict[str, str]:
     nets.append(Net())
     options = {"replicate": mesh, "timeout": 30}
     try:
-        sparsync.attach(nets[3], **options)
+        attach(nets[3], **options)
     except sparsync.ConfigurationError as error:
         said["two dimensions"] = str(error)
     return said

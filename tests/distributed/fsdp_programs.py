@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import sparsync
+from tests.attaching import attach
 
 from .small_model import same_everywhere
 
@@ -48,7 +48,7 @@ def sharded(mesh: DeviceMesh, net: torch.nn.Module | None = None, **options: Any
 
 def attached(net: Any, mesh: DeviceMesh, **changes: Any) -> Any:
     options = {"algorithm": "oktopk", "density": 0.1, "timeout": 30, **changes}
-    return sparsync.attach(net, replicate=mesh["replicate"], **options)
+    return attach(net, replicate=mesh["replicate"], **options)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ def one_shard_is_plain_data_parallelism() -> dict[str, bool]:
     for algorithm in ("oktopk", "budgeted"):
         ddp, net = DistributedDataParallel(Net()), sharded(mesh)
         syncs = [
-            sparsync.attach(ddp, algorithm, density=0.1, timeout=30),
+            attach(ddp, algorithm, density=0.1, timeout=30),
             attached(net, mesh, algorithm=algorithm),
         ]
         for model in (ddp, net):

@@ -11,16 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.integrations import hierarchy
-from sparsync.integrations.placement import local_of
+from sparsync.integrations.shards import local_of
+from tests.attaching import attach
 
 from .hierarchy_programs import attached, nodes
-from .small_model import batch, flat, model, same_everywhere, train
-
-
-def everywhere(mine: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
+from .small_model import batch, flat, gathered, model, same_everywhere, train
 
 
 def error_of(steps: Any, *arguments: Any) -> str:
@@ -34,7 +29,7 @@ def error_of(steps: Any, *arguments: Any) -> str:
 def shards(**options: Any) -> tuple[Any, Any]:
     net = fully_shard(model(), mesh=nodes()["ranks"])
     options = {"density": 0.1, "timeout": 30, **options}
-    return net, sparsync.attach(net, replicate=nodes()["nodes"], **options)
+    return net, attach(net, replicate=nodes()["nodes"], **options)
 
 
 def on_nodes(**options: Any) -> tuple[Any, Any]:
@@ -59,7 +54,7 @@ def a_rank_that_differs() -> dict[str, list[str]]:
             warnings.simplefilter("always")
             error = error_of(train, net, range(1, 2))
         told = [str(w.message) for w in warned if "sentinel" in str(w.message)]
-        said[name] = everywhere("|".join([*told, error]))
+        said[name] = gathered("|".join([*told, error]))
         sync.close()
     return said
 
@@ -128,13 +123,13 @@ def states_that_do_not_fit() -> dict[str, list[Any]]:
     rank = error_of(sync.load_state_dict, states[dist.get_rank() == 3])  # not as 1, of its part
     steps = sync.stats()["steps"]
     sync.close()
-    return {"parts": everywhere(parts), "rank": everywhere(rank), "steps": everywhere(steps)}
+    return {"parts": gathered(parts), "rank": gathered(rank), "steps": gathered(steps)}
 
 
 def replicas(**options: Any) -> tuple[Any, Any]:
     net = model()
     options = {"density": 0.1, "timeout": 30, "unit_bytes": 700, **options}
-    return net, sparsync.attach(net, replicate=dist.group.WORLD, **options)
+    return net, attach(net, replicate=dist.group.WORLD, **options)
 
 
 def a_load_after_a_broken_pass() -> dict[str, bool]:
@@ -187,7 +182,7 @@ def one_pass_that_breaks_off() -> dict[str, bool]:
 
 
 def _all(mine: dict[str, bool]) -> dict[str, bool]:
-    answers = everywhere(mine)
+    answers = gathered(mine)
     return {name: all(answer[name] for answer in answers) for name in mine}
 
 

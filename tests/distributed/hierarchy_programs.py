@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from tests.attaching import attach
 
 from .small_model import batch, flat, model, same_everywhere, train
 
@@ -20,7 +21,7 @@ def nodes() -> Any:
 
 def attached(ddp: DistributedDataParallel, **changes: Any) -> Any:
     options = {"algorithm": "oktopk", "density": 0.1, "timeout": 30, **changes}
-    return sparsync.attach(ddp, **{"hierarchy": nodes(), **options})
+    return attach(ddp, **{"hierarchy": nodes(), **options})
 
 
 def nodes_train() -> dict[str, bool]:
@@ -108,7 +109,7 @@ def nodes_resume(directory: Path) -> dict[str, bool]:
     syncs[2].load_state_dict(saved["sync"])
     train(second, range(3, 7))
     plain = DistributedDataParallel(model())
-    whole = sparsync.attach(plain, "oktopk", density=0.1, timeout=30, threshold_period=4)
+    whole = attach(plain, "oktopk", density=0.1, timeout=30, threshold_period=4)
     try:
         whole.load_state_dict(saved["sync"])
         refused = False

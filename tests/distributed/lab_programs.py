@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sparsync.bench.launch import launch
-from sparsync.lab import Lab, ensure_privileges, local_address, local_traffic, namespaces
+from sparsync.cli.lab import Lab, ensure_privileges, kernel, local_address, local_traffic
+from sparsync.cli.launch import launch
 
 PORT = 5000
 
@@ -76,7 +76,7 @@ def in_rank(lab: Lab, rank: int, function: Callable) -> threading.Thread:
     """Start a thread inside a rank's namespace."""
 
     def inside() -> None:
-        namespaces.enter(lab.seat(rank).namespace)
+        kernel.enter(lab.seat(rank).namespace)
         function()
 
     thread = threading.Thread(target=inside, daemon=True)

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 import sparsync
+from tests.attaching import attach
 
 from .small_model import flat
 
@@ -89,9 +90,7 @@ class Pipe:
         self.schedule = make(target, MICROBATCHES, loss_fn=mean_square, scale_grads=scale)
         options = {"algorithm": "oktopk", "density": 0.1, "timeout": 30, **changes}
         attached = self.module if kind == "v" else self.module[0]
-        self.sync = sparsync.attach(
-            attached, replicate=mesh["dp"], schedule=self.schedule, **options
-        )
+        self.sync = attach(attached, replicate=mesh["dp"], schedule=self.schedule, **options)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def backward(self, step: int) -> None:
@@ -257,7 +256,7 @@ def a_forgotten_step() -> dict[str, str]:
     schedule = SimpleNamespace(_n_microbatches=2, scale_grads=True)  # torch wraps what hooks raise
     net, said = network(), {}
     options: Any = {"replicate": mesh_of(dp=2, pp=2)["dp"], "timeout": 30}
-    sync = sparsync.attach(net, schedule=schedule, **options)
+    sync = attach(net, schedule=schedule, **options)
     try:
         for step in range(3):
             mean_square(net(rows(step, 0)[0]), rows(step, 0)[1]).backward()
@@ -265,7 +264,7 @@ def a_forgotten_step() -> dict[str, str]:
         said["forgotten"] = str(error)
     sync.close()
     try:
-        sparsync.attach(network(), schedule=4, **options)
+        attach(network(), schedule=4, **options)
     except sparsync.ConfigurationError as error:
         said["no schedule"] = str(error)
     return said

@@ -11,17 +11,16 @@ import torch.distributed as dist
 import sparsync
 from sparsync import CommunicationError, ConfigurationError, testing
 from sparsync.averaging import Wagma
-from sparsync.transports.base import run
 from sparsync.transports.connect import connect_group
-from sparsync.transports.engine import Engine
-from sparsync.transports.framing import Raw
+from sparsync.transports.driver import Engine, run
+from sparsync.transports.ledger import Raw
 from sparsync.transports.mpi import MpiCommunicator
 from tests.contracts.table import ALGORITHMS, exercise
 
 from .call_programs import calls
 
 RAW = Raw("value")
-FIRST_POINT_TO_POINT = 32  # channels below have native collectives
+FIRST_POINT_TO_POINT = 32  # channels below have a native allreduce
 
 
 def averaged() -> list[float]:
@@ -47,10 +46,8 @@ def everything(names: list[str], algorithms: list[str]) -> dict:
             run(testing.exercise_communicator(comm.channel(channel)))
         run(exercise(comm, "dense"))
         digests = {n: run(testing.exercise_algorithm(comm, ALGORITHMS[n])) for n in algorithms}
-        result = {"in flight": many_in_flight(comm), "numbers": numbers(comm), "booked": {}}
-    for name in names:
-        digests[name], result["booked"][name] = digests_and_books(name)
-    result["digests"] = digests
+        result = {"in flight": many_in_flight(comm), "numbers": numbers(comm), **rows(names)}
+    result["digests"].update(digests)
     result["averaged"] = averaged()
     result["calls"] = calls("mpi")
     result["part"] = everywhere(part_of_the_ranks())
@@ -59,17 +56,21 @@ def everything(names: list[str], algorithms: list[str]) -> dict:
     return result
 
 
-def digests_and_books(name) -> tuple[list[str], list[int]]:
-    """Run a collective's cases on a communicator of its own; return what its ledger holds, too."""
-    with sparsync.connect(transport="mpi", timeout=60) as comm:
-        assert type(comm) is MpiCommunicator
-        digests = run(exercise(comm, name))
-        total = comm.ledger.total()
-    return digests, [total.sent, total.received, total.messages_sent, total.messages_received]
+def rows(names: list[str]) -> dict[str, dict]:
+    """Run each collective's cases on a communicator of its own; return digests and traffic."""
+    digests, booked = {}, {}
+    for name in names:
+        with sparsync.connect(transport="mpi", timeout=60) as comm:
+            assert type(comm) is MpiCommunicator
+            digests[name] = run(exercise(comm, name))
+            total = comm.ledger.total()
+        sizes = [total.sent, total.received, total.messages_sent, total.messages_received]
+        booked[name] = sizes
+    return {"digests": digests, "booked": booked}
 
 
 def many_in_flight(comm: MpiCommunicator) -> bool:
-    """Channels at once, started late by some ranks: native collectives between messages."""
+    """Channels at once, started late by some ranks: native allreduces between messages."""
 
     async def program(channel: MpiCommunicator, number: int) -> list[int]:
         seen = []

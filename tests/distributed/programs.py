@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import testing
-from sparsync.transports.base import run
-from sparsync.transports.torch import TorchCommunicator
+from sparsync.transports.driver import run
+from sparsync.transports.process_group import TorchCommunicator
+from tests.attaching import attach
 from tests.contracts.table import ALGORITHMS, exercise
 
 from .small_model import model, train
@@ -25,13 +26,13 @@ def contracts(names: list[str]) -> dict[str, list[str]]:
     digests = {n: run(exercise(comm, n)) for n in names}
     digests["algorithm oktopk"] = run(testing.exercise_algorithm(comm, ALGORITHMS["oktopk"]))
     announced = TorchCommunicator(timeout=30, announce_lengths=True)
-    digests["announced"] = run(exercise(announced, "oktopk"))
+    digests["announced"] = run(exercise(announced, "split-allgather"))
     return digests
 
 
 def one_rank_dies(rank_that_dies: int) -> None:
     ddp = DistributedDataParallel(model())
-    sparsync.attach(ddp, "oktopk", density=0.1, timeout=10)
+    attach(ddp, "oktopk", density=0.1, timeout=10)
     train(ddp, range(2))
     if dist.get_rank() == rank_that_dies:
         # the others read what it sent first: its death may take back what they have not read

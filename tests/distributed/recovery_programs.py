@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.integrations import wires
-from sparsync.resharding import state_like
+from sparsync.checkpoint.reshard import state_like
+from tests.attaching import attach
 
 from . import checkpoint_programs
 from .small_model import batch, flat, model, same_everywhere, train
@@ -50,7 +50,7 @@ def grad_scaler() -> dict[str, bool]:
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
             options = {"scaler": scaler} if scaled else {"nonfinite": "skip"}
-            sync = sparsync.attach(ddp, algorithm, density=0.1, timeout=30, **options)
+            sync = attach(ddp, algorithm, density=0.1, timeout=30, **options)
             runs[scaled] = _steps(ddp, optimizer, range(12), scaler if scaled else None)
             if scaled:
                 scales, skipped = scaler.get_scale(), sync.stats()["skipped_steps"]
@@ -73,9 +73,7 @@ def grad_scaler() -> dict[str, bool]:
 def _attached(policy: str, **options: Any) -> tuple[Any, Any]:
     ddp = DistributedDataParallel(model())
     sentinel = sparsync.Sentinel(period=2, policy=policy)
-    return ddp, sparsync.attach(
-        ddp, "oktopk", density=0.1, timeout=30, sentinel=sentinel, **options
-    )
+    return ddp, attach(ddp, "oktopk", density=0.1, timeout=30, sentinel=sentinel, **options)
 
 
 def _flip(ddp: Any, rank: int) -> None:
@@ -118,7 +116,7 @@ def batch_norm() -> bool:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
         ddp = DistributedDataParallel(net, broadcast_buffers=broadcast)
-        sync = sparsync.attach(
+        sync = attach(
             ddp, density=0.1, timeout=30, sentinel=sparsync.Sentinel(period=1, policy="raise")
         )
         train(ddp, range(4))
@@ -134,7 +132,7 @@ def refusals() -> dict[str, str]:
 
     def refuse(name: str, ddp: Any, **options: Any) -> None:
         try:
-            sparsync.attach(ddp, "oktopk", density=0.1, timeout=30, **options)
+            attach(ddp, "oktopk", density=0.1, timeout=30, **options)
         except sparsync.SparsyncError as error:
             said[name] = f"{type(error).__name__}: {error}"
 
@@ -144,7 +142,7 @@ def refusals() -> dict[str, str]:
     true = torch.__version__
     try:
         if rank == 2:
-            wires.torch.__version__ = "1.0.0"
+            torch.__version__ = "1.0.0"
         refuse("versions", DistributedDataParallel(model()))
     finally:
         torch.__version__ = true
@@ -161,7 +159,7 @@ def checkpoints(folder: str) -> dict[str, bool]:
     ends = []
     for fresh in (False, True):
         ddp = DistributedDataParallel(model(seed=fresh), bucket_cap_mb=0.001 if fresh else 25)
-        sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30, threshold_period=4)
+        sync = attach(ddp, "oktopk", density=0.1, timeout=30, threshold_period=4)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         saved = {"model": ddp.module, "optimizer": optimizer}
         if fresh:
@@ -185,7 +183,7 @@ def _fsdp(replicas: int, shards: int) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     net = model()
     fully_shard(net, mesh=mesh["shard"])
-    sync = sparsync.attach(net, "oktopk", density=0.1, timeout=30, replicate=mesh["replicate"])
+    sync = attach(net, "oktopk", density=0.1, timeout=30, replicate=mesh["replicate"])
     return net, sync
 
 
@@ -193,7 +191,7 @@ def ddp_and_fsdp(folder: str) -> dict[str, bool]:
     """DDP's residuals move to FSDP2 and back: the same per parameter; training goes on alike."""
     result = {}
     ddp = DistributedDataParallel(model())
-    sync = sparsync.attach(ddp, "oktopk", density=0.1, timeout=30)
+    sync = attach(ddp, "oktopk", density=0.1, timeout=30)
     train(ddp, range(3))
     states = _everyone(sync.state_dict())
     sparsync.save(sync, folder)

@@ -1,4 +1,6 @@
-"""A small model under DDP, and how to train it."""
+"""A small model under DDP, how to train it, and what all ranks say."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,13 @@ def same_everywhere(tensor: torch.Tensor) -> bool:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor)
     return all(torch.equal(t, tensor) for t in everyone)
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Return every rank's object."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def train(

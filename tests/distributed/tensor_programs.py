@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sparsync
-from sparsync.integrations.placement import local_of
+from sparsync.integrations.shards import local_of
+from tests.attaching import attach
 
 from .mesh_programs import Late, equal_over, mesh_of, network, on_all, whole
 
@@ -100,7 +101,7 @@ def local(net: Any, *, sharded: bool) -> torch.Tensor:
 
 def attached(net: Any, mesh: DeviceMesh, **changes: Any) -> Any:
     options = {"algorithm": "oktopk", "density": 0.1, "timeout": 30, **changes}
-    return sparsync.attach(net, replicate=mesh["dp"], **options)
+    return attach(net, replicate=mesh["dp"], **options)
 
 
 def tensor_parallel_trains() -> dict[str, bool]:
@@ -180,7 +181,7 @@ def half_of_the_world() -> bool:
     mine = halves[dist.get_rank() // 2]
     for _ in range(2):
         net = Block(seed=dist.get_rank() // 2)
-        sync = sparsync.attach(net, replicate=mine, world=mine, density=0.1, timeout=30)
+        sync = attach(net, replicate=mine, world=mine, density=0.1, timeout=30)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(4):
             optimizer.zero_grad()
@@ -199,7 +200,7 @@ def units_start_while_others_go_backward() -> bool:
     options: Any = {"replicate": mesh_of(dp=2, tp=2)["dp"], "unit_bytes": 1, "timeout": 30}
     begins = []
     for overlap in (True, False):
-        sync = sparsync.attach(net, overlap=overlap, **options)
+        sync = attach(net, overlap=overlap, **options)
         ends: list[float] = []
         hook = net[0].bias.register_post_accumulate_grad_hook(
             lambda p, ends=ends: ends.append(time.perf_counter())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.bench.launch import launch
+from sparsync.cli.launch import launch
 
 from .averaging_programs import many_steps
 

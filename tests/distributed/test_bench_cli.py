@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.bench.collectives import BenchSettings, bench
+from sparsync.cli.bench.command import BenchSettings, bench
+from sparsync.cli.lab import Lab
 from sparsync.errors import ConfigurationError
-from sparsync.lab import Lab
 from sparsync.presets import PRESETS
 
 pytestmark = pytest.mark.gloo
@@ -33,7 +33,7 @@ def lab():
 
 
 def run(*command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,12 +5,12 @@ import json
 import pytest
 import typer
 
-from sparsync.bench import doctor
-from sparsync.bench.doctor import DoctorSettings
-from sparsync.cli import exit_code
+from sparsync.cli.app import exit_code
+from sparsync.cli.doctor import command as doctor
+from sparsync.cli.doctor.command import DoctorSettings
+from sparsync.cli.lab import Lab
+from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
-from sparsync.lab import Lab
-from sparsync.planning.machine import Machine
 
 pytestmark = pytest.mark.gloo
 

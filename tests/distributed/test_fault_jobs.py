@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.lab import Lab
-from sparsync.lab.commands import run_command
+from sparsync.cli.lab import Lab
+from sparsync.cli.lab.kernel import run_command
 
 from .fault_server import Jobs, group_is_alive
 from .test_lab import refusal

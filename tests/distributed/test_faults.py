@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.presets import PRESETS
-from sparsync.transports.torch_roll import RollCall
+from sparsync.transports.store import RollCall
 
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
 from .fault_server import Jobs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.bench.launch import launch
+from sparsync.cli.launch import launch
 
 from . import framework_programs as programs
 from . import trainer_programs
@@ -47,6 +47,11 @@ def test_lightning(tmp_path):
         torn=TORN,
         remote=["ConfigurationError", "memory://bucket", "dirpath"],
     )
+
+
+@pytest.mark.slow
+def test_lightning_with_two_optimizers(tmp_path):
+    check(launch(programs.with_two_optimizers, 2, str(tmp_path), timeout=60.0))
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.bench.launch import RankError, launch
+from sparsync.cli.lab import Lab, LabError, kernel
+from sparsync.cli.launch import RankError, launch
 from sparsync.errors import ConfigurationError
-from sparsync.lab import Lab, LabError, commands, namespaces
 
 from . import lab_programs as programs
 
@@ -23,10 +23,10 @@ def refusal() -> str:
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     try:
-        commands.find_tool("tc")
+        kernel.find_tool("tc")
     except ConfigurationError as error:
         return str(error)
-    return "" if namespaces.may_create() else "the kernel allows no network namespaces to this user"
+    return "" if kernel.may_create() else "the kernel allows no network namespaces to this user"
 
 
 pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(refusal()), reason=refusal())]

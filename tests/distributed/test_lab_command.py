@@ -1,4 +1,4 @@
-"""``python -m sparsync.lab RATE``, which `make demo` asks whether the lab works here."""
+"""``python -m sparsync.cli.lab RATE``, which `make demo` asks whether the lab works here."""
 
 import os
 import shutil
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
+from sparsync.cli.lab import Lab
 from sparsync.errors import SparsyncError
-from sparsync.lab import Lab
 
 
 def ask(rate, before=()):
-    command = [*before, sys.executable, "-m", "sparsync.lab", rate]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [*before, sys.executable, "-m", "sparsync.cli.lab", rate]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.stdout == ""
     return process.returncode, process.stderr
 

@@ -5,9 +5,9 @@ import pytest
 import torch.distributed as dist
 
 import sparsync
-from sparsync.bench.launch import launch
-from sparsync.bench.linear import train_linear
-from sparsync.bench.linear_settings import LinearSettings
+from sparsync.cli.launch import launch
+from sparsync.cli.linear.command import train_linear
+from sparsync.cli.linear.settings import LinearSettings
 from sparsync.linear import SparseLinearClassifier
 from tests.unit.linear_problems import make_data, shares
 

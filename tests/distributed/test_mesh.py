@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsync.bench.launch import launch
+from sparsync.cli.launch import launch
 
 from . import mesh_programs, tensor_programs
 

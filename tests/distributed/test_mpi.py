@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from sparsync import ConfigurationError, testing
-from sparsync.bench.launch import RankError, launch
-from sparsync.bench.mpiexec import mpiexec_command
-from sparsync.bench.settings import BenchSettings
+from sparsync.cli.bench.command import BenchSettings
+from sparsync.cli.launch import RankError, launch
+from sparsync.cli.mpiexec import mpiexec_command
 from sparsync.transports.sim import simulate
-from tests.contracts.table import ALGORITHMS, ON_REAL_RANKS, exercise
+from tests.contracts.table import ALGORITHMS, CALLS, OTHERS, exercise
 
 from . import mpi_programs
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
-ROWS = ON_REAL_RANKS
 WHOLE = ["budgeted"]
 
 
@@ -38,17 +37,18 @@ pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def test_the_lab_refuses_mpi():
-    with pytest.raises(ConfigurationError, match="share memory and pass the links by"):
+    with pytest.raises(ConfigurationError, match="share memory, past the lab's links"):
         BenchSettings(transport="mpi", lab="1gbit")
 
 
 @pytest.fixture(scope="module")
 def mpi():
-    return launch(mpi_programs.everything, RANKS, ROWS, WHOLE, timeout=120.0, mpi=True)
+    return launch(mpi_programs.everything, RANKS, CALLS, WHOLE, timeout=120.0, mpi=True)
 
 
-def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
-    for name in ROWS:
+def check_rows(names, mpi):
+    """Compare the digests and the ledger's numbers of collectives with the simulator's."""
+    for name in names:
 
         async def program(comm, name=name):
             digests = await exercise(comm, name)
@@ -65,12 +65,21 @@ def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
         # a native allreduce is booked by its formula, the simulator's is padded to whole blocks
         few = 0 if name == "allgather" else 0.02
         assert mpi["booked"][name] == pytest.approx(booked, rel=few), name
+
+
+def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
+    check_rows(CALLS, mpi)
     for name in WHOLE:
 
         async def whole(comm, name=name):
             return await testing.exercise_algorithm(comm, ALGORITHMS[name])
 
         assert mpi["digests"][name] == simulate(whole, RANKS).results[0], name
+
+
+@pytest.mark.slow
+def test_the_other_collectives_equal_the_simulators():
+    check_rows(OTHERS, launch(mpi_programs.rows, RANKS, OTHERS, timeout=120.0, mpi=True))
 
 
 def test_agents_average_models_beside_the_training(mpi):
@@ -123,7 +132,9 @@ def test_a_rank_that_fails_ends_the_job(dies):
     if dies:
         assert re.match(r"rank 1: died or was ended by mpiexec, whose exit code is \d+", lines[1])
     else:
-        assert lines[0].startswith("rank 0: DeadlineError: rank 0, step 0: wait for all ranks")
+        assert lines[0].startswith(
+            "rank 0: DeadlineError: rank 0, step 0: message from rank 1 in phase 'barrier'"
+        )
         assert lines[1] == "rank 1: ConfigurationError: this one does not want to"
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sparsync
+
 from .framework_programs import (
     BOTH_RANKS,
     DENSITY,
@@ -58,7 +60,7 @@ def transformers_run(folder: Path, resume: Any = None, scaler: Any = None, **set
     if scaler is not None:
         overflowing(model.net)
     trainer = Trainer(model, arguments, train_dataset=examples)
-    callback = SparsyncCallback(trainer, density=DENSITY, timeout=30)
+    callback = SparsyncCallback(trainer, density=DENSITY, transport=sparsync.Transport(timeout=30))
     trainer.add_callback(callback)
     trainer.accelerator.scaler = scaler  # as fp16=True sets it on a GPU
     trainer.train(resume_from_checkpoint=resume)
@@ -102,5 +104,9 @@ def with_transformers(directory: str) -> dict[str, Any]:
     trainer.args.max_steps = 10
     trainer.train()
     result["a second train() goes on"] = first.sync.stats()["steps"] == 18
+    result["a second callback is refused"] = "close() that one" in refused(
+        lambda: type(first)(trainer)
+    )
     first.close()
+    result["close() restores"] = "train" not in vars(trainer)
     return result

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import LocalAdamW, LocalUpdates, PeerError, UpdateSpaceAdamW
+from sparsync import LocalAdamW, LocalUpdates, PeerError
+from sparsync_papers.optimizers import UpdateSpaceAdamW
 
 from .small_model import batch, flat, model, same_everywhere, train
 

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import sparsync
+from tests.attaching import attach
 
 from .fsdp_programs import attached, flat, flat_gradient, grid
 from .small_model import same_everywhere
@@ -141,7 +142,7 @@ def reentrant_checkpoints() -> dict[str, str]:
     for parts in ("b", "c", "abc"):
         torch.manual_seed(0)
         net = Checkpointed(parts)
-        sync = sparsync.attach(net, replicate=dist.group.WORLD, timeout=30, **EVERYTHING)
+        sync = attach(net, replicate=dist.group.WORLD, timeout=30, **EVERYTHING)
         said[parts] = message_of(lambda net=net: step_of(net, 0))
         assert sync.stats()["steps"] == 0
         net.parts = ""
@@ -192,7 +193,7 @@ def copies() -> dict[str, bool]:
     """Of a plain model: not attached, and the original goes on."""
     torch.manual_seed(0)
     net = torch.nn.Linear(8, 8)
-    sync = sparsync.attach(net, replicate=dist.group.WORLD, timeout=30, **EVERYTHING)
+    sync = attach(net, replicate=dist.group.WORLD, timeout=30, **EVERYTHING)
     average, file = AveragedModel(net), io.BytesIO()
     torch.save(net, file)
     file.seek(0)

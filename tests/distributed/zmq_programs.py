@@ -6,14 +6,28 @@ import time
 import torch
 import torch.distributed as dist
 
-from sparsync import PeerError, testing
-from sparsync.transports.base import run
-from sparsync.transports.framing import Raw
-from sparsync.transports.torch import TorchCommunicator
+import sparsync
+from sparsync import DeadlineError, PeerError, testing
+from sparsync.transports.actors import Actor
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.store import store_of
 from sparsync.transports.zmq import ZmqCommunicator
 from tests.contracts.table import ALGORITHMS, exercise
 
 RAW = Raw("value")
+
+
+class Silent(Actor):
+    def receive(self, source, payload):
+        raise AssertionError
+
+    def tick(self):
+        raise AssertionError
+
+    def lose(self, peer, reason):
+        pass
 
 
 def contracts(names: list[str], curve_keys: str) -> dict[str, list[str]]:
@@ -69,3 +83,26 @@ def one_rank_sleeps(rank_that_sleeps: int) -> None:
     if comm.rank == rank_that_sleeps:
         time.sleep(6)
     run(comm.allreduce(torch.ones(10), "sum"))
+
+
+def one_rank_is_late(rank_that_is_late: int) -> dict[str, str]:
+    """Connect without one rank, then again with it; return the errors, and the default transport."""
+    rank, store = dist.get_rank(), store_of(None)
+    errors = {}
+    for transport in ("zmq", "torch"):
+        if rank == rank_that_is_late:
+            store.wait([f"{transport} {r}" for r in range(dist.get_world_size()) if r != rank])
+            continue
+        started = time.monotonic()
+        try:
+            if transport == "zmq":
+                sparsync.connect(timeout=1.0)
+            else:
+                TorchCommunicator(timeout=1.0).host(Silent())
+        except DeadlineError as error:
+            errors[transport] = str(error)
+        assert time.monotonic() - started < 4
+        store.set(f"{transport} {rank}", "failed")
+    with sparsync.connect(timeout=30) as comm:
+        run(comm.barrier())
+        return {**errors, "default": type(comm).__name__}

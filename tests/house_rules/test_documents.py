@@ -10,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 import sparsync
-from sparsync import SparseVector, cli
+from sparsync import DenseVector, SparseVector
+from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
 from sparsync.wire import Coo, SignMean, Signs, SparseQsgd
 
@@ -28,18 +29,20 @@ model = torch.nn.Linear(6, 3)
 loader = [(torch.randn(4, 6), torch.randn(4, 3)) for _ in range(5)]
 loss_function = torch.nn.functional.mse_loss
 """
-AFTER = """
+TRAINED = """
 assert sync.stats()["steps"] == len(loader)
+sync.close()
+"""
+AFTER = """
 assert reduced.total.nnz == 1_000
 assert all(result.total.nnz == 100 for result in simulation.results)
-sync.close()
 """
 
 
-def blocks(language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     found = [code for name, code in fences if name == language]
-    assert found, f"README.md has no {language} block"
+    assert found, f"no {language} block"
     return found
 
 
@@ -63,7 +66,16 @@ def run(directory: Path, *code: str) -> None:
 
 
 def test_every_block_of_the_readme_runs(tmp_path):
-    run(tmp_path, side(blocks("diff")[0], "+"), *blocks("python"), AFTER)
+    run(tmp_path, side(blocks("diff")[0], "+"), *blocks("python"), TRAINED)
+
+
+def test_every_block_about_arrays_runs(tmp_path):
+    text = (ROOT / "docs" / "arrays.md").read_text()
+    run(tmp_path, *blocks("python", text), AFTER)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 130
 
 
 def test_the_diff_starts_from_plain_ddp(tmp_path):
@@ -72,8 +84,9 @@ def test_the_diff_starts_from_plain_ddp(tmp_path):
     run(tmp_path, before)
 
 
-def test_the_readme_lists_every_algorithm():
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", README, flags=re.MULTILINE)) == sorted(PRESETS)
+def test_every_algorithm_is_listed():
+    tables = (ROOT / "docs" / "algorithms.md").read_text().split("## Averages of models")[0]
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", tables, flags=re.MULTILINE)) == sorted(PRESETS)
 
 
 def test_the_readme_draws_the_life_of_a_gradient_as_the_package_does():
@@ -86,7 +99,9 @@ def test_the_commands_of_the_documents_have_their_options():
     commands = re.findall(r"sparsync (train|bench|simulate|plan|doctor) (--[^\n`]*)", text)
     assert commands
     for command, options in commands:
-        result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(
+            cli.make_app(command), [command, "--help"], env={"COLUMNS": "200"}
+        )
         missing = [o for o in re.findall(r"--[\w-]+", options) if o not in result.output]
         assert not missing, f"sparsync {command}"
 
@@ -143,4 +158,4 @@ def test_the_wire_format_document_shows_a_signs_message():
     section = (ROOT / "docs" / "wire-format.md").read_text().split("## signs")[1].split("\n## ")[0]
     shown = "".join(re.findall(r"^((?:[0-9a-f]{2} +)+)", section, flags=re.MULTILINE))
     values = torch.tensor([1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5])
-    assert bytes.fromhex(shown) == bytes(Signs(6).encode(values).payload.tolist())
+    assert bytes.fromhex(shown) == bytes(Signs(6).encode(DenseVector(values)).payload.tolist())

@@ -3,87 +3,63 @@
 import ast
 import importlib
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "sparsync"
-FILES = sorted(SOURCE.rglob("*.py"))
+SOURCES = (ROOT / "src", ROOT / "papers" / "src")
+FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
 
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 50  # without the docstring
+MAX_FILE_LINES = 600
 
-# imports run from right to left: a row may import itself and the rows above it
+# Lines of Python, docstrings included; the library is ``src/sparsync`` without ``cli``.  These only ever
+# fall: the aims are 22,000, 6,500, 8,000 and 25,000.
+BUDGETS = {"library": 30_500, "cli": 10_000, "papers": 9_200, "tests": 34_500}
+
+# imports run upwards: a row may import itself and the rows above it
 LAYERS = (
-    ("errors", "kernels", "operations", "sparse", "state", "streams", "transports"),
-    ("selection", "wire"),
+    ("errors", "kernels", "reduction", "sparse", "state", "streams", "units", "vectors"),
+    ("selection", "transports"),
+    ("wire",),
     ("collectives",),
-    ("planning",),
-    (
-        "api",
-        "checkpoint",
-        "correction",
-        "launchers",
-        "monitoring",
-        "presets",
-        "reducer",
-        "reducer_state",
-        "residual",
-        "resharding",
-        "scaling",
-        "units",
-        "vectors",
-        "warmup",
-    ),
-    ("averaging", "linear"),
+    ("cost", "monitoring"),
+    ("algorithm", "auto", "presets", "published"),
+    ("feedback",),
+    ("api", "averaging", "checkpoint", "linear", "testing"),
     ("integrations",),
-    ("__init__", "__main__", "bench", "cli", "lab", "reproduce", "testing", "workloads"),
+    ("__init__",),
+    ("__main__", "cli"),
+    ("sparsync_papers",),
 )
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
+MAX_FLOORS = 12
 
-# what knows no network: it sees the seam of the transports, and no adapter
-ALGORITHMS = (
-    "selection",
-    "wire",
-    "collectives",
-    "planning",
-    "averaging",
-    "correction",
-    "reducer",
-    "reducer_state",
-    "residual",
-    "resharding",
-    "scaling",
-)
-SEAM = {"actors", "base", "flight", "framing", "ledger", "primitives"}
+# these know no network: they see the seam of the transports, and no adapter
+ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")
+ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 
-# the only imports that are not done at run time (for annotations; they would close a circle)
-TYPE_CHECKING_ONLY = {
-    ("sparsync.transports.primitives", "sparsync.transports.base"),
-    ("sparsync.transports.base", "sparsync.transports.actors"),
-    ("sparsync.transports.zmq.line", "sparsync.transports.zmq.communicator"),
-}
-
-SEAM_CLASSES = {"Selector", "Codec", "DenseCodec", "Collective", "Averager"}
+PACKAGES = {"sparsync", "sparsync_papers"}
+SEAM_CLASSES = {"Selector", "Codec", "_Quantised", "Collective", "Averager"}
 
 
 def name_of(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    source = next(source for source in SOURCES if path.is_relative_to(source))
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def axis_of(module: str) -> str:
-    return [*module.split("."), "__init__"][1]
+    package, *rest = module.split(".")
+    if package != "sparsync":
+        return package
+    return rest[0] if rest else "__init__"
 
 
 MODULES = {name_of(path): path for path in FILES}
 TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
-
-every_module = pytest.mark.parametrize("module", sorted(MODULES))
 
 
 def imports_of(module: str) -> Iterator[str]:
@@ -99,13 +75,7 @@ def imports_of(module: str) -> Iterator[str]:
 
 
 def inner_imports_of(module: str) -> set[str]:
-    return {name for name in imports_of(module) if name.split(".")[0] == "sparsync"}
-
-
-def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+    return {name for name in imports_of(module) if name.split(".")[0] in PACKAGES}
 
 
 # ---- names ----------------------------------------------------------------------------------------
@@ -116,82 +86,140 @@ def order(name: str) -> tuple[bool, bool, str]:
     return not name.isupper(), name[0].islower(), name
 
 
-@every_module
-def test_all_is_sorted_and_true(module):
-    defined = {
-        node.name
-        for node in TREES[module].body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-    }
+def wrong_names(module: str) -> Iterator[str]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    named = {node.name for node in TREES[module].body if isinstance(node, kinds)}
+    public = {name for name in named if not name.startswith("_")}
     if module.endswith("__main__"):
-        assert not defined
+        yield from public
         return
     loaded = importlib.import_module(module)
     exported = getattr(loaded, "__all__", [])
-    assert exported == sorted(set(exported), key=order)
-    assert [name for name in exported if not hasattr(loaded, name)] == []
-    assert sorted(defined - set(exported)) == [], "public by name but not in __all__"
+    if exported != sorted(set(exported), key=order):
+        yield "__all__ is not sorted"
+    yield from (f"{name} does not exist" for name in exported if not hasattr(loaded, name))
+    if axis_of(module) == "sparsync_papers":  # programs, not an interface
+        return
+    yield from (f"{name} is public by name but not in __all__" for name in public - set(exported))
+
+
+def test_all_is_sorted_and_true():
+    assert not {m: found for m in MODULES if (found := list(wrong_names(m)))}
 
 
 # ---- imports --------------------------------------------------------------------------------------
 
 
-@every_module
-def test_imports_run_one_way(module):
-    assert axis_of(module) in LEVEL_OF, "a new axis: give it a place in LAYERS"
-    level = LEVEL_OF[axis_of(module)]
-    upward = {name for name in inner_imports_of(module) if LEVEL_OF[axis_of(name)] > level}
+def test_imports_run_one_way():
+    assert {axis_of(m) for m in MODULES} <= LEVEL_OF.keys(), "a new axis: give it a place in LAYERS"
+    upward = [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in inner_imports_of(module)
+        if LEVEL_OF[axis_of(name)] > LEVEL_OF[axis_of(module)]
+    ]
     assert not upward
 
 
-def test_modules_import_in_no_circle():
-    edges = {
-        module: {
-            name
-            for name in inner_imports_of(module)
-            if name in MODULES and (module, name) not in TYPE_CHECKING_ONLY
-        }
-        for module in MODULES
-    }
+def test_modules_import_in_no_circle_and_few_floors():
+    edges = {module: inner_imports_of(module) & MODULES.keys() for module in MODULES}
     TopologicalSorter(edges).prepare()  # raises CycleError with the circle
+    assert len(LAYERS) <= MAX_FLOORS
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if axis_of(m) in ALGORITHMS))
-def test_algorithms_know_no_adapter(module):
-    parts = [name.split(".") for name in inner_imports_of(module)]
-    used = {p[2] if len(p) > 2 else "" for p in parts if p[1:2] == ["transports"]}
-    assert used <= SEAM
-    assert not any(name.startswith("torch.distributed") for name in imports_of(module))
-    named = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute)]
-    assert not [n.lineno for n in named if n.attr == "distributed"]
+def test_algorithms_know_no_adapter():
+    for module in (m for m in MODULES if axis_of(m) in ALGORITHMS):
+        parts = [name.split(".") for name in inner_imports_of(module)]
+        used = {p[2] if len(p) > 2 else "" for p in parts if p[1:2] == ["transports"]}
+        assert not used & ADAPTERS, module
+        assert not any(name.startswith("torch.distributed") for name in imports_of(module)), module
+        named = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute)]
+        assert not [n.lineno for n in named if n.attr == "distributed"], module
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if axis_of(m) == "transports"))
-def test_transports_know_no_algorithm(module):
-    assert {axis_of(name) for name in inner_imports_of(module)} <= {"transports", "errors"}
+def test_only_the_command_line_draws_and_parses():
+    shown = {"typer", "click", "rich", "matplotlib"}
+    for module in MODULES:
+        if axis_of(module) not in ("cli", "sparsync_papers"):
+            assert not {name.split(".")[0] for name in imports_of(module)} & shown, module
+
+
+def test_transports_know_no_algorithm():
+    for module in (m for m in MODULES if axis_of(m) == "transports"):
+        used = {axis_of(name) for name in inner_imports_of(module)}
+        assert used <= {"transports", "errors"}, module
 
 
 # ---- size -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*FILES, *sorted((ROOT / "tests").rglob("*.py"))],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+def lines_in(*folders: Path) -> int:
+    files = (path for folder in folders for path in folder.rglob("*.py"))
+    return sum(path.read_text().count("\n") for path in files)
 
 
-@every_module
-def test_functions_are_short(module):
-    for function in functions_of(TREES[module]):
-        lines = function.end_lineno - function.lineno + 1
-        if ast.get_docstring(function, clean=False) is not None:
-            docstring = function.body[0]
-            lines -= docstring.end_lineno - docstring.lineno + 1
-        assert lines <= MAX_FUNCTION_LINES, f"{function.name} has {lines} lines"
+def test_files_are_one_concept():
+    lengths = {module: path.read_text().count("\n") for module, path in MODULES.items()}
+    assert not {module: n for module, n in lengths.items() if n > MAX_FILE_LINES}
+
+
+def test_the_trees_keep_their_budgets():
+    cli = lines_in(ROOT / "src" / "sparsync" / "cli")
+    lines = {
+        "library": lines_in(ROOT / "src" / "sparsync") - cli,
+        "cli": cli,
+        "papers": lines_in(ROOT / "papers"),
+        "tests": lines_in(ROOT / "tests"),
+    }
+    over = {tree: n for tree, n in lines.items() if n > BUDGETS[tree]}
+    assert not over, f"over budget: {over} of {BUDGETS}; remove a concept"
+
+
+# ---- prose ----------------------------------------------------------------------------------------
+
+# phrases that a reader stumbles over, and better ones
+BANNED = {
+    r"\bleav(e|es|ing|en) (it|them|\w+) away\b": "omit",
+    r"\bso many\b": "this many, N",
+    r"\banew\b": "again",
+    r"\bgo(es)? with\b": "works with",
+    r"\bas ever\b": "as before",
+    r"\bas 0\.\d": "e.g. 0.01",
+    r"\b(came|come) (to|from) here\b": "was given",
+    r"(?<!from )\bbeside\b": "with, next to",
+    r"(?<!hides )(?<!hide )\bbehind (it|them|which|every|each|its|the (exchange|last|step))\b": "after",
+    r"\b(is|are|and) ours\b|\(ours(\)|: |, measured)": "name the benchmark that measured it",
+}
+
+
+def prose() -> Iterator[Path]:
+    """Every file that people read, but the log of changes and what this very rule quotes."""
+    yield from FILES
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.py", "docs/site_pages/*.py"):
+        yield from (p for p in sorted(ROOT.glob(pattern)) if p.name != "CONTRIBUTING.md")
+
+
+def test_prose_reads_as_written_in_english():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()} ({better})"
+        for path in prose()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for pattern, better in BANNED.items()
+        if re.search(pattern, line, re.IGNORECASE) and not line.lstrip().startswith("assert")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_say_what_a_thing_is():
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    riddles = [
+        f"{module}: {title}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+        and re.match(r"(What|Who)\b", title := (ast.get_docstring(node) or "").split("\n")[0])
+    ]
+    assert not riddles, "\n".join(riddles)
 
 
 # ---- state and output -----------------------------------------------------------------------------
@@ -205,21 +233,18 @@ def is_mutable(value: ast.expr | None) -> bool:
     return isinstance(value, literals)
 
 
-@every_module
-def test_no_state_in_modules_or_classes(module):
-    tree = TREES[module]
-    bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
-    for node in (node for body in bodies for node in body):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            assert [ast.unparse(t) for t in targets] == ["__all__"], f"line {node.lineno}"
-    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Global)]
-
-
-@every_module
-def test_nothing_prints(module):
-    calls = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)]
-    assert not [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+def test_no_state_in_modules_or_classes():
+    kept = []
+    library = {m: tree for m, tree in TREES.items() if axis_of(m) != "sparsync_papers"}
+    for module, tree in library.items():
+        bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
+        for node in (node for body in bodies for node in body):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if [ast.unparse(target) for target in targets] != ["__all__"]:
+                    kept.append(f"{module}:{node.lineno}")
+        kept += [f"{module}:{n.lineno}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
+    assert not kept
 
 
 def is_code(comment: str) -> bool:
@@ -237,11 +262,12 @@ def is_code(comment: str) -> bool:
     )
 
 
-@every_module
-def test_no_code_is_commented_out(module):
-    source = io.StringIO(MODULES[module].read_text())
-    comments = [t for t in tokenize.generate_tokens(source.readline) if t.type == tokenize.COMMENT]
-    assert not [f"line {t.start[0]}: {t.string}" for t in comments if is_code(t.string)]
+def test_no_code_is_commented_out():
+    for module, path in MODULES.items():
+        source = io.StringIO(path.read_text())
+        tokens = tokenize.generate_tokens(source.readline)
+        comments = [token for token in tokens if token.type == tokenize.COMMENT]
+        assert not [f"line {t.start[0]}: {t.string}" for t in comments if is_code(t.string)], module
 
 
 # ---- docstrings -----------------------------------------------------------------------------------
@@ -252,7 +278,7 @@ def algorithms() -> Iterator[tuple[str, ast.ClassDef]]:
     for module, tree in TREES.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                bases = {ast.unparse(base) for base in node.bases}
+                bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
                 if bases & SEAM_CLASSES:
                     yield f"{module}.{node.name}", node
 
@@ -264,21 +290,16 @@ def test_the_algorithms_are_found():
     assert {name.split(".")[-1] for name in ALGORITHM_CLASSES} >= {"Coo", "Exact", "OkTopk"}
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHM_CLASSES))
-def test_an_algorithm_says_what_it_costs_keeps_and_changes(name):
-    docstring = ast.get_docstring(ALGORITHM_CLASSES[name]) or ""
-    missing = [w for w in ("Cost:", "State:", "Differs from the paper:") if w not in docstring]
-    assert not missing
+def test_an_algorithm_is_final_and_says_what_it_costs_keeps_and_changes():
+    for name, node in ALGORITHM_CLASSES.items():
+        docstring = ast.get_docstring(node) or ""
+        missing = [w for w in ("Cost:", "State:", "Differs from the paper:") if w not in docstring]
+        assert not missing, name
+        assert "final" in {ast.unparse(d) for d in node.decorator_list}, name
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHM_CLASSES))
-def test_an_algorithm_is_final(name):
-    decorators = {ast.unparse(d) for d in ALGORITHM_CLASSES[name].decorator_list}
-    assert "final" in decorators
-
-
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if axis_of(m) == "collectives"))
-def test_a_public_function_that_communicates_says_what_it_costs(module):
-    for node in TREES[module].body:
-        if isinstance(node, ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            assert "Cost:" in (ast.get_docstring(node) or ""), node.name
+def test_a_public_function_that_communicates_says_what_it_costs():
+    for module in (m for m in MODULES if axis_of(m) == "collectives"):
+        for node in TREES[module].body:
+            if isinstance(node, ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                assert "Cost:" in (ast.get_docstring(node) or ""), f"{module}.{node.name}"

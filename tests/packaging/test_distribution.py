@@ -65,7 +65,7 @@ def test_the_wheel_is_small_and_pins_no_torch(built):
     needs = [need for need in about.get_all("Requires-Dist") if "extra ==" not in need]
     assert "torch>=2.7" in needs and len(needs) == 5
     assert not [need for need in needs if "<" in need or "==" in need]
-    assert {"dev", "linear", "mpi", "report"} <= set(about.get_all("Provides-Extra"))
+    assert {"linear", "mpi", "report"} <= set(about.get_all("Provides-Extra"))
 
 
 @pytest.mark.slow

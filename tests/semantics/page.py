@@ -1,82 +1,77 @@
-"""Writes the matrix as a page: ``python -m tests.semantics.page > docs/semantics.md``."""
+"""Write what the tests prove as a page: ``python -m tests.semantics.page > docs/semantics.md``."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from itertools import groupby
 
-from .matrix import COLUMNS, Cell, Row
-from .table import TABLE
+from . import test_gradients, test_loops, test_models
+from .practice import COLUMNS, ELSEWHERE, PRACTICES, Practice
 
 __all__ = ["page"]
+
+FILES = (test_gradients, test_models, test_loops)  # their order is that of the page's sections
 
 _BEGIN = """\
 # What keeps its meaning
 
-What training scripts do besides `loss.backward(); optimizer.step()`, and what becomes of it.
+Practices of training scripts beyond `loss.backward(); optimizer.step()`, and whether they work with
+each integration.
 
 - *works*: it means what it means without sparsync, and a test compares the two.
-- *refused*: an error says so, in one line, before anything is wrong.
-- *-*: there is no such thing there.
-- *untested*: the code takes it, but no test has run it whole.
+- *refused*: an error says so, in one line, before any harm is done.
+- *-*: it does not exist there.
+- *untested*: the code accepts it, but no test has run all of it.
 
-The columns: `sparsync.attach` to a DDP model; `sparsync.LocalUpdates`; `UpdateSpaceSGD` and
+The columns: `sparsync.attach` with a DDP model; `sparsync.LocalUpdates`; `UpdateSpaceSGD` and
 `UpdateSpaceAdamW`; the averagers of `sparsync.averaging`.
 
-How it is compared: with everything exchanged (density 1, period 1) and SGD, all four are the same
-training, that of one process which has the batches of all ranks. So each case is trained by all of them
-and by that process, and weights must agree. Then, at density 10 %, what came in is compared with what was
-delivered and what was kept, on every step:
+The comparison: if everything is exchanged (density 1, period 1) with SGD, all four are the same
+training as one process with the batches of all ranks. So each set-up is trained by all four and by
+that process, and the weights must agree. At density 10 %, every step must then satisfy
 
     sum over ranks(residual + gradient) == world_size * average + sum over ranks(residual afterwards)
 
-Two ranks on CPU; `torch.distributed` over gloo, the exchange as `attach` chooses.
+Two ranks on CPU; `torch.distributed` over gloo, and the transport that `attach` chooses by default.
 
-This page and the tests are made of one table, `tests/semantics/table.py`;
-`python -m tests.semantics.page > docs/semantics.md` writes it anew.
+The tests in `tests/semantics` write this page: `python -m tests.semantics.page > docs/semantics.md`.
 """
 
 _WRAP = textwrap.TextWrapper(
     104, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
 )
-_MARKS = {"works": "works", "refused": "refused", "not applicable": "-", "untested": "*untested*"}
+_MARKS = {"works": "works", "refused": "refused", "untested": "*untested*"}
 
 
 def page() -> str:
     """Return the page as Markdown."""
     parts = [_BEGIN]
-    for title, rows in TABLE.items():
-        parts.append(f"\n## {title}\n\n| | {' | '.join(f'`{c}`' for c in COLUMNS)} |\n")
+    order = [module.__name__ for module in FILES]
+    rows = sorted(PRACTICES, key=lambda row: order.index(row.file))
+    for title, group in groupby(rows, lambda row: row.section):
+        section = list(group)
+        parts.append(f"\n## {title}\n\nTests: `{section[0].file.replace('.', '/')}.py`.\n")
+        parts.append(f"\n| | {' | '.join(f'`{c}`' for c in COLUMNS)} |\n")
         parts.append("|---|" + "---|" * len(COLUMNS) + "\n")
-        parts += [_line(row) for row in rows]
-        parts += [_notes(row) for row in rows]
+        parts += [_line(row) for row in section]
+        parts += [_notes(row) for row in section]
     return "".join(parts)
 
 
-def _line(row: Row) -> str:
-    marks = " | ".join(_MARKS[cell.verdict] for cell in row.cells.values())
-    return f"| {row.name} | {marks} |\n"
+def _line(row: Practice) -> str:
+    marks = [_MARKS[row.cells[c].partition(".")[0]] if c in row.cells else "-" for c in COLUMNS]
+    return f"| {row.name} | {' | '.join(marks)} |\n"
 
 
-def _notes(row: Row) -> str:
-    """Say of every column what happens; columns of which the same is said, together."""
-    together: dict[Cell, list[str]] = {}
-    for column, cell in row.cells.items():
-        if cell.verdict != "not applicable":
-            together.setdefault(cell, []).append(column)
-    notes = [f"\n**{row.name[0].upper() + row.name[1:]}**\n\n"]
-    for cell, columns in together.items():
-        names = ", ".join(f"`{column}`" for column in columns)
-        note = f"- {names}: {cell.verdict}. {cell.says} ({_where(cell.proof)})"
-        notes.append(_WRAP.fill(note) + "\n")
-    return "".join(notes)
-
-
-def _where(proof: str) -> str:
-    if proof.startswith("case "):
-        return f"`tests/semantics/cases.py`: {proof.removeprefix('case ')}"
-    path, _, name = proof.partition("::") if "::" in proof else proof.partition(".")
-    return f"`{path}`: `{name}`" if "::" in proof else f"`tests/semantics/{path}.py`: `{name}`"
+def _notes(row: Practice) -> str:
+    """Return one note per cell; columns with the same note share it."""
+    columns: dict[str, list[str]] = {}
+    for column, said in row.cells.items():
+        columns.setdefault(ELSEWHERE.sub(r" (`\1`: `\2`)", said), []).append(f"`{column}`")
+    notes = [_WRAP.fill(f"- {', '.join(names)}: {said}") for said, names in columns.items()]
+    title = f"**{row.name[0].upper()}{row.name[1:]}**" + (f" (`{row.test}`)" if row.test else "")
+    return f"\n{title}\n\n" + "\n".join(notes) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""One training, done by every integration, and by one process that has the batches of all ranks.
+"""Train one model by every integration, and in one process that has the batches of all ranks.
 
-With everything exchanged (density 1, period 1) all of them are the same training.  With little exchanged
-the law holds, on every step: what came in is delivered, or kept.
+If everything is exchanged (density 1, period 1) all of them are the same training.  If little is
+exchanged, nothing is lost on any step: gradients and updates are delivered, or kept in the residual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.averaging import LocalSgd
+from sparsync_papers.optimizers import UpdateSpaceSGD
+from tests import attaching
 
-STEPS, RATE, TIMEOUT = 3, 0.1, 20.0
-SPARSE = 0.1  # density of the runs that test the law
+STEPS, RATE, SPARSE = 3, 0.1, 0.1
 
 Named = dict[str, Tensor]
+
+
+def here() -> int:
+    return dist.get_rank()
 
 
 def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -31,7 +36,7 @@ def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :5].sin()
 
 
-def network() -> nn.Module:
+def network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 5))
 
@@ -45,46 +50,111 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE)
 
 
-def nothing(model: nn.Module, rank: int) -> None:
-    """Do nothing."""
+def loop(model: nn.Module, optimizer: Any, steps: int = STEPS) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        mean_square(model, step, here()).backward()
+        optimizer.step()
 
 
-@dataclass(frozen=True)
-class Case:
-    """A way to train.
+def same(thing: Any) -> Any:
+    return thing
 
-    Attributes:
-        make: the model, equal on all ranks.
-        loss: of a model, the number of a micro-batch, and a rank.
-        micro: backward passes per step.
-        no_sync: all but the last of them under ``no_sync()``.
-        ddp: options of DistributedDataParallel.
-        wrap: done to what is called: the DDP model, or the plain one.
-        wrap_inner: done to the model before DDP wraps it.
-        optimizer: made of parameters.
-        clip: ``clip_grad_norm_`` before the optimizer's step; None: no.
-        set_to_none: of ``zero_grad``.
-        before: done before every step, by model and rank.
-        tolerance: absolute; of weights, and of the law.
-        exact: whether local optimizers are the common one, when everything is exchanged.
+
+class Training:
+    """A model ``net`` trained by one of the integrations, whose loop calls ``called``.
+
+    ``handle`` is what sparsync returned; if it averages, its step follows the optimizer's.
     """
 
-    make: Callable[[], nn.Module] = network
-    loss: Callable[[nn.Module, int, int], Tensor] = mean_square
-    micro: int = 1
-    no_sync: bool = True
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    wrap: Callable[[Any], Any] = lambda model: model
-    wrap_inner: Callable[[Any], Any] = lambda model: model
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    clip: float | None = None
-    set_to_none: bool = True
-    before: Callable[[nn.Module, int], None] = nothing
-    tolerance: float = 1e-5
-    exact: bool = True
+    def __init__(
+        self,
+        column: str,
+        net: nn.Module,
+        density: float = SPARSE,
+        *,
+        ddp: Mapping[str, Any] | None = None,
+        wrap: Callable[[Any], Any] = same,
+        wrap_inner: Callable[[Any], Any] = same,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        period: int = 1,
+        tolerance: float = 1e-5,
+        **settings: Any,
+    ) -> None:
+        self.tolerance = tolerance
+        self.averages = column in ("LocalUpdates", "averaging")
+        self.net: Any = net if column == "attach" else wrap(wrap_inner(net))
+        self.called, sparse = self.net, {"algorithm": "allgather", "density": density}
+        self.handle: Any
+        if column == "attach":
+            model = DistributedDataParallel(wrap_inner(net), **(ddp or {}))
+            self.handle = attaching.attach(model, timeout=20.0, **sparse, **settings)
+            self.called = wrap(model)
+        elif column == "LocalUpdates":
+            self.handle = sparsync.LocalUpdates(self.net, period=period, **sparse)
+        elif column == "averaging":
+            self.handle = LocalSgd(self.net, period=period)
+        else:
+            self.handle = UpdateSpaceSGD(self.net, lr=RATE, **sparse)
+        own = column == "UpdateSpace"
+        self.optimizer = self.handle if own else optimizer(self.called.parameters())
+
+    def backward(self, step: int) -> None:
+        """Compute the gradients of one batch."""
+        self.optimizer.zero_grad()
+        mean_square(self.called, step, here()).backward()
+
+    def step(self) -> None:
+        """Step the optimizer and, where there is one, the averager."""
+        self.optimizer.step()
+        if self.averages:
+            self.average()
+
+    def average(self) -> None:
+        """Step the averager, and assert that the sum of all ranks' weights does not change."""
+        before = everywhere(weights(self.net))
+        self.handle.step()
+        assert_close(everywhere(weights(self.net)), before, self.tolerance, "the sum of weights")
+
+    def finish(self) -> None:
+        """Give all ranks the same weights."""
+        if self.averages:
+            self.handle.finish()
+
+    def close(self) -> None:
+        """Detach from DDP."""
+        if self.called is not self.net:
+            self.handle.close()
 
 
-# ---- what is compared -----------------------------------------------------------------------------
+@contextmanager
+def attached(net: nn.Module, density: float = 1.0, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a training by ``attach``, as its DDP model and its handle; close it at the end."""
+    training = Training("attach", net, density, **options)
+    try:
+        yield training.called, training.handle
+    finally:
+        training.close()
+
+
+@contextmanager
+def refused(*words: str, error: type[Exception] = sparsync.ConfigurationError) -> Iterator[None]:
+    """Assert that an error of one line is raised that has these words."""
+    try:
+        yield
+    except error as caught:
+        said = str(caught)
+        assert all(word in said for word in words), said
+        assert "\n" not in said, said
+        return
+    raise AssertionError("nothing was refused")
+
+
+# ---- comparisons ------------------------------------------------------------------------------------
+
+
+def plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile's prefix
 
 
 def weights(model: nn.Module) -> Named:
@@ -101,12 +171,9 @@ def gradients(model: nn.Module) -> Named:
 
 
 def residuals(state: Mapping[str, Any], like: Named) -> Named:
+    state = state.get("sparsync", state)  # an optimizer's state holds it under this name
     kept = {plain(name): value for name, value in state["residual"].items()}
     return {n: kept.get(n, torch.zeros(v.numel())).double().view(v.shape) for n, v in like.items()}
-
-
-def plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # what torch.compile adds
 
 
 def everywhere(values: Named) -> Named:
@@ -117,11 +184,11 @@ def everywhere(values: Named) -> Named:
     return {n: p.view(v.shape) for (n, v), p in zip(values.items(), parts, strict=True)}
 
 
-def assert_equal_on_all_ranks(values: Named) -> None:
+def equal_on_all_ranks(values: Named) -> bool:
     mine = torch.cat([value.flatten() for value in values.values()])
     copies = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, mine)
-    assert all(torch.equal(copy, copies[0]) for copy in copies), "replicas differ"
+    return all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 def assert_close(here: Named, there: Named, tolerance: float, what: str) -> None:
@@ -135,27 +202,96 @@ def added(*terms: tuple[float, Named]) -> Named:
     return {n: sum(factor * values[n] for factor, values in terms) for n in terms[0][1]}  # type: ignore
 
 
-# ---- one process with everybody's batches -----------------------------------------------------------
+def moved(net: nn.Module, start: Named) -> bool:
+    return any(not torch.equal(end, start[name]) for name, end in weights(net).items())
 
 
-def local_gradients(case: Case, model: nn.Module, step: int, rank: int) -> Named:
+# ---- the same training, four ways -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    make: Callable[[], nn.Module] = network  # equal on all ranks
+    loss: Callable[[nn.Module, int, int], Tensor] = mean_square  # of model, micro-batch and rank
+    micro: int = 1  # backward passes per step
+    no_sync: bool = True  # all of them but the last
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    wrap: Callable[[Any], Any] = same  # what is called: the DDP model, or the plain one
+    wrap_inner: Callable[[Any], Any] = same  # the model, before DDP does
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    clip: float | None = None  # the gradients that the optimizer gets
+    set_to_none: bool = True  # of ``zero_grad``
+    before: Callable[[nn.Module, int], None] = lambda model, rank: None  # every step
+    tolerance: float = 1e-5  # of weights and of the law
+    exact: bool = True  # local optimizers equal the common one if everything is exchanged
+
+
+def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
+    """Assert that a column trains as one process would, and that it loses nothing."""
+    case, local = Case(make, **settings), column != "attach"
+    ends = _train(case, column, 1.0)
+    assert equal_on_all_ranks(ends), "replicas differ"
+    if case.exact or not local:
+        assert_close(ends, _one_process(case, clip_local=local), case.tolerance, "one process")
+        assert moved(case.make(), ends), "weights did not move"
+    if column != "averaging":  # which has no density
+        assert equal_on_all_ranks(_train(case, column, SPARSE)), "replicas differ"
+
+
+def _train(case: Case, column: str, density: float) -> Named:
+    """Train by a column and check the law on every step; return the weights in the end."""
+    net, twin, ranks = case.make(), case.make(), dist.get_world_size()
+    names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
+    training = Training(column, net, density, **{name: getattr(case, name) for name in names})
+    model, handle, attach = training.called, training.handle, column == "attach"
+    try:
+        for step in range(STEPS):
+            if not training.averages:
+                twin.load_state_dict(net.state_dict())
+                mine = local_gradients(case, twin, step, here(), clip=not attach)
+                kept, before = residuals(handle.state_dict(), mine), weights(net)
+            case.before(model, here())
+            training.optimizer.zero_grad(set_to_none=case.set_to_none)
+            for micro in range(case.micro):
+                quiet = case.no_sync and micro < case.micro - 1 and attach
+                with model.no_sync() if quiet else nullcontext():
+                    case.loss(model, step * case.micro + micro, here()).backward()
+            averages = gradients(net)
+            if case.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            training.step()
+            if not training.averages:
+                delivered = averages if attach else added((1.0, before), (-1.0, weights(net)))
+                came = everywhere(added((1.0, kept), (1.0 if attach else RATE, mine)))
+                left = everywhere(residuals(handle.state_dict(), mine))
+                went = added((ranks, delivered), (1.0, left))
+                assert_close(came, went, ranks * case.tolerance, f"the law, step {step}")
+                assert equal_on_all_ranks(delivered), "averages differ between ranks"
+        with handle.shared() if column == "LocalUpdates" else nullcontext():
+            return weights(net)
+    finally:
+        training.close()
+
+
+def local_gradients(
+    case: Case, model: nn.Module, step: int, rank: int, *, clip: bool = False
+) -> Named:
     model.zero_grad()
     for micro in range(case.micro):
         case.loss(model, step * case.micro + micro, rank).backward()
+    if case.clip and clip:
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
     return gradients(model)
 
 
-def reference(case: Case, *, clip_local: bool) -> Named:
+def _one_process(case: Case, *, clip_local: bool) -> Named:
     """Train on the mean of all ranks' gradients."""
     model, ranks = case.make(), dist.get_world_size()
     optimizer = case.optimizer(model.parameters())
     for step in range(STEPS):
-        of_ranks = []
-        for rank in range(ranks):
-            of_ranks.append(local_gradients(case, model, step, rank))
-            if case.clip and clip_local:
-                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-                of_ranks[-1] = gradients(model)
+        of_ranks = (local_gradients(case, model, step, r, clip=clip_local) for r in range(ranks))
         mean = added(*((1 / ranks, one) for one in of_ranks))
         for name, parameter in model.named_parameters():
             parameter.grad = mean[name].to(parameter.dtype) if parameter.requires_grad else None
@@ -163,113 +299,3 @@ def reference(case: Case, *, clip_local: bool) -> Named:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
     return weights(model)
-
-
-def backward(case: Case, model: Any, step: int, rank: int) -> None:
-    for micro in range(case.micro):
-        quiet = case.no_sync and micro < case.micro - 1 and hasattr(model, "no_sync")
-        with model.no_sync() if quiet else nullcontext():
-            case.loss(model, step * case.micro + micro, rank).backward()
-
-
-def local_step(case: Case, model: nn.Module, optimizer: Any, step: int) -> Named:
-    """Do a step of this rank alone; return its gradients."""
-    case.before(model, dist.get_rank())
-    optimizer.zero_grad(set_to_none=case.set_to_none)
-    backward(case, model, step, dist.get_rank())
-    if case.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-    return gradients(model)
-
-
-# ---- the integrations -------------------------------------------------------------------------------
-
-
-def attach(case: Case, density: float) -> Named:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    net, twin = case.make(), case.make()
-    ddp = DistributedDataParallel(case.wrap_inner(net), **case.ddp)
-    sync = sparsync.attach(ddp, "allgather", density=density, timeout=TIMEOUT)
-    called, optimizer = case.wrap(ddp), case.optimizer(ddp.parameters())
-    try:
-        for step in range(STEPS):
-            twin.load_state_dict(net.state_dict())
-            mine = local_gradients(case, twin, step, rank)
-            kept = residuals(sync.state_dict(), mine)
-            case.before(called, rank)
-            optimizer.zero_grad(set_to_none=case.set_to_none)
-            backward(case, called, step, rank)
-            averages = gradients(net)
-            came = everywhere(added((1.0, kept), (1.0, mine)))
-            left = everywhere(residuals(sync.state_dict(), mine))
-            went = added((ranks, averages), (1.0, left))
-            assert_close(came, went, ranks * case.tolerance, f"the law, step {step}")
-            assert_equal_on_all_ranks(averages)
-            if case.clip:
-                nn.utils.clip_grad_norm_(ddp.parameters(), case.clip)
-            optimizer.step()
-    finally:
-        sync.close()
-    return weights(net)
-
-
-def local_updates(case: Case, density: float) -> Named:
-    net = case.wrap(case.wrap_inner(case.make()))
-    local = sparsync.LocalUpdates(net, "allgather", density=density, period=1)
-    optimizer = case.optimizer(net.parameters())
-    for step in range(STEPS):
-        local_step(case, net, optimizer, step)
-        optimizer.step()
-        before = everywhere(weights(net))
-        local.step()
-        assert_close(everywhere(weights(net)), before, case.tolerance, f"the mean, step {step}")
-    with local.shared():
-        return weights(net)
-
-
-def update_space(case: Case, density: float) -> Named:
-    net, ranks = case.wrap(case.wrap_inner(case.make())), dist.get_world_size()
-    optimizer = sparsync.UpdateSpaceSGD(net, lr=RATE, algorithm="allgather", density=density)
-    for step in range(STEPS):
-        mine = local_step(case, net, optimizer, step)
-        kept, before = residuals(optimizer.state_dict()["sparsync"], mine), weights(net)
-        optimizer.step()
-        came = everywhere(added((1.0, kept), (RATE, mine)))
-        left = everywhere(residuals(optimizer.state_dict()["sparsync"], mine))
-        went = added((ranks, before), (-ranks, weights(net)), (1.0, left))
-        assert_close(came, went, ranks * case.tolerance, f"the law, step {step}")
-    return weights(net)
-
-
-def averaging(case: Case, density: float) -> Named:
-    net = case.wrap(case.wrap_inner(case.make()))
-    averager, optimizer = LocalSgd(net, period=1), case.optimizer(net.parameters())
-    for step in range(STEPS):
-        local_step(case, net, optimizer, step)
-        optimizer.step()
-        before = everywhere(weights(net))
-        averager.step()
-        assert_close(everywhere(weights(net)), before, case.tolerance, f"the mean, step {step}")
-    return weights(net)
-
-
-COLUMNS = {
-    "attach": attach,
-    "LocalUpdates": local_updates,
-    "UpdateSpace": update_space,
-    "averaging": averaging,
-}
-
-
-def keeps_its_meaning(case: Case, column: str) -> None:
-    """Assert that a column trains as one process would, and that it loses nothing."""
-    train, local = COLUMNS[column], column != "attach"
-    ends = train(case, 1.0)
-    assert_equal_on_all_ranks(ends)
-    if case.exact or not local:
-        expected = reference(case, clip_local=local)
-        assert_close(ends, expected, case.tolerance, "against one process")
-        start = weights(case.make())
-        assert any(not torch.equal(end, start[name]) for name, end in ends.items()), "stood still"
-    if column != "averaging":  # which has no density
-        assert_equal_on_all_ranks(train(case, SPARSE))

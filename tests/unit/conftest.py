@@ -1,6 +1,6 @@
 import pytest
 
-from .packed_messages import BACKENDS, using
+from .wire_messages import BACKENDS, using
 
 
 @pytest.fixture(params=BACKENDS)

@@ -7,11 +7,10 @@ from scipy.sparse import csr_matrix, random
 
 from sparsync import simulate
 from sparsync.linear.exchanges import gradient_exchange, update_exchange
-from sparsync.linear.losses import LOSSES, Penalty
-from sparsync.linear.problem import Problem
+from sparsync.linear.problem import LOSSES, Penalty, Problem
 from sparsync.linear.scd import Scd
-from sparsync.linear.schedules import Schedule
 from sparsync.linear.sgd import Sgd
+from sparsync.linear.solver import Schedule
 
 
 def make_data(rows=60, dimensions=40, density=0.15, seed=0):

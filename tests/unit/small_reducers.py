@@ -2,8 +2,8 @@
 
 import torch
 
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import oktopk
-from sparsync.reducer import Reducer
 from sparsync.units import plan_units
 
 SIZES = {"a": 30, "b": 1, "c": 19}

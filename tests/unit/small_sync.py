@@ -1,9 +1,9 @@
 """What ``attach`` returns, of one rank, without a model."""
 
 from sparsync import Correction
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import run
-from sparsync.transports.solo import SoloCommunicator
+from sparsync.feedback.state import parse_state, reducer_state, restore_reducer
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.driver import run
 
 from .small_reducers import gradients, reducer_on
 
@@ -21,6 +21,9 @@ class Sync:
 
     def state_dict(self):
         return reducer_state(self.reducer)
+
+    def validate(self, state):
+        parse_state(self.reducer, state)
 
     def load_state_dict(self, state):
         run(restore_reducer(self.reducer, state))

@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
-from sparsync.collectives.dynamic import Dynamic
-from sparsync.collectives.recursive_doubling import RecursiveDoubling
-from sparsync.collectives.ring import Ring
-from sparsync.collectives.split_allgather import SplitAllgather
+from sparsync.collectives.sparcml.dynamic import Dynamic
+from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
+from sparsync.collectives.sparcml.ring import Ring
+from sparsync.collectives.sparcml.split_allgather import SplitAllgather
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 

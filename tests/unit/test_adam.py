@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync import ArrivalAdamW, LocalAdamW, UpdateSpaceAdamW
+from sparsync import LocalAdamW
 from sparsync.errors import NonFiniteGradientError
+from sparsync_papers.optimizers import ArrivalAdamW, UpdateSpaceAdamW
 
 from .small_training import backward, flat, model, trained
 

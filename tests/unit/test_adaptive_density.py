@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.shares import SharesState, resized
+from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import Measured
 from sparsync.presets import budgeted, oktopk, resolve
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.selection.shares import SharesState, resized
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
-from sparsync.warmup import AdaptiveDensity, Warmup
 
 SIZE, RANKS = 6000, 4
 RULE = AdaptiveDensity(0.02, low=0.005, high=0.1, period=2)

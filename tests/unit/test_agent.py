@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsync.averaging.agent import Agent
+from sparsync.averaging.agent import Agent, Header, Kind, round_of
 from sparsync.averaging.companion import Companion
-from sparsync.averaging.rounds import Header, Kind, round_of
-from sparsync.averaging.wait_avoiding import ModelRounds
-from sparsync.transports.actors import Port
+from sparsync.averaging.wagma import ModelRounds
+from sparsync.transports.actors import Host
 
 
-class Hand(Port):
+class Hand(Host):
     """Keeps what an agent sends, until the test delivers it."""
 
     now = 0.0
@@ -23,34 +22,29 @@ class Hand(Port):
     def send(self, dest, payload):
         self.sent.append((dest, payload))
 
+    def call(self, function):
+        raise NotImplementedError
 
-class Told:
-    """A signal that is a list."""
-
-    def __init__(self):
-        self.values = []
-
-    def set(self, value):
-        self.values.append(value)
+    ask = close = call
 
 
 def make(world_size, **options):
     agents = []
     for rank in range(world_size):
-        rounds = ModelRounds(world_size, world_size, None, "wait-avoiding", dynamic=True)
+        rounds = ModelRounds(world_size, None, "wait-avoiding", dynamic=True)
         model = torch.zeros(4)
         rounds.restart(0, model)
-        agents.append(Agent(rounds, round_of(0), model, **options))
-        agents[-1].port = Hand(rank, world_size)
+        agents.append(Agent(rounds, 0, model, **options))
+        agents[-1].host = Hand(rank, world_size)
     return agents
 
 
 def deliver(agents, *, lost=lambda source, dest, kind: False):
     """Carry all messages, and those that they cause; return the kinds that were sent."""
     kinds = []
-    while any(agent.port.sent for agent in agents):
+    while any(agent.host.sent for agent in agents):
         for source, agent in enumerate(agents):
-            batch, agent.port.sent = agent.port.sent, []
+            batch, agent.host.sent = agent.host.sent, []
             for dest, payload in batch:
                 kind = Header.cut(payload)[0].kind
                 kinds.append(kind)
@@ -60,9 +54,9 @@ def deliver(agents, *, lost=lambda source, dest, kind: False):
 
 
 def arrive(agent, step, value):
-    told = Told()
-    agent.arrive(round_of(step), torch.full((4,), float(value)), told)
-    return told.values
+    told = []
+    agent.arrive(round_of(step), torch.full((4,), float(value)), told.append)
+    return told
 
 
 def test_who_begins_an_ended_round_anew_is_given_its_result():
@@ -71,18 +65,18 @@ def test_who_begins_an_ended_round_anew_is_given_its_result():
     first, second = arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents, lost=lambda source, dest, kind: dest == 0 and kind == Kind.DATA)
     assert len(first) == 0 and len(second) == 1
-    agents[0]._runner.drop()  # as a change of who is present does
+    agents[0]._drop()  # as a change of who is present does
     agents[0]._advance()
     assert Kind.RESULT in deliver(agents)
-    assert torch.equal(first[0].came.total, second[0].came.total)
-    assert first[0].came.models == 2
+    assert torch.equal(first[0].result.total, second[0].result.total)
+    assert first[0].result.models == 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_messages_of_a_round_begin_it_where_its_word_is_lost(world_size):
     agents = make(world_size)
     seen = arrive(agents[0], 0, 5)
-    dest = next(dest for dest, _ in agents[0].port.sent)
+    dest = next(dest for dest, _ in agents[0].host.sent)
     deliver(agents, lost=lambda source, d, kind: d == dest and kind == Kind.ACTIVATE)
     assert len(seen) == 1, "a member that got no word takes part by the round's own messages"
 
@@ -101,15 +95,15 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
     arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents)
     arrive(agents[0], 1, 5)
-    agents[0].port.sent.clear()  # rank 1 is away
-    for agents[0].port.now in (0.5, 1.0):
+    agents[0].host.sent.clear()  # rank 1 is away
+    for agents[0].host.now in (0.5, 1.0):
         agents[0].tick()
     assert [peer for peer, _, _ in agents[0].left_out] == [1]
-    agents[0].port.sent.clear()
-    agents[1].port.send(0, Header(Kind.PING, 0, round_of(1), 0).join(None))
+    agents[0].host.sent.clear()
+    agents[1].host.send(0, Header(Kind.PING, 0, round_of(1), 0).join(None))
     deliver(agents)
     (welcome,) = arrive(agents[1], 1, 7)
-    assert welcome.came.model.tolist() == [0.0] * 4
+    assert welcome.result.model.tolist() == [0.0] * 4
 
 
 def test_a_second_companion_ends_the_first():

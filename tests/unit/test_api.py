@@ -18,13 +18,13 @@ from sparsync import (
 )
 from sparsync import simulate as simulate_ranks
 from sparsync.api import _prepare
-from sparsync.collectives.agreement import agree
-from sparsync.integrations import base
-from sparsync.operations import reduction
+from sparsync.feedback import agreement
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
-from sparsync.reducer import Reducer
-from sparsync.streams import densify
-from sparsync.transports.solo import SoloCommunicator
+from sparsync.reduction import reduction
+from sparsync.sparse import densify
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import SoloCommunicator
 from sparsync.units import plan_units
 from sparsync.wire import Coo
 
@@ -92,7 +92,7 @@ def test_arrays_and_scipy_s_sparse_vectors_are_taken(vector):
 def test_any_operation_and_dtype_without_k(op, dtype, values, expected):
     async def program(comm):
         mine = torch.tensor(values[comm.rank], dtype=dtype)
-        return (await _prepare(mine, None, None, op, {}).reduce(comm)).total
+        return (await _prepare(mine, None, None, op, {})(comm)).total
 
     operation = reduction(op)
     for total in simulate_ranks(program, 2).results:
@@ -116,7 +116,7 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
     async def program(comm):
         vector, algorithm, op = arguments(comm.rank)
         with pytest.raises(PeerError, match=f"disagree on {fact}: rank {comm.rank} has"):
-            await _prepare(vector, algorithm, None, op, {}).reduce(comm)
+            await _prepare(vector, algorithm, None, op, {})(comm)
         return sorted(comm.ledger.by_phase())
 
     assert simulate_ranks(program, 2).results == [["agreement"]] * 2
@@ -158,7 +158,7 @@ def test_k_may_be_zero_and_more_than_there_is(size):
 @pytest.mark.parametrize(
     ("vector", "arguments", "says"),
     [
-        (torch.ones(2), {"k": 1, "op": "max"}, "k goes with sums, not with 'max'"),
+        (torch.ones(2), {"k": 1, "op": "max"}, "k works with sums, not with 'max'"),
         (torch.ones(2), {"op": "mean"}, "unknown operation 'mean'"),
         (torch.ones(2), {"op": "and"}, r"'and' is not defined on torch\.float32"),
         (
@@ -229,7 +229,7 @@ def test_ranks_that_give_equal_codecs_agree():
     async def program(comm):
         vector = torch.eye(3)[comm.rank]
         options = {"codec": Coo()}  # an object of its own on each rank
-        reduced = await _prepare(vector, "oktopk", 3, "sum", options).reduce(comm)
+        reduced = await _prepare(vector, "oktopk", 3, "sum", options)(comm)
         return reduced.total.to_dense().tolist()
 
     assert simulate_ranks(program, 3).results == [[1.0, 1.0, 1.0]] * 3
@@ -242,8 +242,10 @@ def test_attach_compares_the_options_too(monkeypatch):
     async def listen(comm, facts):
         told.append(str(facts))
 
-    monkeypatch.setattr(base, "agree", listen)
+    monkeypatch.setattr(agreement, "agree", listen)
     for cap in (1.0, None):
         units = plan_units([("w", torch.zeros(4))])
-        base.agree_on_reducer(Reducer(connect(), units, resolve("oktopk", cap=cap), density=0.5))
+        agreement.agree_on_reducer(
+            Reducer(connect(), units, resolve("oktopk", cap=cap), density=0.5)
+        )
     assert told[0] != told[1]

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.averaging import AdPsgd, AllreduceAverage, EagerSgd
+from sparsync.averaging.eager import EagerRounds
+from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
 from sparsync.errors import ConfigurationError
 from sparsync.transports.sim import Links, simulate
 
@@ -48,9 +50,34 @@ def test_whoever_waits_less_ends_earlier():
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
 
 
-def test_the_drawn_ranks_begin_equally_often():
-    from sparsync.averaging.eager import EagerRounds
+# seconds per step: ranks that starve, by turns or for good, as where they share too few cores
+STARVED = {
+    "three of four": lambda rank, step: 1e-2 * (50 if rank else 1),
+    "one": lambda rank, step: 1e-2 * (50 if rank == 3 else 1),
+    "by turns": lambda rank, step: 1e-2 * (60 if step // 15 % 4 == rank else 1),
+}
 
+
+@pytest.mark.parametrize("name", ["adpsgd", "eager-majority", "eager-solo", "wagma"])
+@pytest.mark.parametrize("starved", STARVED)
+def test_who_waits_for_nobody_learns_at_its_defaults_where_ranks_starve(name, starved):
+    """Gradient descent at a quarter of the longest stable step, to points that differ between ranks."""
+    curvature = torch.linspace(0.1, 0.5, 8, dtype=torch.float64)
+
+    async def program(comm):
+        averager, vector = ALL_SCHEMES[name](), torch.zeros(8, dtype=torch.float64)
+        await averager.begin(comm, vector, 0)
+        for step in range(60):
+            await comm.compute(STARVED[starved](comm.rank, step))
+            vector = vector - curvature * (vector - 1 - 0.1 * comm.rank)
+            vector = await averager.average(comm, vector, step)
+        return await averager.conclude(comm, vector, 60)
+
+    for vector in simulate(program, 4).results:
+        assert (vector - 1.15).abs().max() < 0.2
+
+
+def test_the_drawn_ranks_begin_equally_often():
     rounds = EagerRounds("majority", 3, 4, torch.zeros(1))
     begun = [sum(rounds.activates(v, rank) for v in range(1, 801, 2)) for rank in range(4)]
     assert sum(begun) == 400 and min(begun) > 70

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
-from sparsync.planning.machine import Machine
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
-from sparsync.presets.auto import Auto
-from sparsync.reducer import Reducer
 from sparsync.transports.sim import Links, simulate
 from sparsync.units import Slot, Unit
 
@@ -22,6 +21,10 @@ def unit(size=SIZE, name="w"):
 
 def machine_of(links, **work):
     return Machine(alpha=links.alpha, beta=links.beta, **{**IDLE, **work})
+
+
+def auto_of(**options):
+    return resolve("auto", **options).make_collective()
 
 
 def train(links, steps, units=1, **options):
@@ -73,7 +76,7 @@ def test_what_was_measured_corrects_a_wrong_plan():
 
 def test_who_waits_for_a_late_rank_does_not_blame_the_collective():
     async def program(comm):
-        auto = Auto(machine_of(SLOW), check_period=2)
+        auto = auto_of(machine=machine_of(SLOW), check_period=2)
         for step in range(4):
             selected = resolve("budgeted").make_selector().select(torch.rand(SIZE), 200, step)
             await comm.compute(1.0 if comm.rank == 2 else 0.0)
@@ -97,19 +100,19 @@ def test_a_budget_rules_out_what_needs_more():
 
 def test_its_state_is_plain_and_comes_back():
     async def program(comm):
-        auto = Auto(machine_of(SLOW), check_period=1)
+        auto = auto_of(machine=machine_of(SLOW), check_period=1)
         for step in range(3):
             selected = resolve("budgeted").make_selector().select(torch.rand(SIZE), 50, step)
             if auto.whole:
                 selected = resolve("dense").make_selector().select(torch.rand(SIZE), 50, step)
             await auto.reduce(comm, selected, 50, step)
-        twin = Auto(machine_of(SLOW), check_period=1)
+        twin = auto_of(machine=machine_of(SLOW), check_period=1)
         twin.load_state_dict(auto.state_dict())
         return auto, twin
 
     auto, twin = simulate(program, 3, links=SLOW).results[0]
     assert twin.state == auto.state and twin.name == auto.name
-    assert auto.state.factors != Auto().state.factors, "something was learned"
+    assert auto.state.factors != auto_of().state.factors, "something was learned"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_its_state_is_plain_and_comes_back():
     [{"choice": 99}, {"choice": "dense"}, {"factors": [1.0]}, {"parts": []}, {"parts": None}],
 )
 def test_a_state_that_does_not_fit_is_refused(change):
-    auto = Auto()
+    auto = auto_of()
     with pytest.raises(ConfigurationError):
         auto.load_state_dict({**auto.state_dict(), **change})
 

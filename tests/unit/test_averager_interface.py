@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import mean
+from sparsync.averaging.local import AllreduceAverage
 
 from .averager_models import Smoothed, add_, linear, train_
 from .zmq_group import together

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync.averaging.allreduce import AllreduceAverage
-from sparsync.averaging.local import LocalSgd
+from sparsync.averaging.local import AllreduceAverage, LocalSgd
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
 
 from .averager_models import Smoothed, failure, linear, train_

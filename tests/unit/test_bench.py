@@ -7,12 +7,13 @@ import sys
 import pytest
 import torch
 
-from sparsync import DenseVector, SparseVector, cli
-from sparsync.bench.collectives import BenchSettings, bench
-from sparsync.bench.inputs import INPUTS
-from sparsync.bench.measure import Case, Measured, Outcome, SimulatedRanks
-from sparsync.bench.rows import Row
-from sparsync.bench.verify import VECTORS, Evidence, Verdict, Verification, digest
+from sparsync import DenseVector, SparseVector
+from sparsync.cli import app as cli
+from sparsync.cli.bench.cases import VECTORS, Case, Evidence, Verdict, Verification, digest
+from sparsync.cli.bench.command import BenchSettings, bench
+from sparsync.cli.bench.inputs import INPUTS
+from sparsync.cli.bench.measure import Measured, Outcome, SimulatedRanks
+from sparsync.cli.bench.rows import Row
 from sparsync.presets import PRESETS, oktopk
 
 # ---- verification ---------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_every_preset_is_correct_on_every_input(kind):
 def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
     wrong = [Outcome(1.0, 1.0, 8, 8, Verdict(1, 0.0, 1.0))]
     monkeypatch.setattr(
-        "sparsync.bench.collectives.measure_simulated",
+        "sparsync.cli.bench.command.measure_simulated",
         lambda *_: Measured("sim", wrong, wrong, wrong, 0, []),
     )
     code, out, _ = command("--collectives", "oktopk", "--steps", "1", "--warmup", "0")

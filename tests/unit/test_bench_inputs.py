@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError
-from sparsync.bench.inputs import INPUTS, Draw, gradient
-from sparsync.bench.network import parse_network
+from sparsync.cli.bench.inputs import INPUTS, Draw, gradient
+from sparsync.cli.network import parse_network
 
 # ---- inputs ---------------------------------------------------------------------------------------
 

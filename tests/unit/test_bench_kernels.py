@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from sparsync import ConfigurationError
-from sparsync.bench import kernels as bench
+from sparsync.cli.bench import kernels as bench
 
 
 def test_every_kernel_is_compared_and_equal():
@@ -22,7 +22,7 @@ def test_the_table_says_which_kernel_is_wrong():
     wrong = type(rows[0])(**{**asdict(rows[0]), "kernel": "sorted", "equal": False})
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(bench.table([*rows, wrong]))
+        console.print(bench.kernel_table([*rows, wrong]))
     lines = capture.get().splitlines()
     assert [line.split()[0] for line in lines if line.rstrip().endswith("NO")] == ["sorted"]
     assert sum(line.rstrip().endswith("yes") for line in lines) == len(rows)

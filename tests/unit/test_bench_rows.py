@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sparsync.bench.measure import Case, Measured, Outcome
-from sparsync.bench.plan import Pace, verified_in_full
-from sparsync.bench.rows import Wire, bound_words_per_k, entry, ratios, summarize
-from sparsync.bench.rows_table import tables
-from sparsync.bench.verify import Verdict
+from sparsync.cli.bench.cases import Case, Verdict
+from sparsync.cli.bench.measure import Measured, Outcome, Pace, verified_in_full
+from sparsync.cli.bench.rows import Wire, bound_words_per_k, entry, ratios, summarize, tables
 from sparsync.presets import PRESETS
 
 FINE = Verdict(0, 0.5, 1.0)

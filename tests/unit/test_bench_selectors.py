@@ -8,14 +8,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from sparsync import ConfigurationError, cli
-from sparsync.bench import selectors
-from sparsync.bench.selectors_report import tables, write_plot
-from sparsync.bench.selectors_settings import (
+from sparsync import ConfigurationError
+from sparsync.cli import app as cli
+from sparsync.cli.bench import selectors
+from sparsync.cli.bench.selectors import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
     SelectorSettings,
     parse_sizes,
+    selector_tables,
+    write_plot,
 )
 
 ORDER = [
@@ -38,7 +40,7 @@ def measure(sizes=(16 << 10, 4 << 10), **options):
 def shown(rows, width=80):
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(tables(rows))
+        console.print(selector_tables(rows))
     return capture.get()
 
 
@@ -141,7 +143,7 @@ def command(monkeypatch, capsys):
 
 def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "sparsync.bench.collectives.bench_selectors",
+        "sparsync.cli.bench.command.bench_selectors",
         lambda settings: selectors.bench_selectors(dataclasses.replace(settings, seconds=0)),
     )
     path = tmp_path / "new" / "s.json"
@@ -157,7 +159,7 @@ def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
 
 def test_a_wrong_selection_ends_with_1(command, monkeypatch):
     wrong = dataclasses.replace(measure((4 << 10,))[0], correct=False)
-    monkeypatch.setattr("sparsync.bench.collectives.bench_selectors", lambda _: [wrong])
+    monkeypatch.setattr("sparsync.cli.bench.command.bench_selectors", lambda _: [wrong])
     code, out, _ = command()
     assert code == 1 and "WRONG" in out
 
@@ -165,7 +167,7 @@ def test_a_wrong_selection_ends_with_1(command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, as 64KB,1MB"),
+        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, e.g. 64KB,1MB"),
         (["--sizes", "64KB,,1MB"], "sizes is '64KB,,1MB'"),
         (["--sizes", "0KB"], "sizes is '0KB'"),
         (["--input", "dominant"], "unknown input 'dominant'; choose one of uniform, normal"),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.selection import binary_search
-from sparsync.selection.binary_search import BinarySearch, BinarySearchState
-from sparsync.selection.trimmed import mean_and_max
+from sparsync.selection import redsync
+from sparsync.selection.base import reaching
+from sparsync.selection.redsync import BinarySearch, BinarySearchState, mean_and_max
 
 from .redsync_inputs import NAMES, NAN, SIZE, SOME_K, check_promise, inputs, noise
 from .strategies import FLOATS, dense_tensors, same_vector
@@ -89,7 +89,7 @@ def test_trials_are_bounded(name, eps, trials, monkeypatch):
 def searches(monkeypatch):
     """Every search that a test makes: each looks at mean and maximum once."""
     made = []
-    monkeypatch.setattr(binary_search, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
+    monkeypatch.setattr(redsync, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
     return made
 
 
@@ -98,11 +98,11 @@ def test_it_searches_on_one_call_of_a_period(period, searches):
     selector, steps = BinarySearch(reuse_period=period), []
     for step in range(7, 22):  # the count is by calls, whatever the step
         before = len(searches)
-        watched = selector.watch(40, step, torch.float32)
+        collect = selector.collect_from(40, step, torch.float32)
         selector.select(noise(step), 40, step)
         if len(searches) > before:
             steps.append(step - 7)
-        assert (watched is None) == (len(searches) > before)
+        assert (collect is None) == (len(searches) > before)
     assert steps == list(range(0, 15, period))
 
 
@@ -140,21 +140,21 @@ def test_reuse_searches_afresh_when_nothing_reaches(searches):
 
 
 @given(dense_tensors(max_size=60, dtype=torch.float32), st.integers(0, 20), st.booleans())
-def test_reuse_keeps_its_cap_and_what_was_watched_changes_nothing(accumulated, k, capped):
-    alone, watching = (settled(0.5, cap=1.5 if capped else None) for _ in range(2))
-    watch = watching.watch(k, 0, torch.float32)
-    found = watch and kernels.find(accumulated, watch.key, watch.limit)
+def test_reuse_keeps_its_cap_and_what_was_collected_changes_nothing(accumulated, k, capped):
+    alone, other = (settled(0.5, cap=1.5 if capped else None) for _ in range(2))
+    collect = other.collect_from(k, 0, torch.float32)
+    found = collect and reaching(accumulated, *collect)
     selected = alone.select(accumulated, k, 0)
-    same_vector(watching.select(accumulated, k, 0, found), selected)
-    assert watching.state == alone.state
+    same_vector(other.select(accumulated, k, 0, found), selected)
+    assert other.state == alone.state
     if alone.state.served == 2:  # it did reuse
-        reaching = int((kernels.magnitude_keys(accumulated) >= alone.state.threshold_key).sum())
-        assert selected.nnz == (min(reaching, math.floor(1.5 * k)) if capped else reaching)
+        expected = int((kernels.magnitude_keys(accumulated) >= alone.state.threshold_key).sum())
+        assert selected.nnz == (min(expected, math.floor(1.5 * k)) if capped else expected)
 
 
 def test_asking_for_nothing_leaves_the_count():
     selector = settled(0.5)
-    assert selector.watch(0, 0, torch.float32) is None
+    assert selector.collect_from(0, 0, torch.float32) is None
     assert selector.select(noise(), 0, 0).nnz == selector.select(torch.ones(0), 5, 0).nnz == 0
     assert selector.state.served == 1
 

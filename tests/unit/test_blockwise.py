@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, SparseVector
 from sparsync.selection.blockwise import Blockwise
-from sparsync.testing import check_selector
 
 from .strategies import dense_tensors, same_vector
 
@@ -77,11 +76,6 @@ def test_nothing_is_asked_or_there_is_nothing(entries):
     assert selector.select(torch.ones(9), k=0, step=0).nnz == 0
     assert selector.select(torch.ones(0), k=5, step=0).size == 0
     assert selector.select(torch.zeros(9), k=5, step=0).nnz == 0
-
-
-def test_contract():
-    """All cases fit into one block, of which exactly min(k, nnz) come."""
-    check_selector(Blockwise)
 
 
 @pytest.mark.parametrize(

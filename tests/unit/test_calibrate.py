@@ -6,15 +6,15 @@ import re
 import pytest
 import torch
 
-from sparsync.bench.doctor_checks import check_links
-from sparsync.collectives.equality import check_equal_parameters
+from sparsync.cli.doctor.checks import check_links
+from sparsync.cost.calibrate import calibrate
+from sparsync.cost.links import Probe
+from sparsync.cost.work import Bench
 from sparsync.errors import ConfigurationError, PeerError
-from sparsync.planning.calibrate import calibrate
-from sparsync.planning.links import Probe
-from sparsync.planning.work import Bench
-from sparsync.transports.base import run
+from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.driver import run
 from sparsync.transports.sim import Fault, Links, Pairwise, simulate
-from sparsync.transports.solo import SoloCommunicator
 
 LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)
 BRIEF = Bench(elements=256, most=1)  # where the clock is not virtual

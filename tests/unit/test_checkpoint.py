@@ -10,7 +10,7 @@ from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint import load, save
 from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError
-from sparsync.reducer_state import reducer_state, restore_reducer
+from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS
 
@@ -103,8 +103,11 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint of step 1 in"):
         load(other, tmp_path, step=1)
     assert save(sync, tmp_path, keep=None).name == "000005-step-00000004"
-    with pytest.raises(ConfigurationError, match="keep is 0"):
-        save(sync, tmp_path, keep=0)
+    for keep in (0, 10**39, 2.5, True):
+        with pytest.raises(
+            ConfigurationError, match=r"keep is .*; give a number of checkpoints from 1"
+        ):
+            save(sync, tmp_path, keep=keep)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import sparsync
-from sparsync import cli
-from sparsync.bench import train
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.cli import app as cli
+from sparsync.cli import network
+from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import CommunicationError
 
 
@@ -26,7 +26,7 @@ def command(monkeypatch, capsys):
             cli.main()
         return stopped.value.code, *capsys.readouterr()
 
-    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(network, "launch", launch)
     monkeypatch.delenv("RANK", raising=False)
     return run
 

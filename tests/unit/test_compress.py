@@ -1,8 +1,8 @@
 import torch
 
 from sparsync import simulate
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import Algorithm, allgather, resolve
-from sparsync.reducer import Reducer
 from sparsync.units import plan_units
 
 PARAMETERS = [("big", torch.zeros(300)), ("bias", torch.zeros(7)), ("other", torch.zeros(100))]

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from sparsync.correction import Clipper, Correction, Velocity
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.feedback.correction import Clipper, Correction, Velocity
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import DGC_RAMP, Warmup
+from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import Algorithm, allgather, resolve
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import run
+from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
-from sparsync.warmup import DGC_RAMP, Warmup
 
 SIZE, STEPS, RANKS = 60, 50, 4
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsync.cli.workloads.delays import HeavyTail, NoDelay, Persistent, RandomRanks, parse_delay
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.delays import HeavyTail, NoDelay, Persistent, RandomRanks, parse_delay
 
 
 def waits(text, world_size, steps, seed=0):

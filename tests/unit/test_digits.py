@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsync.cli.workloads.digits import DigitImages, DigitsWorkload
 from sparsync.errors import ConfigurationError
-from sparsync.workloads.digits import DigitImages, DigitsWorkload
 
 
 @pytest.fixture(scope="module")

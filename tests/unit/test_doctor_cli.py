@@ -6,15 +6,16 @@ import json
 import pytest
 import typer
 
-from sparsync.bench import doctor
-from sparsync.bench.doctor_checks import Check, check_facts, check_links
-from sparsync.bench.doctor_facts import gather_facts, local_facts
-from sparsync.bench.doctor_page import Examination, as_json, sentence
-from sparsync.cli import exit_code
+from sparsync.cli import network
+from sparsync.cli.app import exit_code
+from sparsync.cli.doctor import command as doctor
+from sparsync.cli.doctor.checks import Check, check_facts, check_links
+from sparsync.cli.doctor.facts import gather_facts, local_facts
+from sparsync.cli.doctor.page import Examination, as_json, sentence
+from sparsync.cost.calibrate import Calibration
+from sparsync.cost.links import Clock, Link
+from sparsync.cost.machine import Machine
 from sparsync.errors import PeerError
-from sparsync.planning.calibrate import Calibration
-from sparsync.planning.links import Clock, Link
-from sparsync.planning.machine import Machine
 from sparsync.transports.sim import simulate
 
 MACHINE = Machine(alpha=90e-6, beta=8.5e-9)
@@ -58,7 +59,7 @@ def command(monkeypatch, capsys):
             assert found is not None, "ranks were started"
             return found
 
-        monkeypatch.setattr(doctor, "launch", launch)
+        monkeypatch.setattr(network, "launch", launch)
         code = exit_code(lambda: app(list(arguments), standalone_mode=False))
         return code, *capsys.readouterr()
 
@@ -93,7 +94,7 @@ def test_the_page_says_what_was_found_and_what_it_means(command):
     for said in (
         "torch 2.9.0",
         "4 rank(s) on 1 machine(s), zmq over links of 1gbit",
-        "latency 90 us 81 us, 99 us",
+        "latency 90 µs 81 µs, 99 µs",
         "bandwidth, both ways 941 Mbit/s 856 Mbit/s, 1.05 Gbit/s",
         "ok all well",
     ):
@@ -103,7 +104,7 @@ def test_the_page_says_what_was_found_and_what_it_means(command):
 def test_what_it_means():
     # 2 n (P - 1) / P words of 8.5 ns per byte are 0.751 s, 4 latencies 0.36 ms, the sums 7.1 ms
     said = sentence(examination())
-    assert said.startswith("4 ranks at 941 Mbit/s, 90 us: a dense allreduce of 14.7 M parameters")
+    assert said.startswith("4 ranks at 941 Mbit/s, 90 µs: a dense allreduce of 14.7 M parameters")
     assert "would take about 759 ms. " in said
 
 

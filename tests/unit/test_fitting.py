@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsync.cost.fitting import fit_line, fit_pace, fit_with_intervals
 from sparsync.errors import ConfigurationError
-from sparsync.planning.fitting import fit_line, fit_pace, fit_with_intervals
 
 SIZES = [256 * 4**i for i in range(8)]
 

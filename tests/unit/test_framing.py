@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import SparseVector, WireFormatError
-from sparsync.transports.framing import Raw, Several
-from sparsync.transports.ledger import Parts
+from sparsync.transports.ledger import Parts, Raw, Several
 from sparsync.wire import Coo
 from sparsync.wire.base import MessageFraming
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparsync.bench.gathering import gather
+from sparsync.cli.launch import gather
 
 
 @dataclass

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, simulate
-from sparsync.averaging.dpsgd import Dpsgd
-from sparsync.averaging.graphs import Exponential, RandomPairs, Ring, mixing_matrix
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.outer_settings import OUTER_SETTINGS
-from sparsync.averaging.sgp import Sgp
+from sparsync.averaging.gossip import Dpsgd, Exponential, Ring, Sgp
+from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.testing import check_averager
+from sparsync_papers.mixing import RandomPairs, mixing_matrix
 
 from .test_graphs import Star
 

@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
-from sparsync.averaging.graphs import (
-    Exponential,
-    Graph,
-    RandomPairs,
-    Ring,
-    mixing_matrix,
-    spectral_gap,
-)
+from sparsync.averaging.gossip import Exponential, Graph, Ring
+from sparsync_papers.mixing import RandomPairs, mixing_matrix, spectral_gap
 
 world_sizes = st.integers(1, 33)
 steps = st.integers(0, 200)

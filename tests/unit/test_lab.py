@@ -4,23 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.bench.launch import launch
-from sparsync.errors import ConfigurationError
-from sparsync.lab import (
+from sparsync.cli.lab import (
     Lab,
     LabError,
     LinkTraffic,
     Network,
-    commands,
     default_burst,
     ensure_privileges,
+    kernel,
     local_address,
     local_traffic,
-    namespaces,
     parse_rate,
-    privileges,
 )
-from sparsync.lab.traffic import interface_counters
+from sparsync.cli.lab.lab import interface_counters
+from sparsync.cli.launch import launch
+from sparsync.errors import ConfigurationError
 
 MBIT, GBIT = 10**6, 10**9
 
@@ -156,7 +154,7 @@ def test_the_kernels_counters_are_read():
 
 def test_a_failing_command_is_shown_with_what_it_said():
     with pytest.raises(LabError) as caught:
-        commands.run_command("ls /there/is /nothing", timeout=10)
+        kernel.run_command("ls /there/is /nothing", timeout=10)
     message = str(caught.value)
     assert message.startswith("lab: 'ls /there/is /nothing' failed with exit code 2: ")
     assert "No such file" in message
@@ -165,18 +163,18 @@ def test_a_failing_command_is_shown_with_what_it_said():
 
 def test_a_silent_failure_is_named_too():
     with pytest.raises(LabError, match="'false' failed with exit code 1: nothing on stderr"):
-        commands.run_command("false", timeout=10)
+        kernel.run_command("false", timeout=10)
 
 
 def test_a_command_has_a_deadline():
     with pytest.raises(LabError, match=r"'sleep 60' did not end within 0.1 s"):
-        commands.run_command("sleep 60", timeout=0.1)
+        kernel.run_command("sleep 60", timeout=0.1)
 
 
 def test_a_missing_tool_names_its_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigurationError, match="'ip' is not there; install the package iproute2"):
-        commands.find_tool("ip", also_in="")
+        kernel.find_tool("ip", also_in="")
 
 
 def test_tools_of_the_administrator_are_found(monkeypatch, tmp_path):
@@ -184,7 +182,7 @@ def test_tools_of_the_administrator_are_found(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert commands.find_tool("tc", also_in=str(tmp_path)) == str(tool)
+    assert kernel.find_tool("tc", also_in=str(tmp_path)) == str(tool)
 
 
 # ---- privileges -----------------------------------------------------------------------------------
@@ -202,15 +200,15 @@ def nobody(monkeypatch):
     """A process without privileges, and the list of what would have been executed in its place."""
     executed = []
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(privileges, "find_tool", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(privileges, "may_create", lambda: False)
-    monkeypatch.setattr(privileges.os, "execv", lambda path, words: executed.append(words))
+    monkeypatch.setattr(kernel, "find_tool", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(kernel, "may_create", lambda: False)
+    monkeypatch.setattr(kernel.os, "execv", lambda path, words: executed.append(words))
     return executed
 
 
 def test_a_kernel_that_forbids_everything_gives_one_line(nobody, monkeypatch):
     refusal = [sys.executable, "-c", "import sys; sys.exit('user namespaces: not\\npermitted')"]
-    monkeypatch.setattr(privileges, "_inside_user_namespace", lambda *_: refusal)
+    monkeypatch.setattr(kernel, "_inside_user_namespace", lambda *_: refusal)
     with pytest.raises(ConfigurationError) as caught:
         ensure_privileges()
     assert "may not make network namespaces (user namespaces: not permitted)" in str(caught.value)
@@ -221,7 +219,7 @@ def test_a_kernel_that_forbids_everything_gives_one_line(nobody, monkeypatch):
 
 def test_a_kernel_that_does_not_answer_gives_one_line(nobody, monkeypatch):
     silence = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(privileges, "_inside_user_namespace", lambda *_: silence)
+    monkeypatch.setattr(kernel, "_inside_user_namespace", lambda *_: silence)
     with pytest.raises(ConfigurationError, match=r"no answer within 0.2 s"):
         ensure_privileges(timeout=0.2)
     assert not nobody
@@ -229,10 +227,10 @@ def test_a_kernel_that_does_not_answer_gives_one_line(nobody, monkeypatch):
 
 def test_a_kernel_that_allows_it_executes_the_same_command_again(nobody, monkeypatch):
     agrees = [sys.executable, "-c", ""]
-    wrap = privileges._inside_user_namespace
+    wrap = kernel._inside_user_namespace
     monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])
     monkeypatch.setattr(
-        privileges,
+        kernel,
         "_inside_user_namespace",
         lambda *words: agrees if words[0] == "--network" else wrap(*words),
     )
@@ -247,7 +245,7 @@ def test_an_error_inside_a_namespace_reaches_the_caller(monkeypatch):
         raise PermissionError(f"{name}: Operation not permitted")
 
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(namespaces, "_call", refuse)
-    assert not namespaces.may_create()
+    monkeypatch.setattr(kernel, "_call", refuse)
+    assert not kernel.may_create()
     with pytest.raises(ConfigurationError, match=r"\(unshare: Operation not permitted\)"):
         Lab(2, "1gbit").__enter__()

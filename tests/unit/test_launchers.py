@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.errors import ConfigurationError
-from sparsync.launchers import (
+from sparsync.transports import mpi_requests
+from sparsync.transports.launchers import (
     Placement,
     connect_mpi,
     detect,
@@ -21,7 +22,6 @@ from sparsync.launchers import (
     init_process_group,
     slurm_port,
 )
-from sparsync.transports import mpi_requests
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "examples" / "slurm.sbatch"
@@ -230,3 +230,24 @@ def test_the_batch_script_trains_under_srun(tmp_path):
     found = re.search(r"^2 ranks, 12 steps: .* replicas equal: (\w+)$", done.stdout, re.M)
     assert found, done.stdout
     assert found[1] == "True"
+
+
+def test_leaving_ends_the_threads_of_gloo(tmp_path):
+    """Also when a cycle refers to the group; one that is left at exit may abort the process."""
+    program = tmp_path / "leave.py"
+    program.write_text(
+        "import gc, pathlib, torch, torch.distributed as dist\n"
+        "from sparsync.transports.launchers import destroy_process_group\n"
+        "from sparsync.transports.process_group import TorchCommunicator\n"
+        "gc.disable()\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "comm = TorchCommunicator(dist.group.WORLD)\n"
+        "comm.itself = comm\n"
+        "dist.all_reduce(torch.ones(10))\n"
+        "del comm\n"
+        "destroy_process_group()\n"
+        "names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "print('gloo' in ''.join(names))\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

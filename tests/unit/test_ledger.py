@@ -1,3 +1,5 @@
+import threading
+
 from sparsync.transports.ledger import Ledger, Parts, Traffic
 
 
@@ -45,3 +47,16 @@ def test_traffic_as_plain_numbers():
         "messages_received": 2,
         "sent_parts": {"header": 1, "index": 0, "value": 2, "control": 0},
     }
+
+
+def test_time_that_another_thread_books_is_not_taken_from_a_stage():
+    """Autograd's thread accumulates while the engine's communicates: both take their whole time."""
+    ledger = Ledger()
+    before = ledger.booked
+    other = threading.Thread(target=ledger.spent, args=("accumulate", 5.0))
+    other.start()
+    other.join()
+    assert ledger.booked == before
+    ledger.spent("communicate", 2.0)
+    assert ledger.booked == before + 2.0
+    assert ledger.stages == {"accumulate": 5.0, "communicate": 2.0}

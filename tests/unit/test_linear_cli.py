@@ -8,9 +8,9 @@ import pytest
 from scipy.sparse import csr_matrix
 from sklearn.datasets import dump_svmlight_file
 
-from sparsync import cli
-from sparsync.bench import linear
-from sparsync.bench.linear_settings import LinearSettings
+from sparsync.cli import app as cli
+from sparsync.cli.linear import command as linear
+from sparsync.cli.linear.settings import LinearSettings
 from tests.unit.linear_problems import make_data
 
 

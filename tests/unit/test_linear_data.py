@@ -13,11 +13,9 @@ from scipy import sparse
 from sklearn.datasets import load_svmlight_file
 
 from sparsync.errors import ConfigurationError
-from sparsync.linear import data
-from sparsync.linear.blocks import LineBlocks
-from sparsync.linear.data import load_shard
-from sparsync.linear.rows import optional
-from sparsync.linear.shard import row_range
+from sparsync.linear import svmlight
+from sparsync.linear.rows import optional, row_range
+from sparsync.linear.svmlight import LineBlocks, load_shard
 
 WRITERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 BLOCK = 60  # bytes: a few lines of the files below
@@ -88,7 +86,7 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes):
     blocks = LineBlocks(scratch, block_bytes)
     read = [blocks.read(number) for number in range(blocks.count)]
     assert b"".join(read) == content
-    assert blocks.seekable and list(blocks) == read[: len(list(blocks))]
+    assert blocks.seekable and list(blocks.stream()) == read[: len(list(blocks.stream()))]
     for number, text in enumerate(read):
         start = sum(map(len, read[:number]))
         assert blocks.lines_before(number) == content[:start].count(b"\n")
@@ -102,11 +100,11 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes):
 def test_a_compressed_file_has_the_same_blocks(scratch, texts, block_bytes):
     content = "\n".join(texts).encode()
     scratch.write_bytes(content)
-    plain = list(LineBlocks(scratch, block_bytes))
+    plain = list(LineBlocks(scratch, block_bytes).stream())
     for compress in (gzip.compress, bz2.compress):
         scratch.write_bytes(compress(content))
         blocks = LineBlocks(scratch, block_bytes)
-        assert not blocks.seekable and list(blocks) == plain
+        assert not blocks.seekable and list(blocks.stream()) == plain
         last = len(plain) - 1
         assert blocks.read(last + 1) == b"" and (not plain or blocks.read(last) == plain[last])
 
@@ -192,13 +190,13 @@ def test_a_file_that_is_not_there_or_is_damaged_is_refused(write, tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(write, monkeypatch):
     path = write("rows.svm", lines())
-    parse = data.parse_block
+    parse = svmlight.parse_block
 
     def change(text, **named):
         path.write_bytes(b"1 1:1\n")
         return parse(text, **named)
 
-    monkeypatch.setattr(data, "parse_block", change)
+    monkeypatch.setattr(svmlight, "parse_block", change)
     with pytest.raises(ConfigurationError, match="changed while it was read"):
         load_shard(path)
 

@@ -68,9 +68,7 @@ def test_an_svm_has_no_probabilities():
         ({"model": "ridge"}, "unknown model 'ridge'"),
         ({"solver": "lbfgs"}, "unknown solver 'lbfgs'"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"exchange": "oktopk"}, "unknown exchange 'oktopk'"),
         ({"dtype": "float16"}, "dtype is float16"),
-        ({"lr": 0.0}, "lr is 0.0"),
     ],
 )
 def test_bad_options_are_one_clear_line(options, said):

@@ -9,8 +9,7 @@ import pytest
 
 from sparsync.errors import ConfigurationError
 from sparsync.linear import trigrams
-from sparsync.linear.hashing import drawn_order, hash_trigrams
-from sparsync.linear.trigrams import trigram_shard
+from sparsync.linear.trigrams import drawn_order, hash_trigrams, trigram_shard
 
 DIMENSIONS = 100_003
 

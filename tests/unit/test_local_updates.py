@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import sparsync
-from sparsync import ArrivalAdamW, LocalAdamW, LocalUpdates, UpdateSpaceAdamW
+from sparsync import LocalAdamW, LocalUpdates
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync_papers.optimizers import ArrivalAdamW, UpdateSpaceAdamW
 
 from .small_training import STEPS, backward, flat, model, trained
 
@@ -189,6 +189,7 @@ def test_a_broken_end_leaves_finite_weights():
         (lambda: LocalUpdates(model(), density=0), "density is 0"),
         (lambda: LocalAdamW(model().parameters(), 0), "world_size is 0"),
         (lambda: LocalAdamW(model().parameters(), 2, lr=-1), "lr is -1"),
+        (lambda: LocalAdamW(model().parameters(), 2, lr=True), "lr is True; give a learning rate"),
         (lambda: ArrivalAdamW(model().parameters(), betas=(1.0, 0.9)), "betas are"),
         (lambda: UpdateSpaceAdamW(model(), 0.1, eps=-1.0), "eps is -1.0"),
         (lambda: UpdateSpaceAdamW(model(), 0.1, second_moment="frozen"), "needs warmup_steps > 0"),
@@ -210,7 +211,3 @@ def test_states_of_other_set_ups_are_refused():
         local.load_state_dict({"steps": 3})
     with pytest.raises(ConfigurationError, match="of other parameters"):
         LocalUpdates(nn.Linear(6, 8), period=4).load_state_dict(state)
-
-
-def test_what_is_public():
-    assert sparsync.LocalUpdates is LocalUpdates

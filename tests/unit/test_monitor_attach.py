@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.warmup import AdaptiveDensity
+from sparsync.feedback.schedule import AdaptiveDensity
+from tests import attaching
 
 from .small_training import backward, model
 
@@ -23,7 +24,7 @@ def ddp():
 
 
 def attach(wrapped, log, **options):
-    return sparsync.attach(wrapped, density=0.1, transport="torch", log=log, **options)
+    return attaching.attach(wrapped, density=0.1, transport="torch", log=log, **options)
 
 
 def test_a_training_is_logged_and_goes_on_where_it_was_saved(ddp, tmp_path):
@@ -81,10 +82,10 @@ def test_a_skipped_step_is_logged(ddp):
 
 def test_attach_takes_an_adaptive_density(ddp):
     wrapped = ddp()
-    sync = sparsync.attach(wrapped, density=AdaptiveDensity(0.1), transport="torch")
+    sync = attaching.attach(wrapped, density=AdaptiveDensity(0.1), transport="torch")
     backward(wrapped, 0)
     assert sync.stats()["density"] == 0.1
-    assert sync.reducer.monitor.xi.period == AdaptiveDensity().period
+    assert sync.reducer.xi_period == AdaptiveDensity().period
     sync.close()
 
 

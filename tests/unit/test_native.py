@@ -13,7 +13,7 @@ import torch
 
 from sparsync import ConfigurationError, kernels
 from sparsync.kernels import native
-from sparsync.kernels import torch as specification
+from sparsync.kernels import reference as specification
 
 built = pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
 
@@ -54,6 +54,21 @@ def test_an_unknown_instruction_set_is_refused():
     complaint = ask(PRINT_CHOICE, SPARSYNC_KERNELS="mmx").stderr.splitlines()[-1]
     assert "SPARSYNC_KERNELS is 'mmx'" in complaint
     assert "torch" in complaint
+
+
+STALE = """
+import sys, types
+sys.modules["sparsync.kernels._native"] = old = types.ModuleType("_native")  # no interface number
+old.__file__ = "_native.so"
+from sparsync import kernels
+"""
+
+
+def test_native_kernels_of_other_sources_are_refused_in_one_line():
+    complaint = ask(STALE).stderr.splitlines()[-1]
+    assert (
+        "_native.so were built from other sources" in complaint and "install it again" in complaint
+    )
 
 
 WITHOUT = """
@@ -192,7 +207,7 @@ def test_results_do_not_depend_on_the_default_dtype_or_device():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert kernels.find(x, 1, None).values.dtype == torch.float32
+            assert kernels.find(x, 1, None)[1].dtype == torch.float32
             assert kernels.top(x, 2).tolist() == [1, 2]
             assert kernels.merge([(kernels.top(x, 2), x[1:])], 3)[1].tolist() == [-3.0, 2.0]
     finally:

@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, SparseVector
-from sparsync.selection import Blockwise, Everything, Exact, ExactState, GaussianK, Selector
-from sparsync.selection.one_signed import OneSigned, OneSignedState
-from sparsync.selection.sampled import Sampled
+from sparsync.selection import (
+    Blockwise,
+    Everything,
+    Exact,
+    ExactState,
+    GaussianK,
+    Sampled,
+    Selector,
+)
+from sparsync.selection.redsync import OneSigned, OneSignedState
 from sparsync.testing import check_selector
 
 from .strategies import dense_tensors, same_vector
@@ -28,7 +35,7 @@ class Layers(Selector):
     def methods(self, sizes):
         return [f"of {size}" for size in self.sizes]
 
-    def select(self, accumulated, k, step, found=None):
+    def select(self, accumulated, k, step, collected=None):
         return SparseVector.from_dense(accumulated)
 
 
@@ -37,7 +44,7 @@ class Reusing(Selector):
 
     reuses = True
 
-    def select(self, accumulated, k, step, found=None):
+    def select(self, accumulated, k, step, collected=None):
         raise AssertionError("never asked")
 
 

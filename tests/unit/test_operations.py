@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
-from sparsync.operations import OPERATIONS, SUM, Reduction, reduction
-from sparsync.streams import combine, delta, densify, fold
+from sparsync.reduction import OPERATIONS, SUM, Reduction, reduction
+from sparsync.sparse import combine, delta, densify, fold
 
 from .strategies import same
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from sparsync import ConfigurationError, NonFiniteGradientError, simulate
 from sparsync.averaging.local import LocalSgd
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.outer_settings import OUTER_SETTINGS, sparseloco
+from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep, sparseloco
 from sparsync.presets import resolve
 from sparsync.testing import check_averager
 

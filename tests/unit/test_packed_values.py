@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sparsync.kernels import packing
 from sparsync.wire import Packed
 
-from .packed_messages import FORMS, backends, using, vector
 from .strategies import FLOATS
+from .wire_messages import FORMS, backends, using, vector
 
 INF, NAN = float("inf"), float("nan")
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -1,3 +1,5 @@
+import struct
+
 import pytest
 import torch
 from hypothesis import given
@@ -185,3 +187,39 @@ def test_unordered_entries_are_refused():
     v = SparseVector(torch.tensor([5, 2]), torch.tensor([1.0, 2.0]), 9)
     with pytest.raises(ConfigurationError, match="ascend"):
         encode_dealt(Packed(), v, world_size=1, rank=5, limit=9)
+
+
+def written_by(kernel, messages, arguments, capacity):
+    """Call a kernel with room for ``capacity`` entries; return how many it wrote beyond them."""
+    indices, values = torch.full((64,), -1), torch.full((64,), -1.0)
+    raw = [(message.data_ptr(), message.numel()) for message in messages]
+    room = indices.data_ptr(), values.data_ptr(), capacity
+    with pytest.raises(ValueError, match=f"room for {capacity} entries, and there are"):
+        kernel(raw, *arguments, room, native.chosen())
+    return int((indices[capacity:] != -1).sum() + (values[capacity:] != -1).sum())
+
+
+@pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
+@pytest.mark.parametrize("capacity", [0, 1, 29])
+def test_cpp_writes_no_more_entries_than_fit(capacity):
+    codec, v = Packed("fp32"), vector(200, 60, seed=1)
+    header = codec.header(0, 100, torch.float32)
+    style = *struct.unpack("<2Q", header.pack()), header.option, header.detail, 100
+    parcels = encode_dealt(codec, v, 2, 0, 200)
+    own = parcels.own
+    messages = [codec.encode(own).payload, parcels.messages[1]]
+    mine = 0, own.indices.data_ptr(), own.values.data_ptr(), own.nnz
+    for kernel, arguments in (
+        (native.EXTENSION.unpack_and_sum, (*mine, style, 30)),
+        (native.EXTENSION.unpack_and_undeal, (style, 200, 30)),
+    ):
+        assert written_by(kernel, messages, arguments, capacity) == 0
+
+
+def test_ties_across_a_tile_fit_the_room_that_is_made():
+    size = 1 << 17  # all entries of a tile tie, and k is far smaller
+    v = SparseVector.from_dense(torch.ones(size))
+    parcels = encode_dealt(Packed(), v, world_size=2, rank=0, limit=size)
+    messages = [Packed().encode(parcels.own).payload, parcels.messages[1]]
+    for k in (1, 5, (1 << 16) + 1):
+        same_vector(decode_undealt(Packed(), messages, size, k, v), v.top(k))

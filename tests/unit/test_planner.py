@@ -7,16 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsync.cost import planner
+from sparsync.cost.machine import Machine
+from sparsync.cost.predict import Prediction
+from sparsync.cost.tracker import Tracker
 from sparsync.errors import ConfigurationError
-from sparsync.planning.forms import COLLECTIVES
-from sparsync.planning.machine import Machine
-from sparsync.planning.planner import CANDIDATES, plan
-from sparsync.planning.predict import Prediction
-from sparsync.planning.tracker import Tracker
+from sparsync.presets import candidates, resolve
 
 VGG, BERT = 14_728_266, 133_547_324
 GIGABIT = Machine(alpha=50e-6, beta=8e-9)
 FAST = Machine(alpha=1e-6, beta=8e-12)
+ALL = [c.name for c in candidates(planned=False)]
+PLANNED = [c.name for c in candidates()]
+
+
+def plan(size, world_size, machine, names=PLANNED, **more):
+    return planner.plan(size, world_size, machine, [resolve(n).candidate for n in names], **more)
 
 
 def test_budgeted_wins_by_far_on_slow_links():
@@ -25,7 +31,7 @@ def test_budgeted_wins_by_far_on_slow_links():
     assert made.dense.seconds > 20 * made.table[0].seconds
     assert made.why.startswith("budgeted wins here: ") and "against dense's 8" in made.why
     assert [p.seconds for p in made.table] == sorted(p.seconds for p in made.table)
-    assert {p.collective for p in made.table} == set(CANDIDATES)
+    assert {p.collective for p in made.table} == set(PLANNED)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.5])
@@ -75,7 +81,7 @@ def test_where_one_side_always_wins_there_is_no_break_even():
     hopeless = plan(VGG, 8, replace(GIGABIT, select=1))
     assert hopeless.choice == "dense"
     assert 0 < hopeless.break_even_bandwidth < 1e3  # the wire must take 15 million seconds
-    assert plan(VGG, 8, GIGABIT, candidates=["dense"]).break_even_bandwidth == 0
+    assert plan(VGG, 8, GIGABIT, names=["dense"]).break_even_bandwidth == 0
 
 
 def test_what_dense_hides_behind_the_backward_pass_is_no_cost():
@@ -102,7 +108,7 @@ def test_a_budget_leaves_those_that_fit():
         "budgeted", "halving", "oktopk", "allgather", "recursive-doubling"
     }  # fmt: skip
     assert plan(VGG, 8, GIGABIT, budget_bytes=1e12).k == VGG
-    whole = plan(VGG, 8, GIGABIT, budget_bytes=1e12, candidates=["dense", "signs"])
+    whole = plan(VGG, 8, GIGABIT, budget_bytes=1e12, names=["dense", "signs"])
     assert whole.k == VGG
 
 
@@ -127,8 +133,8 @@ def test_nothing_to_exchange_is_said(size, world_size, words):
 @pytest.mark.parametrize("more", [{"k": 0}, {"k": 10**9}, {"density": 1.0}, {"compute": 0.0}])
 def test_extremes_are_planned(world_size, more):
     for machine in (GIGABIT, replace(GIGABIT, beta=0), replace(GIGABIT, alpha=0)):
-        made = plan(1000, world_size, machine, candidates=tuple(COLLECTIVES), **more)
-        assert len(made.table) == len(COLLECTIVES) and made.k <= 1000
+        made = plan(1000, world_size, machine, names=ALL, **more)
+        assert len(made.table) == len(ALL) and made.k <= 1000
         assert all(math.isfinite(p.seconds) for p in made.table)
 
 
@@ -142,8 +148,8 @@ def test_extremes_are_planned(world_size, more):
         ({"budget_bytes": 0}, "budget is 0 bytes"),
         ({"compute": -1.0}, "compute is -1.0"),
         ({"compute": math.nan}, "compute is nan"),
-        ({"candidates": []}, "no candidates"),
-        ({"candidates": ["magic"]}, "'magic'"),
+        ({"names": []}, "no candidates"),
+        ({"names": ["auto"]}, "no cost is known of 'auto'"),
         ({"world_size": 0}, "world_size is 0"),
         ({"size": -1}, "size is -1"),
     ],

@@ -1,20 +1,31 @@
 """Predictions: every preset has one, its bytes are those of the ledger, its seconds add up."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.bench.measure import Case, SimulatedRanks
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives import Budgeted
+from sparsync.collectives.costs import (
+    Cost,
+    Job,
+    allgatherv,
+    allreduce,
+    expected_union,
+    lemma_5_1_words,
+    lower_bound_words,
+    sum_bound_words,
+)
+from sparsync.collectives.oktopk import phases
+from sparsync.cost.machine import Machine
+from sparsync.cost.predict import Candidate
+from sparsync.cost.predict import predict as predict_candidate
 from sparsync.errors import ConfigurationError
-from sparsync.planning import packed_costs, sparcml_costs
-from sparsync.planning.cost import Cost
-from sparsync.planning.forms import COLLECTIVES, UNPREDICTABLE, Job
-from sparsync.planning.machine import Machine
-from sparsync.planning.predict import predict
-from sparsync.presets import PRESETS, redsync, redsync_quantized
-from sparsync.wire import Signs
+from sparsync.presets import PRESETS, candidates, redsync, redsync_quantized, resolve
 
 MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)
@@ -44,8 +55,15 @@ def measured(algorithm, world_size, density=DENSITY, size=SIZE, steps=2):
     return ranks.case.k, busiest, max(t.messages_sent for t in traffic)
 
 
-def test_every_preset_has_a_row_or_a_reason_why_not():
-    assert set(COLLECTIVES) == set(PRESETS) - set(UNPREDICTABLE)
+COLLECTIVES = [c.name for c in candidates(planned=False)]
+
+
+def predict(name, **job):
+    return predict_candidate(resolve(name).candidate, **job)
+
+
+def test_every_preset_but_the_one_that_plans_has_a_cost():
+    assert set(COLLECTIVES) == set(PRESETS) - {"auto"}
 
 
 @pytest.mark.parametrize("world_size", [2, 5, 8])
@@ -68,7 +86,7 @@ def test_bytes_where_sums_turn_dense(name):
     k, nbytes, _ = measured(name, 5, density=0.25)
     predicted = predict(name, size=SIZE, k=k, world_size=5, machine=MACHINE)
     assert nbytes == pytest.approx(predicted.bytes_sent, rel=0.03)
-    assert sparcml_costs.union(k, SIZE, 5, "uniform") > SIZE / 2
+    assert expected_union(k, SIZE, 5) > SIZE / 2
 
 
 @pytest.mark.parametrize("preset", [redsync, redsync_quantized])
@@ -123,7 +141,9 @@ def test_the_work_of_a_rank(name, selected, encoded, decoded, applied):
 def test_one_rank_exchanges_nothing(name):
     made = predict(name, size=1000, k=10, world_size=1, machine=MACHINE)
     assert made.seconds_exchange == made.bytes_sent == made.messages == made.lower_bound_words == 0
-    assert made.seconds_selection == (0 if COLLECTIVES[name].whole else 1000 * MACHINE.select)
+    assert made.seconds_selection == (
+        0 if resolve(name).candidate.result == "whole" else 1000 * MACHINE.select
+    )
 
 
 @given(
@@ -147,34 +167,102 @@ def test_less_than_the_bound_is_sent_by_packed_entries_alone(name):
 
 def test_the_lemmas_meet_at_their_ends():
     k, p = 1000, 8
-    for overlap, disjoint in (("none", True), ("full", False)):
-        words = sparcml_costs.sum_bound_words(k, 10**6, p, overlap)
-        assert words == sparcml_costs.lemma_5_1_words(k, p, disjoint=disjoint)
-    assert sparcml_costs.sum_bound_words(10**6 // 8, 10**6, p, "none") == 500_000  # delta
-    assert sparcml_costs.sum_bound_words(k, 10**6, 1) == 0
-
-
-def test_the_expected_fill_in_is_that_of_random_supports():
-    assert Job(512, 10, 2).summed == pytest.approx(19.8, abs=0.01)
-
-
-def test_a_quantised_allgather_sends_all_others_vectors():
-    # 16 bytes of header and shape, 4 per block of 256, a bit per element
-    one = 16 + 4 * 4 + 125
-    assert packed_costs.quantized_allgather(1000, 5, codec=Signs()) == Cost(3, 4 * one)
+    for result, disjoint in ((k * p, True), (k, False)):
+        words = sum_bound_words(Job(10**6, k, p, result=result))
+        assert words == lemma_5_1_words(k, p, disjoint=disjoint)
+    assert sum_bound_words(Job(10**6, 10**6 // 8, p, result=10**6)) == 500_000  # delta
+    assert sum_bound_words(Job(10**6, k, 1)) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"collective": "magic"}, "'magic'; choose among dense"),
-        ({"collective": "auto"}, "a plan chooses"),
+        ({"name": "auto"}, "no cost is known of 'auto'"),
         ({"size": -1}, "size is -1"),
         ({"k": -1}, "k is -1"),
         ({"world_size": 0}, "world_size is 0"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(arguments, words):
-    job = {"collective": "dense", "size": 10, "k": 1, "world_size": 2, **arguments}
+    job = {"name": "dense", "size": 10, "k": 1, "world_size": 2, **arguments}
     with pytest.raises(ConfigurationError, match=words):
         predict(**job, machine=MACHINE)
+
+
+# ---- closed forms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cost", "messages", "nbytes"),
+    [
+        # two phases of ceil(log2 P) messages; 2 (P - 1) blocks of ceil(n / P) elements
+        (allreduce(1000, 4), 4, 2 * 3 * 250 * 4),
+        (allreduce(1001, 4), 4, 2 * 3 * 251 * 4),
+        (allreduce(1000, 4, element_bytes=8), 4, 2 * 3 * 250 * 8),
+        (allreduce(1000, 5), 6, 2 * 4 * 200 * 4),
+        (allgatherv(100, 7), 3, 600),
+        # Equation 1
+        (phases.split(100, 4), 3, 3 * (8 + 200)),
+        # Equation 2, even and extreme
+        (phases.gather(100, 4), 2, 3 * (8 + 200)),
+        (phases.gather(100, 8, balanced=True), 7 + 1 + 3, 8 * 8 + 800),
+        # Equation 3
+        (phases.equation_3(100, 8), 2 * 8 + 2 * 3, 4 * 6 * 100 * 7 / 8),
+        # clamp(k / 16, 32, 1024) bins and two outer ones, in blocks of ceil(m / P)
+        (phases.histogram(16, 2), 2, 2 * 17 * 4),
+        (phases.histogram(1600, 2), 2, 2 * 51 * 4),
+        (phases.histogram(10**6, 2), 2, 2 * 513 * 4),
+        (phases.histogram(16, 2, refinements=2), 6, 2 * (17 + 32 + 32) * 4),
+        # one rank sends nothing
+        (allreduce(1000, 1), 0, 0),
+        (phases.split(100, 1), 0, 0),
+        (phases.gather(100, 1, balanced=True), 0, 0),
+        (phases.histogram(100, 1, refinements=3), 0, 0),
+    ],
+)
+def test_one_call(cost, messages, nbytes):
+    assert cost == Cost(messages, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "lower", "exchangeable", "any_input"),
+    [
+        (1, 0, 0, 0),
+        (2, 1, 3, 4),
+        (4, 1.5, 4.5, 5),
+        (8, 1.75, 5.25, 5.5),
+        (32, 1.9375, 5.8125, 5.875),
+    ],
+)
+def test_bounds_in_words_per_k(world_size, lower, exchangeable, any_input):
+    k = 1000
+    assert lower_bound_words(k, world_size) == k * lower
+    for expected, kind in ((exchangeable, True), (any_input, False)):
+        bound = phases.bound_words(k, world_size, exchangeable=kind)
+        assert bound == pytest.approx(k * expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16, 32, 100])
+@pytest.mark.parametrize("k", [100_000, 1_000_000])
+def test_oktopk_lies_between_its_bounds(k, world_size):
+    job = Job(100 * k, k, world_size)
+    words = resolve("oktopk").make_collective().cost(job).words
+    assert lower_bound_words(k, world_size) < words
+    assert words < phases.bound_words(k, world_size, exchangeable=True)
+
+
+def test_a_collective_without_a_cost_is_refused_by_name():
+    candidate = Candidate("mine", resolve("auto").make_collective)
+    with pytest.raises(ConfigurationError, match="no cost is known of 'mine'"):
+        predict_candidate(candidate, size=10, k=1, world_size=2, machine=MACHINE)
+    assert Candidate("budgeted", Budgeted).predictable
+
+
+@given(k=st.integers(0, 300), size=st.integers(1, 300), ranks=st.integers(1, 40))
+def test_a_union_of_random_supports_is_the_papers_sum(k, size, ranks):
+    k = min(k, size)
+    terms = [(-1) ** (i - 1) * math.comb(ranks, i) * (k / size) ** i for i in range(1, ranks + 1)]
+    union = expected_union(k, size, ranks)
+    if ranks < 12:  # beyond, the alternating sum loses all digits
+        assert union == pytest.approx(size * sum(terms), rel=1e-9, abs=1e-9)
+    assert k * (1 - 1e-12) <= union <= min(size, ranks * k) * (1 + 1e-12)

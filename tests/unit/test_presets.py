@@ -84,7 +84,7 @@ def test_a_balance_trigger_below_the_mean_is_refused(trigger):
 def test_an_algorithm_is_taken_as_it_is_and_has_its_own_options():
     own = Algorithm("mine", Exact, OkTopk)
     assert resolve(own) is own
-    with pytest.raises(ConfigurationError, match="options cap go with a preset's name"):
+    with pytest.raises(ConfigurationError, match="options cap belong to a preset's name"):
         resolve(own, cap=1.0)
 
 

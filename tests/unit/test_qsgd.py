@@ -1,100 +1,140 @@
-"""Quantised messages: their bytes, sizes and round trips, and where their draws come from."""
+"""Quantised values: unbiased, of bounded variance, drawn from a seed; at the edges of floats."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, SparseVector
+from sparsync import DenseVector, SparseVector
 from sparsync.testing import check_codec
-from sparsync.transports.ledger import Parts
-from sparsync.wire import StreamCodec
-from sparsync.wire.base import MessageFraming
-from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from sparsync.wire.qsgd import Qsgd, Quantiser, SparseQsgd
 
-from .packed_messages import packable, vector
-from .qsgd_messages import SETTINGS, hex_of, options
-from .strategies import FLOATS, dense_tensors, same, same_vector
+from .strategies import FLOATS, same, smallest
+from .wire_messages import hex_of, packable, rounded
 
-NAN = float("nan")
+SETTINGS = [(bits, scale) for bits in (2, 4, 8) for scale in ("l2", "max")]
+COPIES = 4000
 
+INF, NAN = float("inf"), float("nan")
+LENGTH = 64
 
-# ---- literal bytes --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bits", "values", "start", "body"),
-    [
-        # codes 01 11 00 10, then 01: the lowest bits first
-        (2, [2.0, -2.0, 0.0, NAN, 2.0], "51040112 05000000 0500000000000800", "00000040 8d 01"),
-        (4, [7.0, -3.0, 0.0, NAN, 7.0], "51040114 05000000 0500000000000800", "0000e040 d7 80 07"),
-        (8, [127.0, -1.0, NAN], "51040118 03000000 0300000000000800", "0000fe42 7f ff 80"),
-    ],
-)
-def test_bytes_of_dense_messages(bits, values, start, body):
-    encoded = Qsgd(bits, block=8, scale="max").encode(torch.tensor(values))
-    assert hex_of(encoded.payload) == (start + body).replace(" ", "")
-    same(encoded.decoded, torch.tensor(values))
+every_setting = pytest.mark.parametrize(("bits", "scale"), SETTINGS)
 
 
-def test_bytes_of_a_sparse_message_in_two_blocks():
-    """The worked example of docs/wire-format.md."""
-    codec = SparseQsgd(4, block=2, scale="max")
-    encoded = codec.encode(vector([1, 7, 10], [7.0, -3.0, -0.5], 12))
-    start, scales, codes = "51050114 03000000 0c0000000000 0200", "0000e040 0000003f", "d7 09"
-    indices = "6d 05"  # as packed: low bits 10 11 01, then 1 01 01 0
-    assert hex_of(encoded.payload) == (start + scales + codes + indices).replace(" ", "")
+def noise(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed))
 
 
-def test_bytes_of_the_scale_l2_and_of_shrink():
-    one = Qsgd(8, block=4).encode(torch.tensor([-2.5])).payload
-    assert hex_of(one) == "5104010801000000" + "0100000000000400" + "00002040" + "81"
-    pair = Qsgd(4, block=4, shrink=True).encode(torch.tensor([3.0, -4.0])).payload
-    assert hex_of(pair)[:-2] == "5104012402000000" + "0200000000000400" + "0000a040"
+def spread(length: int = LENGTH) -> torch.Tensor:
+    """Magnitudes of many orders, zeros among them."""
+    return noise(length) * torch.logspace(0, -9, length) * (torch.arange(length) % 7 > 0)
 
 
-def test_empty_messages_are_header_and_shape():
-    assert hex_of(Qsgd().encode(torch.zeros(0)).payload) == "5104010400000000" + "0000000000000004"
-    empty = SparseQsgd(block=1).encode(vector([], [], 5, torch.float64)).payload
-    assert hex_of(empty) == "5105020400000000" + "0500000000000100"
+def samples(codec: Qsgd, x: torch.Tensor, copies: int = COPIES) -> torch.Tensor:
+    """`[copies, length]` independent roundings of one block, in float64."""
+    return rounded(codec, x.repeat(copies)).view(copies, x.numel()).double()
 
 
-# ---- round trips ----------------------------------------------------------------------------------
+def deviations(quantiser: Quantiser, x: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of every entry of one block, by the definition of the scheme."""
+    x = x.double()
+    scale = float(x.norm()) if quantiser.scale == "l2" else float(x.abs().max())
+    exact = x.abs() / scale * quantiser.levels
+    fraction = exact - exact.floor()
+    return scale / quantiser.levels * (fraction * (1 - fraction)).sqrt()
 
 
-@settings(max_examples=300)
-@given(packable(), options())
-def test_decode_gives_what_encode_said(original, arguments):
-    codec = SparseQsgd(**arguments).seeded(1, 2)
-    encoded = codec.encode(original)
-    decoded = SparseQsgd().decode(encoded.payload, original.size).check()  # told by the message
-    same_vector(decoded, encoded.decoded)
-    same(decoded.indices, original.indices)
-    assert torch.equal(decoded.isfinite(), original.isfinite())
-    parts = codec.parts(original.nnz, original.size, original.values.dtype)
-    assert encoded.payload.numel() == parts.nbytes
-    assert SparseQsgd().measure(encoded.payload) == parts
+def worst(quantiser: Quantiser, length: int) -> torch.Tensor:
+    """The block whose relative variance is the largest there is (nearly so under "l2")."""
+    s = quantiser.levels
+    if quantiser.scale == "l2":
+        return torch.ones(length)
+    block = torch.full((length,), 1 / (s + (s**2 + length - 1) ** 0.5))
+    block[0] = 1.0
+    return block
 
 
-@settings(max_examples=200)
-@given(dense_tensors(), options())
-def test_dense_messages_are_decoded_to_what_encode_said(values, arguments):
-    codec = Qsgd(**arguments)
-    encoded = codec.encode(values)
-    same(Qsgd().decode(encoded.payload, values.numel()), encoded.decoded)
-    assert torch.equal(encoded.decoded.isfinite(), values.isfinite())
-    assert not bool(encoded.decoded[values == 0].any())
-    parts = codec.parts(values.numel(), values.dtype)
-    assert encoded.payload.numel() == parts.nbytes
-    assert Qsgd().measure(torch.cat([encoded.payload, encoded.payload])) == parts
+# ---- expectation and variance ---------------------------------------------------------------------
 
 
-@given(packable(), options())
-def test_dense_and_sparse_messages_round_alike(original, arguments):
+@every_setting
+@pytest.mark.parametrize("x", [noise(), spread(), torch.ones(LENGTH)], ids=["noise", "spread", "1"])
+def test_the_expectation_is_the_value(bits, scale, x):
+    """Within 5 standard errors, which the definition of the scheme gives; exact where it says so."""
+    codec = Qsgd(bits, block=LENGTH, scale=scale)
+    error = samples(codec, x).mean(0) - x.double()
+    standard = deviations(codec.quantiser, x) / COPIES**0.5
+    largest = float(x.norm() if scale == "l2" else x.abs().max())
+    assert bool((error.abs() <= 5 * standard + 2.0**-22 * largest).all())
+    assert float(standard.max()) < 0.02 * largest, "the test could not fail"
+
+
+@every_setting
+def test_the_expectation_over_ranks_and_steps_is_the_value(bits, scale):
+    x, codec = noise(), Qsgd(bits, scale=scale)
+    drawn = [rounded(codec.seeded(r, t), x) for r in range(20) for t in range(50)]
+    error = torch.stack(drawn).double().mean(0) - x.double()
+    assert bool((error.abs() <= 5 * deviations(codec.quantiser, x) / 1000**0.5 + 1e-6).all())
+
+
+def test_the_expectation_survives_a_second_quantisation():
+    """A sum of what a rank quantised before, in the same step, is not rounded by the same draws."""
+    codec, x, y = Qsgd(2, block=LENGTH, scale="max").seeded(1, 1), noise(), noise(seed=1)
+    first = samples(codec, x)
+    summed = (first + y.double()).float()
+    second = rounded(codec, summed.flatten()).view(COPIES, LENGTH).double()
+    error = second.mean(0) - (x + y).double()
+    standard = second.std(0) / COPIES**0.5
+    assert bool((error.abs() <= 5 * standard + 1e-6).all())
+
+
+@every_setting
+def test_roundings_are_independent_of_each_other(bits, scale):
+    """The variance of a sum of entries is the sum of their variances."""
+    codec, x = Qsgd(bits, block=LENGTH, scale=scale), noise()
+    sums = samples(codec, x).sum(1)
+    expected = deviations(codec.quantiser, x).square().sum()
+    assert float(sums.var() / expected) == pytest.approx(1, abs=5 * (2 / COPIES) ** 0.5)
+
+
+@every_setting
+@pytest.mark.parametrize("length", [1, 2, 16, 64, 1024])
+def test_the_variance_is_below_omega(bits, scale, length):
+    codec = Qsgd(bits, block=length, scale=scale)
+    omega = codec.quantiser.omega(length)
+    for x in (noise(length), spread(length) + 1e-3, worst(codec.quantiser, length)):
+        exact = float(deviations(codec.quantiser, x).square().sum() / x.double().square().sum())
+        assert exact <= omega * (1 + 1e-6)
+        errors = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
+        assert float(errors.mean()) <= omega + 5 * float(errors.std()) / 200**0.5 + 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("length", [2, 16, 1024])
+def test_omega_of_the_scale_max_is_reached(bits, length):
+    quantiser = Quantiser(bits, length, "max")
+    x = worst(quantiser, length)
+    exact = float(deviations(quantiser, x).square().sum() / x.double().square().sum())
+    assert exact == pytest.approx(quantiser.omega(length), rel=1e-5)
+
+
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), st.sampled_from(SETTINGS))
+def test_no_block_has_more_variance_than_omega(values, setting):
+    x, quantiser = torch.tensor(values), Quantiser(setting[0], len(values), setting[1])
+    if bool((x.abs() > 1e-15).any()):
+        exact = deviations(quantiser, x).square().sum() / x.double().square().sum()
+        assert float(exact) <= quantiser.omega(len(values)) * (1 + 1e-6)
+
+
+# ---- draws ----------------------------------------------------------------------------------------
+
+
+@given(packable(), st.sampled_from(SETTINGS), st.booleans())
+def test_dense_and_sparse_messages_round_alike(original, setting, shrink):
     """One scheme: the blocks of a sparse vector are those of its values."""
-    dense = Qsgd(**arguments).encode(original.values)
+    arguments = {"bits": setting[0], "scale": setting[1], "shrink": shrink, "block": 3}
     sparse = SparseQsgd(**arguments).encode(original)
-    same(sparse.decoded.values, dense.decoded)
+    same(sparse.decoded.values, rounded(Qsgd(**arguments), original.values))
 
 
 @pytest.mark.parametrize(("bits", "scale"), SETTINGS)
@@ -106,39 +146,14 @@ def test_contract(bits, scale):
         check_codec(SparseQsgd(bits, scale=scale, block=7))
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_message_may_start_anywhere_in_a_buffer(bits, offset):
-    original = vector([1, 4, 6], [1, 2, 3], 8)
-    sparse, dense = SparseQsgd(bits).encode(original), Qsgd(bits).encode(original.values)
-    shift = torch.zeros(offset, dtype=torch.uint8)
-    buffer = torch.cat([shift, sparse.payload])
-    same_vector(SparseQsgd().decode(buffer[offset:], 8), sparse.decoded)
-    same(Qsgd().decode(torch.cat([shift, dense.payload])[offset:], 3), dense.decoded)
-    framing = MessageFraming(SparseQsgd())
-    assert framing.length(torch.cat([sparse.payload, buffer])) == sparse.payload.numel()
-
-
-def test_strided_views_are_encoded_and_left_as_they_are():
-    indices, values = torch.arange(20)[1::2], torch.randn(20)[1::2]
-    views, before = SparseVector(indices, values, 20), values.clone()
-    copies = SparseVector(indices.clone(), values.clone(), 20)
-    codec = SparseQsgd(block=3)
-    assert torch.equal(codec.encode(views).payload, codec.encode(copies).payload)
-    same(values, before)
-
-
-# ---- draws ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codec", [Qsgd(), SparseQsgd()])
 def test_draws_depend_on_seed_rank_step_and_message_alone(codec):
     values = torch.linspace(-1, 1, 300)
 
     def bytes_of(codec, scale=1.0):
-        sent = values * scale
+        sent = DenseVector(values * scale)
         if isinstance(codec, SparseQsgd):
-            sent = SparseVector(torch.arange(300), sent, 300)
+            sent = SparseVector(torch.arange(300), sent.values, 300)
         return codec.encode(sent).payload[20:170].numpy().tobytes()  # the codes alone
 
     other_seed = type(codec)(seed=1)
@@ -154,84 +169,123 @@ def test_draws_depend_on_seed_rank_step_and_message_alone(codec):
 
 def test_draws_are_the_same_on_every_machine():
     """What torch's generator, the hash and the arithmetic give is pinned here."""
-    payload = Qsgd(4, seed=3).seeded(2, 5).encode(torch.arange(-12, 12) / 8).payload
+    payload = Qsgd(4, seed=3).seeded(2, 5).encode(DenseVector(torch.arange(-12, 12) / 8)).payload
     assert hex_of(payload[16:]) == "00008840eefeeffeff00000011212132"
 
 
-def test_ranks_compare_codecs_by_their_names():
-    name = "Qsgd(bits=2, block=64, scale='max', shrink=True, seed=5)"
-    assert repr(Qsgd(2, block=64, scale="max", shrink=True, seed=5).seeded(3, 4)) == name
-    assert repr(SparseQsgd()) == "SparseQsgd(bits=4, block=1024, scale='l2', shrink=False, seed=0)"
+# ---- error feedback -------------------------------------------------------------------------------
 
 
-# ---- sizes ----------------------------------------------------------------------------------------
+@every_setting
+@pytest.mark.parametrize("length", [1, 16, 1024])
+def test_shrinking_makes_it_a_contraction(bits, scale, length):
+    codec = Qsgd(bits, block=length, scale=scale, shrink=True)
+    omega = codec.quantiser.omega(length)
+    assert codec.contractive
+    for x in (noise(length), spread(length) + 1e-3, worst(codec.quantiser, length)):
+        left = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
+        limit = omega / (1 + omega)
+        assert limit < 1
+        assert float(left.mean()) <= limit + 5 * float(left.std()) / 200**0.5 + 1e-6
 
 
-@given(st.integers(0, 3000), st.integers(0, 1 << 32), options((1, 5, 300)))
-def test_one_more_entry_never_takes_fewer_bytes(nnz, more, arguments):
-    size = min(nnz + 1 + more, 1 << 32)
-    codec = SparseQsgd(**arguments)
-    assert codec.nbytes(nnz, size) <= codec.nbytes(nnz + 1, size)
-    assert Qsgd(**arguments).nbytes(nnz) <= Qsgd(**arguments).nbytes(nnz + 1)
-
-
-def test_parts_tell_header_index_and_value_bytes_apart():
-    codec = SparseQsgd(4, block=2)
-    assert codec.parts(3, 12, torch.float32) == Parts(header=16, index=2, value=2 * 4 + 2)
-    assert Qsgd(2).parts(1025, torch.float64) == Parts(header=16, value=2 * 4 + 257)
-
-
-def test_a_dense_message_of_4_bits_takes_an_eighth():
-    assert Qsgd(4).nbytes(1 << 20) / (4 << 20) == pytest.approx(1 / 8, rel=0.01)
-
-
-def test_streams_carry_both_forms():
-    codec = StreamCodec(SparseQsgd(8), Qsgd(4)).seeded(1, 1)
-    limit = codec.limit(4096, torch.float32)
-    assert limit is not None and 0 < limit < 4096
-    sparse = SparseVector.from_dense(torch.eye(64)[3])
-    assert codec.decode(codec.encode(sparse).payload, 64).nnz == 1
-    assert not codec.is_exact(torch.float32)
-
-
-# ---- what is refused by the sender ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [Qsgd, SparseQsgd])
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"bits": 3}, "bits=3 per value is unknown; use 2, 4 or 8"),
-        ({"block": 0}, "block=0 .* use 1 to 65535"),
-        ({"block": 1 << 16}, "block=65536"),
-        ({"scale": "l1"}, "scale='l1' is unknown; use 'l2' or 'max'"),
-    ],
-)
-def test_impossible_options_are_refused(make, arguments, says):
-    with pytest.raises(ConfigurationError, match=says):
-        make(**arguments)
+def test_a_block_cut_short_shrinks_by_its_own_length():
+    """16 entries in a block of 1024 have the variance of 16."""
+    codec, x = Qsgd(4, shrink=True), noise(16)
+    factor = 1 / (1 + codec.quantiser.omega(16))
+    mean = samples(Qsgd(4, block=16, shrink=True), x).mean(0)
+    torch.testing.assert_close(mean, factor * x.double(), rtol=0, atol=0.05)
+    one = rounded(codec, torch.tensor([2.0]))
+    assert float(one) == pytest.approx(2.0 / (1 + codec.quantiser.omega(1)))
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("arguments", "expected"),
     [
-        (vector([0], [1], 1, torch.int32), r"not torch\.int32; use Coo"),
-        (vector([0], [1.0], (1 << 32) + 1), "not 1 of 4294967297"),
-        (vector([0, 1], [1.0, 2.0], 1), "not 2 of 1"),
+        ({"bits": 2}, False),
+        ({"bits": 4}, False),
+        ({"bits": 8}, True),  # sqrt(1024) / 127
+        ({"bits": 4, "block": 48}, True),
+        ({"bits": 4, "block": 49}, False),  # 49 / 7^2
+        ({"bits": 2, "block": 8, "scale": "max"}, True),
+        ({"bits": 2, "block": 9, "scale": "max"}, False),  # sqrt(1 + 8) is 3
+        ({"bits": 4, "block": 392, "scale": "max"}, True),
+        ({"bits": 4, "block": 393, "scale": "max"}, False),
+        ({"bits": 8, "block": 65535, "scale": "max"}, True),
+        ({"bits": 2, "shrink": True}, True),
     ],
 )
-def test_what_has_no_sparse_form_is_refused(sent, says):
-    with pytest.raises(ConfigurationError, match=says):
-        SparseQsgd().encode(sent)
+def test_contractive_says_whether_the_error_may_be_kept(arguments, expected):
+    assert Qsgd(**arguments).contractive is SparseQsgd(**arguments).contractive is expected
 
 
-def test_what_has_no_dense_form_is_refused():
-    with pytest.raises(ConfigurationError, match=r"not torch\.int64"):
-        Qsgd().encode(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(ConfigurationError, match="flatten it"):
-        Qsgd().encode(torch.ones(3, 3))
+def residual_after(codec: Qsgd, steps: int = 60) -> float:
+    """The residual's norm, in units of a gradient's, when the error is fed back."""
+    residual = torch.zeros(1024)
+    for step in range(steps):
+        accumulated = residual + noise(1024, seed=step)
+        residual = accumulated - rounded(codec.seeded(0, step), accumulated)
+    return float(residual.norm() / 1024**0.5)
 
 
+def test_the_residual_of_unbiased_qsgd_explodes_and_that_of_shrunk_qsgd_does_not():
+    """DESIGN: "2 bits: 10^6 x in 60 steps"; the bound of a contraction is a few omega."""
+    assert residual_after(Qsgd(2)) > 1e6
+    shrunk = Qsgd(2, shrink=True)
+    assert residual_after(shrunk) < 2 * shrunk.quantiser.omega(1024)
+    assert residual_after(Qsgd(4, block=256, scale="max")) < 1
+
+
+# ---- the edges of the floats ----------------------------------------------------------------------
+
+
+@every_setting
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_nothing_is_exact(dtype):
-    assert not Qsgd(8).is_exact(dtype) and not SparseQsgd(8).is_exact(dtype)
+@pytest.mark.parametrize("shrink", [False, True])
+def test_what_is_not_finite_arrives_so_and_spoils_nothing(bits, scale, dtype, shrink):
+    most = torch.finfo(dtype).max
+    values = torch.tensor([1.0, NAN, INF, -INF, most, -most, 0.0], dtype=dtype)
+    alone = values.clone()
+    alone[1:4] = 0
+    for block in (3, 7, 1024):
+        codec = Qsgd(bits, block=block, scale=scale, shrink=shrink)
+        decoded = rounded(codec, values)
+        assert decoded.isfinite().tolist() == values.isfinite().tolist()
+        assert bool(decoded[1:4].isnan().all())
+        raw = codec.encode(DenseVector(values)).payload, codec.encode(DenseVector(alone)).payload
+        scales = slice(16, 16 + 4 * -(-7 // block))
+        assert torch.equal(raw[0][scales], raw[1][scales])
+
+
+@every_setting
+def test_zeros_stay_zeros(bits, scale):
+    codec = Qsgd(bits, block=4, scale=scale)
+    assert not bool(rounded(codec, torch.zeros(9)).any())
+    mixed = torch.tensor([0.0, -0.0, 5.0, 0.0, 0.0, -0.0, 0.0])
+    assert rounded(codec, mixed)[[0, 1, 3, 4, 5, 6]].count_nonzero() == 0
+    assert bool(rounded(codec, torch.tensor([NAN, INF, 0.0]))[:2].isnan().all())
+
+
+@every_setting
+def test_the_largest_entry_of_a_block_alone_is_exact(bits, scale):
+    values = torch.tensor([3.3, 0.0, 0.0, -1e-38, 0.0, 0.0, 1e38])
+    same = rounded(Qsgd(bits, block=3, scale=scale), values)
+    assert torch.equal(same, values)
+
+
+@every_setting
+def test_denormals_are_rounded_to_denormals(bits, scale):
+    tiny = smallest(torch.float32)
+    values = torch.arange(-20, 20) * tiny
+    decoded = rounded(Qsgd(bits, scale=scale), values)
+    largest = float(values.double().norm()) if scale == "l2" else 20 * tiny
+    step = largest / Quantiser(bits).levels
+    assert float((decoded - values).abs().max()) <= step + tiny
+    assert decoded[0] < 0 or scale == "l2"
+
+
+def test_float64_is_first_rounded_to_float32():
+    values = torch.tensor([1e300, -1e-300, 2.0**-149], dtype=torch.float64)
+    decoded = rounded(Qsgd(8, block=1, scale="max"), values)
+    assert decoded.dtype == torch.float64
+    assert decoded.tolist() == [torch.finfo(torch.float32).max, 0.0, 2.0**-149]

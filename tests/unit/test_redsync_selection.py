@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
-from sparsync.selection.binary_search import BinarySearch
-from sparsync.selection.by_size import BySize
-from sparsync.selection.trimmed import Trimmed, mean_and_max
-from sparsync.testing import check_selector
+from sparsync.selection.base import reaching
+from sparsync.selection.redsync import BinarySearch, BySize, Trimmed, mean_and_max
 
 from .redsync_inputs import INF, NAMES, NAN, SIZE, SOME_K, inputs, largest, noise
 from .strategies import FLOATS, dense_tensors, same_vector
@@ -106,11 +104,10 @@ def test_bytes_count_not_elements():
     assert isinstance(policy.select(noise(), 10, 0), SparseVector)
 
 
-def test_what_was_watched_is_not_looked_for_again(monkeypatch):
+def test_what_was_collected_is_not_looked_for_again(monkeypatch):
     policy, accumulated = BySize(0, 0, 0), noise()
     policy.select(accumulated, 10, 0)
-    watch = policy.watch(10, 1, torch.float32)
-    found = kernels.find(accumulated, watch.key, watch.limit)
+    found = reaching(accumulated, *policy.collect_from(10, 1, torch.float32))
     monkeypatch.delattr(kernels, "find")
     assert policy.select(accumulated, 10, 1, found).indices.tolist() == found.indices.tolist()
 
@@ -125,28 +122,12 @@ def test_saved_state_goes_on_as_if_uninterrupted(make):
     other.load_state_dict(selector.state_dict())
     assert other.state == selector.state
     for step in range(3, 8):
-        assert other.watch(40, step, torch.float32) == selector.watch(40, step, torch.float32)
+        asked = [s.collect_from(40, step, torch.float32) for s in (other, selector)]
+        assert asked[0] == asked[1]
         same_vector(other.select(noise(step), 40, step), selector.select(noise(step), 40, step))
 
 
 # ---- all ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "exact"),
-    [
-        (Trimmed, True),
-        (BinarySearch, False),
-        (partial(BinarySearch, reuse_period=5), False),
-        (partial(BinarySearch, reuse_period=5, cap=None), False),
-        (BySize, False),
-        (partial(BySize, 0, MIB), True),
-        (partial(BySize, 0), True),
-        (partial(BySize, 0, 0, 0), False),
-    ],
-)
-def test_contract(make, exact):
-    check_selector(make, exact=exact)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, simulate
-from sparsync.collectives import regions
-from sparsync.transports.framing import Raw
+from sparsync.collectives.oktopk import regions
+from sparsync.transports.ledger import Raw
 
 counts_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 world_sizes = st.integers(1, 17)

@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sparsync.bench import picture, report
-from sparsync.bench.report import TrainResult
-from sparsync.bench.target import Goal, check_target_step, trailing, with_target
-from sparsync.bench.train_table import comparison
+from sparsync.cli import output
+from sparsync.cli.train import report
+from sparsync.cli.train.report import comparison
+from sparsync.cli.train.results import (
+    Goal,
+    TrainResult,
+    check_target_step,
+    seconds_of_all,
+    trailing,
+    with_target,
+)
 from sparsync.errors import ConfigurationError
 
 CONTRACT = {
@@ -66,15 +73,15 @@ def shown(*results, width=80):
 
 
 def test_one_run_is_an_object_and_several_are_a_list(tmp_path):
-    report.write_json([SPARSE], tmp_path / "one.json")
-    report.write_json([DENSE, SPARSE], tmp_path / "two.json")
+    output.write_json(tmp_path / "one.json", SPARSE)
+    output.write_json(tmp_path / "two.json", [DENSE, SPARSE])
     one = json.loads((tmp_path / "one.json").read_text())
     assert set(one) >= CONTRACT
     assert json.loads((tmp_path / "two.json").read_text())[1] == one
 
 
 def test_a_diverged_run_is_still_json(tmp_path):
-    report.write_json([result("dense", 1, loss=[1.0, math.inf, math.nan])], tmp_path / "a.json")
+    output.write_json(tmp_path / "a.json", result("dense", 1, loss=[1.0, math.inf, math.nan]))
     assert json.loads((tmp_path / "a.json").read_text())["loss"] == [1.0, None, None]
 
 
@@ -140,7 +147,7 @@ ranks_of_seconds = st.integers(1, 20).flatmap(
 
 @given(ranks_of_seconds)
 def test_a_step_is_over_when_the_last_rank_is_through(ranks):
-    seconds = report.seconds_of_all(ranks)
+    seconds = seconds_of_all(ranks)
     slowest_each = [max(times) for times in zip(*ranks, strict=True)]
     assert all(
         -1e-9 <= mine <= most + 1e-9 for mine, most in zip(seconds, slowest_each, strict=True)
@@ -156,7 +163,8 @@ def test_the_table_fits_a_terminal_and_tells_the_reduction():
     table = shown(*with_target(runs))
     assert "…" not in table
     oktopk = next(line.split() for line in table.splitlines() if "oktopk " in line)
-    assert oktopk[:6] == ["oktopk", "20", "x", "40", "x", "0.6"]
+    assert oktopk[:6] == ["oktopk", "600", "ms", "20", "x", "60"]
+    assert "time to" in table and "loss 3.32" in table
     assert "200 kB" in table and "8 MB" in table
     assert "bit-identical" in table
 
@@ -167,7 +175,7 @@ def test_a_scheme_shows_the_mean_and_the_delay():
     local = result("local", 0, bytes_sent=sent, options=options, delay="random:2:0.32")
     table = shown(result("dense", 8_000_000, delay="random:2:0.32"), local)
     row = next(line.split() for line in table.splitlines() if line.split()[:1] == ["local"])
-    assert row[:4] == ["local", "-", "4", "x"] and "2 MB" in table
+    assert row[:2] == ["local", "60"] and "2 MB" in table
     assert "delay random:2:0.32" in table and "the mean over steps" in table
     assert "delay" not in shown(DENSE) and "the mean over steps" not in shown(DENSE)
 
@@ -200,24 +208,33 @@ def test_the_loss_column_of_a_short_run_is_not_averaged():
 @pytest.mark.parametrize("results", [[DENSE, SPARSE], [result("oktopk", 0, bytes_sent=[0] * 60)]])
 def test_the_picture_is_drawn(tmp_path, results):
     pytest.importorskip("matplotlib")
-    picture.write_plot(results, tmp_path / "loss.png")
+    report.write_plot(results, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_paths_are_tried_before_work_begins(tmp_path):
-    report.check_writable(tmp_path / "new" / "a.json")
+    output.check_writable(tmp_path / "new" / "a.json")
     assert (tmp_path / "new").is_dir() and not (tmp_path / "new" / "a.json").exists()
     (tmp_path / "file").write_text("kept")
-    report.check_writable(tmp_path / "file")
+    output.check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
     for path in (tmp_path, tmp_path / "file" / "a.json"):
         with pytest.raises(ConfigurationError, match="cannot write"):
-            report.check_writable(path)
+            output.check_writable(path)
 
 
 def test_a_picture_needs_matplotlib_and_a_known_format(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="png"):
-        picture.check_plot_path(tmp_path / "loss.txt")
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+        output.check_outputs(plot=tmp_path / "loss.txt")
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install sparsync\[report\]"):
-        picture.check_plot_path(tmp_path / "loss.png")
+        output.check_outputs(plot=tmp_path / "loss.png")
+
+
+def test_the_legend_of_the_picture_compares_with_dense():
+    def drawn(speedup):
+        return report._label(result("oktopk", 1, speedup_to_target=speedup))
+
+    assert drawn(None) == "oktopk"
+    assert drawn(2.5) == "oktopk: 2.5 x faster to the loss"
+    assert drawn(0.25) == "oktopk: 4 x slower to the loss"

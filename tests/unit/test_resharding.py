@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, Correction, LocalUpdates, UpdateSpaceAdamW
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.resharding import reshard, state_like
-from sparsync.transports.base import run
+from sparsync import ConfigurationError, Correction, LocalUpdates
+from sparsync.checkpoint.reshard import reshard, state_like
+from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
-from sparsync.transports.solo import SoloCommunicator
+from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.contracts.table import ALGORITHMS
 
 from .small_reducers import SIZES, gradients, reducer_on
@@ -193,7 +194,7 @@ def test_a_piece_of_two_dimensions_finds_its_place():
 outside = {"shape": [30], "offset": [5], "size": [30]}
 BROKEN = {
     "a rank is missing": (lambda s: s[:2], "state of rank 2 of 3 is missing"),
-    "no states": (lambda s: [], "no states came"),
+    "no states": (lambda s: [], "there are no states"),
     "a state is no dictionary": (lambda s: [*s[:2], 7], "has no 'version'"),
     "a key is missing": (lambda s: s[1].pop("step"), "has no 'step'"),
     "another step": (lambda s: s[1].update(step=9), "ranks 0 and 1 have step 1 and 9"),

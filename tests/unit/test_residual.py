@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import DenseVector, SparseVector, kernels
-from sparsync.residual import Residual
-from sparsync.selection import Watch
+from sparsync.feedback.residual import Residual
 
 
 def residual(size: int) -> Residual:
@@ -85,19 +84,20 @@ def test_one_buffer_serves_all_steps():
         assert kept.value is buffer and kept.accumulated is buffer
 
 
-def test_what_was_watched_is_found_in_pieces():
+def test_what_was_asked_for_is_collected_in_pieces():
     kept = residual(5)
     kept.accumulate(0, torch.tensor([1.0, 0.0, 0.0, 0.0, 5.0]))
     kept.retain(SparseVector.empty(5, kept.accumulated))
-    watch = Watch(int(kernels.magnitude_keys(torch.tensor([2.0]))), 2)
-    kept.accumulate(3, torch.tensor([3.0, 0.0]), watch)
-    kept.accumulate(0, torch.tensor([1.0, 1.0, 0.0]), watch)
-    found = kept.found(watch)
+    two, three = kernels.magnitude_keys(torch.tensor([2.0, 3.0])).tolist()
+    kept.accumulate(3, torch.tensor([3.0, 0.0]), two, 2)
+    kept.accumulate(0, torch.tensor([1.0, 1.0, 0.0]), two, 2)
+    found = kept.collected().check()
     assert (found.indices.tolist(), found.values.tolist()) == ([0, 3, 4], [2.0, 3.0, 5.0])
+    assert kept.collected(three).indices.tolist() == [3, 4]
+    assert kept.collected(three, 1) is kept.collected(two, 2) is None, "more than the limit"
     kept.restore()
-    kept.accumulate(0, torch.full((5,), 9.0), watch)
-    assert kept.found(watch) is None, "more than the limit"
-    assert kept.found(None) is None
+    kept.accumulate(0, torch.full((5,), 9.0), two, 2)
+    assert kept.collected() is None, "more than the limit of a piece"
 
 
 def test_what_was_delivered_without_being_selected_is_owed():

@@ -1,13 +1,14 @@
 """Schemes by name: the command line's table, and what it asks of them."""
 
+from importlib.metadata import EntryPoint
+
 import pytest
 
 from sparsync.averaging.base import Averager
 from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.bench.train_hooks import HOOKS
-from sparsync.bench.train_schemes import Averaged, check_schemes
-from sparsync.bench.train_settings import TrainSettings
+from sparsync.cli.train.exchanges import HOOKS, Averaged, check_algorithms
+from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
 
@@ -17,7 +18,7 @@ def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
     averager = SCHEMES[name]()
     assert isinstance(averager, Averager)
     assert not set(options_of(name)) & {"model", "comm", "buffers", "optimizer", "moments"}
-    check_schemes(TrainSettings(), [name])
+    check_algorithms(TrainSettings(), [name])
 
 
 def test_a_name_means_one_thing():
@@ -26,7 +27,7 @@ def test_a_name_means_one_thing():
 
 def test_an_option_goes_to_the_schemes_that_have_it():
     settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
-    check_schemes(settings, ["dense", "allreduce", "local"])  # one of them has a period
+    check_algorithms(settings, ["dense", "allreduce", "local"])  # one of them has a period
     model = settings.make_workload().make_model(0)
     made = {
         name: Averaged(settings, name, model) for name in ("allreduce", "local", "qsparse-local")
@@ -40,8 +41,23 @@ def test_an_option_goes_to_the_schemes_that_have_it():
 
 
 def test_an_option_that_no_algorithm_has_is_refused():
-    check_schemes(TrainSettings(period=3, space="local"), ["oktopk"])
+    check_algorithms(TrainSettings(period=3, space="local"), ["oktopk"])
     with pytest.raises(
         ConfigurationError, match="period is 3, but none of oktopk, allreduce has it"
     ):
-        check_schemes(TrainSettings(period=3), ["oktopk", "allreduce"])
+        check_algorithms(TrainSettings(period=3), ["oktopk", "allreduce"])
+
+
+def test_an_installed_package_adds_a_scheme(monkeypatch):
+    def points(group, name=None):
+        found = [EntryPoint("theirs", "sparsync.averaging.local:LocalSgd", group),
+                 EntryPoint("wrong", "sparsync.averaging.local:__doc__", group)]  # fmt: skip
+        return [point for point in found if name in (None, point.name)]
+
+    monkeypatch.setattr("sparsync.averaging.schemes.entry_points", points)
+    assert [*SCHEMES][-2:] == ["theirs", "wrong"] and SCHEMES["theirs"] is LocalSgd
+    assert options_of("theirs") == {"period": 8}
+    with pytest.raises(ConfigurationError, match="is a str; name a subclass of"):
+        SCHEMES["wrong"]
+    with pytest.raises(KeyError):
+        SCHEMES["nobody's"]

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsync import ConfigurationError, PeerError
-from sparsync.collectives.equality import digest, divergences, heal_
-from sparsync.integrations.sentinel import Sentinel
-from sparsync.transports.base import run
+from sparsync.integrations.options import Sentinel
+from sparsync.integrations.sentinel import check_replicas
+from sparsync.transports.agree import digest, divergences, heal_
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
-from sparsync.transports.solo import SoloCommunicator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool,
           torch.complex64, torch.float8_e4m3fn]  # fmt: skip
@@ -77,7 +78,7 @@ def compare(world_size, change, policy="raise"):
     async def program(comm):
         tensors = {"a": torch.arange(5.0), "b": torch.ones(2, 3), "count": torch.tensor(7)}
         change(comm.rank, tensors)
-        await Sentinel(policy=policy).check(comm, tensors, step=99)
+        await check_replicas(Sentinel(policy=policy), comm, tensors, step=99)
         return {name: tensor.tolist() for name, tensor in tensors.items()}
 
     return simulate(program, world_size).results
@@ -115,7 +116,7 @@ def test_the_tensor_and_the_ranks_are_named(world_size, change, words):
 def test_many_tensors_are_counted():
     async def program(comm):
         tensors = {f"t{i}": torch.full((2,), float(comm.rank == 1)) for i in range(8)}
-        await Sentinel().check(comm, tensors, step=0)
+        await check_replicas(Sentinel(), comm, tensors, step=0)
 
     with pytest.raises(
         PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 tensors more"
@@ -164,7 +165,7 @@ def compare_parts(policy, *torn):
             warnings.simplefilter("ignore")
             try:
                 sentinel, rank = Sentinel(policy=policy), 10 + comm.rank
-                await sentinel.check(peers, tensors, 99, parts, rank=rank)
+                await check_replicas(sentinel, peers, tensors, 99, parts, rank=rank)
             except PeerError as error:
                 return str(error)
         return tensors["a"].tolist()
@@ -189,8 +190,8 @@ def test_a_part_without_majority_ends_all_parts():
 def test_what_one_part_warns_of_all_parts_say():
     async def program(comm):
         peers, parts = await comm.split(comm.rank % 2), await comm.split(comm.rank // 2)
-        await Sentinel(policy="warn").check(
-            peers, {"a": torch.ones(1) * (comm.rank == 3)}, 0, parts
+        await check_replicas(
+            Sentinel(policy="warn"), peers, {"a": torch.ones(1) * (comm.rank == 3)}, 0, parts
         )
 
     with warnings.catch_warnings(record=True) as said:
@@ -271,7 +272,7 @@ def test_the_optimizer_is_compared_too():
         "momentum_buffer of weight",
         "momentum_buffer of bias",
     ]
-    run(sentinel.check(SoloCommunicator(), sentinel.tensors(model), 0))
+    run(check_replicas(sentinel, SoloCommunicator(), sentinel.tensors(model), 0))
 
 
 @pytest.mark.parametrize(

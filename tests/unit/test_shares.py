@@ -3,9 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import SparseVector
+from sparsync.feedback import shares
+from sparsync.feedback.shares import SharesState
 from sparsync.kernels import magnitude_keys
-from sparsync.selection import shares
-from sparsync.selection.shares import SharesState
+from sparsync.units import plan_units
 
 counts = st.lists(st.integers(0, 1000), min_size=4, max_size=4).map(
     lambda xs: sorted(xs, reverse=True)
@@ -54,17 +55,17 @@ def test_edges_ascend_around_the_last_magnitude():
     assert extreme == sorted(extreme) and min(extreme) == 1
 
 
-def test_the_histogram_counts_candidates():
-    candidates = SparseVector.from_dense(torch.tensor([0.5, 0.0, 2.0, -1.0]))
-    keys = magnitude_keys(torch.tensor([0.5, 1.0, 3.0])).tolist()
-    assert shares.histogram(candidates, [1, *keys]).tolist() == [3, 3, 2, 0]
-
-
-def test_first_candidates_reach_an_octave_below():
+def test_the_first_step_counts_from_an_octave_below_and_later_ones_what_was_collected():
     accumulated = torch.tensor([1.0, 4.0, 2.5, 1.5])
     selected = SparseVector(torch.tensor([1, 2]), torch.tensor([4.0, 2.5]), 4)
-    found = shares.first_candidates(accumulated, selected)
-    assert found.indices.tolist() == [1, 2, 3]
+    units = plan_units([("a", accumulated), ("b", accumulated)], 4)
+    sharing = shares.Sharing.among(units)
+    sharing.count(SharesState((2, 2)), 0, accumulated, None, selected)
+    assert sharing._histograms[0][0] == 3
+    key = int(magnitude_keys(torch.tensor([2.5])))
+    for collected, counted in ((SparseVector.from_dense(accumulated), 4), (None, 2)):
+        sharing.count(SharesState((2, 2), key), 0, accumulated, collected, selected)
+        assert sharing._histograms[0][0] == counted
 
 
 def test_after_silence_magnitudes_are_looked_for_afresh():

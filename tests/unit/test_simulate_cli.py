@@ -6,8 +6,8 @@ import pytest
 import torch
 import typer
 
-from sparsync import cli
-from sparsync.bench import simulate
+from sparsync.cli import app as cli
+from sparsync.cli.simulate import command as simulate
 
 app = typer.Typer()
 app.command()(simulate.command)

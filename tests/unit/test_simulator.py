@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError, DeadlockError, Links, simulate
-from sparsync.transports.base import run
-from sparsync.transports.framing import Raw
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
 
 LINKS = Links(alpha=1.0, beta=0.5, gamma=0.25)
 BYTES = Raw("value")
@@ -79,6 +79,19 @@ def test_computation_and_reduction_take_their_time():
         return comm.now
 
     assert simulate(program, 2, links=LINKS).results == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_a_barrier_ends_after_the_last_rank_has_come(world_size):
+    async def program(comm):
+        await comm.compute(3.0 * comm.rank)
+        await comm.barrier()
+        return comm.now
+
+    rounds, links = (world_size - 1).bit_length(), Links(alpha=1.0, beta=0.0)
+    ends = simulate(program, world_size, links=links).results
+    last = 3.0 * (world_size - 1)
+    assert min(ends) >= last and max(ends) == last + rounds
 
 
 def test_rotation_removes_the_endpoint_hotspot():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError, simulate
-from sparsync.transports.framing import Raw
+from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import Links, Pairwise, Prices, TwoLevel, Weight
 
 BYTES = Raw("value")

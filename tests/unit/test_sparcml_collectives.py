@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.collectives.dynamic import Dynamic
-from sparsync.collectives.ring import Ring
+from sparsync.collectives.sparcml.dynamic import Dynamic
+from sparsync.collectives.sparcml.ring import Ring
 from sparsync.errors import ConfigurationError
-from sparsync.operations import OPERATIONS, Reduction
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.streams import densify
+from sparsync.reduction import OPERATIONS, Reduction
+from sparsync.sparse import DenseVector, SparseVector, densify
 from sparsync.wire import Packed
 from sparsync.wire.streams import StreamCodec
 

@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from sparsync import testing
-from sparsync.collectives.dynamic import Dynamic
+from sparsync.collectives.sparcml.dynamic import Dynamic
 from sparsync.sparse import DenseVector
-from sparsync.wire import Packed
-from sparsync.wire.streams import StreamCodec
-from sparsync.wire.whole import DenseCodec, EncodedDense, Whole
+from sparsync.wire import Codec, Encoded, Packed, StreamCodec, Whole
+from sparsync.wire.base import Header
 
 from .stream_collectives import FACTORIES, reduce_all
 
 each = pytest.mark.parametrize("name", FACTORIES)
 
 
-class Noisy(DenseCodec):
+class Noisy(Codec):
     """Shifts every value by up to two eighths, with a seed per message source and step."""
 
     format = 250
@@ -28,29 +27,20 @@ class Noisy(DenseCodec):
     def seeded(self, rank, step):
         return Noisy(seed=1000 * step + rank + 1)
 
-    def encode(self, values):
+    def encode(self, vector):
         generator = torch.Generator().manual_seed(self.seed)
-        rounded = values + torch.randint(-2, 3, values.shape, generator=generator) / 8
-        payload = Whole().encode(rounded).payload
-        payload[1] = self.format
-        return EncodedDense(payload, rounded)
+        rounded = vector.values + torch.randint(-2, 3, vector.values.shape, generator=generator) / 8
+        return Encoded(self.message(self.start(vector), rounded), DenseVector(rounded))
 
     def decode(self, payload, size):
-        return Whole().decode(self._whole(payload), size)
+        header, body = self.body(payload, size)
+        return DenseVector(body.clone().view(header.dtype))
 
-    def parts(self, size, dtype):
-        return Whole().parts(size, dtype)
+    def header(self, nnz, size, dtype):
+        return Header(self.format, dtype, size)
 
-    def measure(self, buffer):
-        return Whole().measure(self._whole(buffer))
-
-    def is_exact(self, dtype):
-        return False
-
-    def _whole(self, payload):
-        copy = payload.clone()
-        copy[1] = Whole.format
-        return copy
+    def layout(self, header):
+        return Whole().layout(header)
 
 
 @each

@@ -193,3 +193,16 @@ def test_a_dense_vector_is_its_tensor():
     target = torch.tensor([5.0, 5.0])
     dense.subtract_from_(target)
     assert target.tolist() == [5.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds"),
+    [
+        ((object(), torch.ones(1), 3), "object, Tensor, int"),
+        ((torch.zeros(1, dtype=torch.int64), [1.0], 3), "Tensor, list, int"),
+        ((torch.zeros(1, dtype=torch.int64), torch.ones(1), "3"), "Tensor, Tensor, str"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_in_one_line(arguments, kinds):
+    with pytest.raises(ConfigurationError, match=f"are {kinds}; give two tensors and an int$"):
+        SparseVector(*arguments)

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
-from sparsync import ConfigurationError, UpdateSpaceSGD, connect
+from sparsync import ConfigurationError, connect
 from sparsync.averaging import LocalSgd
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import oktopk
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import run
+from sparsync.transports.driver import run
 from sparsync.units import plan_units
+from sparsync_papers.optimizers import UpdateSpaceSGD
 
 
 def reducer_after(steps, dtype=torch.float32):

@@ -19,7 +19,8 @@ from sparsync import (
 from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather, Collective
 from sparsync.selection import Exact, Selector
-from sparsync.transports.base import Communicator, Finished, Operation
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Finished, Operation
 from sparsync.wire import Coo
 from sparsync.wire.base import Codec, Encoded
 
@@ -35,7 +36,7 @@ class Broken(Selector):
     def __init__(self, change):
         self.change, self.exact, self.state = change, Exact(), Calls()
 
-    def select(self, accumulated, k, step, found=None):
+    def select(self, accumulated, k, step, collected=None):
         selected = self.exact.select(accumulated, k, step)
         self.state = Calls(self.state.count + 1)
         return self.change(self, accumulated, selected)
@@ -99,16 +100,13 @@ class Wrapped(Codec):
     def decode(self, payload, size):
         return Coo().decode(payload, size)
 
-    def parts(self, nnz, size, dtype):
-        return Coo().parts(nnz, size, dtype)
-
-    def measure(self, buffer):
-        return Coo().measure(buffer)
+    def layout(self, header):
+        return Coo().layout(header)
 
 
 class WrongLength(Wrapped):
-    def parts(self, nnz, size, dtype):
-        return replace(Coo().parts(nnz, size, dtype), header=9)
+    def layout(self, header):
+        return replace(Coo().layout(header), header=9)
 
 
 class Trusting(Wrapped):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import WireFormatError
-from sparsync.bench import kernels as bench
-from sparsync.bench.kernel_cases import Backend, Messages
+from sparsync.cli.bench import kernels as bench
+from sparsync.cli.bench.kernels import Backend, Messages
 from sparsync.kernels import packing as spec
 
 from .strategies import dense_tensors

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.averaging import Wagma
-from sparsync.averaging.coded import codec_of, coded_allreduce
-from sparsync.averaging.wait_avoiding import ModelRounds
+from sparsync.averaging.wagma import ModelRounds, codec_of, coded_allreduce
 from sparsync.errors import ConfigurationError
 from sparsync.transports.sim import Links, simulate
 
@@ -75,7 +74,7 @@ def test_an_old_model_of_a_late_rank_owes_nothing_and_what_was_owed_stays():
     models = {0: [drift(0, 0, size), drift(1, 0, size)], 1: [drift(0, 1, size)]}
 
     async def program(comm):
-        rounds = ModelRounds(2, 2, None, "wait-avoiding", dynamic=True, codec=codec_of("bf16"))
+        rounds = ModelRounds(2, None, "wait-avoiding", dynamic=True, codec=codec_of("bf16"))
         rounds.restart(0, torch.zeros(size, dtype=torch.float64))
         rounds.publish(1, models[comm.rank][0])
         await rounds.reduce(comm, rounds.contribution(1))

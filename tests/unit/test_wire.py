@@ -1,199 +1,383 @@
+"""The laws of all wire formats: literal bytes, round trips, sizes, what a sender refuses."""
+
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, SparseVector, WireFormatError
+from sparsync import ConfigurationError, DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire import Coo
-from sparsync.wire.base import Header, MessageFraming, pack_header, parse_header
+from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
+from sparsync.wire.base import Header, MessageFraming
 
-from .strategies import same_vector, sparse_vectors
+from .strategies import FLOATS, same, same_vector
+from .wire_messages import hex_of, messages, receiver_of, uint8, vector
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int32,
-    torch.int64,
-]
+DTYPES = [*FLOATS, torch.int32, torch.int64]
+CODECS = [Coo(), Whole(), Packed(), Qsgd(8), SparseQsgd(8), SignMean(), Signs()]
+SPARSE = [codec for codec in CODECS if not isinstance(codec, Whole | Qsgd | Signs)]
+NAN = float("nan")
 
-
-def vector(indices, values, size, dtype=torch.float32) -> SparseVector:
-    indices = torch.tensor(indices, dtype=torch.int64)
-    return SparseVector(indices, torch.tensor(values, dtype=dtype), size)
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 
 
-def uint8(raw: bytes) -> torch.Tensor:
-    return torch.tensor(list(raw), dtype=torch.uint8)
+def sent(codec, indices, values, size, dtype=torch.float32):
+    """A vector that the codec takes."""
+    sparse = vector(indices, values, size, dtype)
+    return sparse if type(codec) in map(type, SPARSE) else DenseVector(sparse.to_dense())
 
 
-# ---- literal bytes: what docs/wire-format.md promises ---------------------------------------------
+# ---- literal bytes: what docs/wire-format.md promises -----------------------------------------------
+
+EXAMPLE = [1, 7, 10]  # of 12; packed: low bits 1, 3, 2 (10 11 01), then 1 01 01 0
+MEANS = "01000000 0000803f  00000000 00000000  02000000 000020c0"
+TEN = [1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "code_and_value"),
+    ("codec", "values", "expected"),
     [
-        (torch.float32, ("01", "0000c0bf")),
-        (torch.float64, ("02", "000000000000f8bf")),
-        (torch.bfloat16, ("03", "c0bf")),
-        (torch.float16, ("04", "00be")),
+        (Packed("bf16"), [1.0, -2.5, 127 / 128],
+         "51020101 03000000 0c0000000000 0000  803f 20c0 7e3f  6d 05"),
+        # scales 2.5 / 127 and 127/128 / 127 = 2^-7, codes 51, -127, 127
+        (Packed("int8", block=2), [1.0, -2.5, 127 / 128],
+         "51020102 03000000 0c0000000000 0200  8542a13c 0000003c 33 81 7f  6d 05"),
+        (Packed("fp32"), [1.0, -2.5, 127 / 128],
+         "51020103 03000000 0c0000000000 0000  0000803f 000020c0 00007e3f  6d 05"),
+        (SparseQsgd(4, block=2, scale="max"), [7.0, -3.0, -0.5],
+         "51050114 03000000 0c0000000000 0200  0000e040 0000003f d7 09  6d 05"),
+        (SignMean("coo", (5, 0, 7)), [1.0, -3.0, -2.0],
+         "51060101 03000000 0c0000000000 0300" + MEANS + "01000000 07000000 0a000000"),
+        (SignMean("packed", (5, 0, 7)), [1.0, -3.0, -2.0],
+         "51060102 03000000 0c0000000000 0300" + MEANS + "6d 05"),
     ],
-)
-def test_coo_bytes_of_minus_one_and_a_half_at_258(dtype, code_and_value):
-    code, value = code_and_value
-    encoded = Coo().encode(vector([258], [-1.5], 1000, dtype))
-    assert bytes(encoded.payload.tolist()).hex() == f"5101{code}0001000000" + "02010000" + value
+)  # fmt: skip
+def test_bytes_of_sparse_messages_with_indices_1_7_10_of_12(codec, values, expected, each_backend):
+    encoded = codec.encode(vector(EXAMPLE, values, 12))
+    assert hex_of(encoded.payload) == expected.replace(" ", "")
+    assert isinstance(codec, SignMean) or encoded.decoded.nnz == 3
+
+
+@pytest.mark.parametrize(
+    ("codec", "values", "expected", "decoded"),
+    [
+        (Whole(), [1.0], "51030100 01000000 0000803f", None),
+        # codes 01 11 00 10, then 01: the lowest bits first
+        (Qsgd(2, block=8, scale="max"), [2.0, -2.0, 0.0, NAN, 2.0],
+         "51040112 05000000 0500000000000800 00000040 8d 01", None),
+        (Qsgd(4, block=8, scale="max"), [7.0, -3.0, 0.0, NAN, 7.0],
+         "51040114 05000000 0500000000000800 0000e040 d7 80 07", None),
+        (Qsgd(8, block=8, scale="max"), [127.0, -1.0, NAN],
+         "51040118 03000000 0300000000000800 0000fe42 7f ff 80", None),
+        (Qsgd(8, block=4), [-2.5], "51040108 01000000 0100000000000400 00002040 81", None),
+        (Signs(6), TEN, "51070100 0a000000 0a0000000000 0600 00000040 0000003f a2 01",
+         [2.0, -2.0, 2.0, 2.0, 2.0, -2.0, 0.5, -0.5, -0.5, 0.5]),
+    ],
+)  # fmt: skip
+def test_bytes_of_dense_messages(codec, values, expected, decoded):
+    encoded = codec.encode(DenseVector(torch.tensor(values)))
+    assert hex_of(encoded.payload) == expected.replace(" ", "")
+    same(encoded.decoded.values, torch.tensor(decoded or values))
 
 
 @pytest.mark.parametrize(
     ("dtype", "code", "value"),
-    [(torch.int32, "05", "feffffff"), (torch.int64, "06", "feffffffffffffff")],
+    [
+        (torch.float32, "01", "0000c0bf"),
+        (torch.float64, "02", "000000000000f8bf"),
+        (torch.bfloat16, "03", "c0bf"),
+        (torch.float16, "04", "00be"),
+        (torch.int32, "05", "ffffffff"),
+        (torch.int64, "06", "ffffffffffffffff"),
+    ],
 )
-def test_coo_bytes_of_integers(dtype, code, value):
-    encoded = Coo().encode(vector([0], [-2], 1, dtype))
-    assert bytes(encoded.payload.tolist()).hex() == f"5101{code}0001000000" + "00000000" + value
+def test_coo_bytes_of_minus_one_and_a_half_at_258(dtype, code, value):
+    payload = Coo().encode(vector([258], [-1.5], 1000, dtype)).payload
+    assert hex_of(payload) == f"5101{code}0001000000" + "02010000" + value
 
 
-def test_coo_bytes_all_indices_then_all_values():
-    """The worked example of docs/wire-format.md."""
-    encoded = Coo().encode(vector([3, 70000], [1.0, -2.5], 100000))
-    assert bytes(encoded.payload.tolist()) == bytes.fromhex(
-        "51 01 01 00 02 00 00 00"
-        "03 00 00 00 70 11 01 00"
-        "00 00 80 3f 00 00 20 c0"
-    )  # fmt: skip
+def test_the_packed_example_of_the_document():  # tests/house_rules reads the others
+    text = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+    packed = Packed().encode(vector(EXAMPLE, [1.0, -2.5, 0.9921875], 12)).payload
+    shown = re.findall(r"^\| `((?:[0-9a-f]{2} ?)+)` \|", text, flags=re.MULTILINE)
+    assert hex_of(packed) == "".join(shown).replace(" ", "")
 
 
-def test_an_empty_message_is_its_header():
-    assert bytes(Coo().encode(vector([], [], 5)).payload.tolist()).hex() == "5101010000000000"
+@pytest.mark.parametrize(
+    ("codec", "expected"),
+    [
+        (Coo(), "5101020000000000"),
+        (Whole(), "5103020000000000"),
+        (Packed(), "5102020100000000" + "0500000000000000"),
+        (Qsgd(), "5104020400000000" + "0000000000000004"),
+        (SparseQsgd(block=1), "5105020400000000" + "0500000000000100"),
+        (SignMean(), "5106020100000000" + "0500000000000100" + "00" * 8),
+        (SignMean("packed"), "5106020200000000" + "0500000000000100" + "00" * 8),
+        (Signs(), "5107020000000000" + "0000000000000001"),
+    ],
+)
+def test_an_empty_message_is_its_header(codec, expected, each_backend):
+    empty = sent(codec, [], [], 5, torch.float64)
+    if isinstance(empty, DenseVector):
+        empty = DenseVector(empty.values[:0])
+    payload = codec.encode(empty).payload
+    assert hex_of(payload) == expected
+    same(codec.decode(payload, empty.size).values, empty.values)
 
 
-def test_the_largest_index_uses_all_32_bits():
-    last = (1 << 32) - 1
-    encoded = Coo().encode(vector([1 << 31, last], [1.0, 2.0], 1 << 32))
-    assert bytes(encoded.payload[8:16].tolist()).hex() == "00000080ffffffff"
-    same_vector(Coo().decode(encoded.payload, 1 << 32), encoded.decoded)
+@pytest.mark.parametrize(
+    ("codec", "tail"),
+    [
+        (Coo(), "ffffffff0000803f"),
+        (Packed("fp32"), "0000803fffffffff01"),  # 32 low bits, then 1 and 0 for the one high part
+        (SignMean(), "ffffffff"),
+        (SignMean("packed"), "ffffffff01"),
+    ],
+)
+def test_a_region_may_have_2_to_the_32_elements(codec, tail, each_backend):
+    encoded = codec.encode(vector([(1 << 32) - 1], [1.0], 1 << 32))
+    assert hex_of(encoded.payload).endswith(tail)
+    same_vector(codec.decode(encoded.payload, 1 << 32), encoded.decoded)
 
 
-# ---- round trips ---------------------------------------------------------------------------------
+# ---- round trips ------------------------------------------------------------------------------------
 
 
-@given(sparse_vectors())
-def test_decode_restores_what_encode_was_given(original):
-    encoded = Coo().encode(original)
-    same_vector(encoded.decoded, original)
-    same_vector(Coo().decode(encoded.payload, original.size).check(), original)
-    parts = Coo().parts(original.nnz, original.size, original.values.dtype)
+@settings(max_examples=600)
+@given(messages())
+def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
+    codec, original = drawn
+    before = original.values.clone()
+    encoded = codec.encode(original)
+    same(original.values, before)
+    decoded = receiver_of(codec).decode(encoded.payload, original.size)
+    same(decoded.values, encoded.decoded.values)
+    if isinstance(original, SparseVector):
+        same(decoded.check().indices, original.indices)
+    if not isinstance(codec, Signs | SignMean):  # where NaN and Inf spread
+        assert torch.equal(decoded.isfinite(), original.isfinite())
+    if codec.exact:
+        same(decoded.values, before)
+    nnz, size, dtype = original.nnz, original.size, before.dtype
+    twice = torch.cat([encoded.payload, encoded.payload])
+    parts = codec.parts(nnz, size, dtype)
     assert encoded.payload.dtype == torch.uint8
-    assert encoded.payload.numel() == parts.nbytes
-    assert parts == Coo().measure(encoded.payload)
-    assert parts.nbytes == Coo().nbytes(original.nnz, original.size, original.values.dtype)
+    assert encoded.payload.numel() == parts.nbytes == codec.nbytes(nnz, size, dtype)
+    assert codec.measure(twice) == parts == MessageFraming(codec).parts(encoded.payload)
+    assert MessageFraming(codec).length(twice) == parts.nbytes
+    assert torch.equal(codec.encode(original).payload, encoded.payload)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 2, 7])
+@pytest.mark.parametrize("size", [0, 1, 7])
 def test_full_and_empty_vectors_of_every_dtype_survive(dtype, size):
     full = SparseVector.from_dense(torch.arange(1, size + 1).to(dtype))
     for original in (full, SparseVector.empty(size, full.values)):
         same_vector(Coo().decode(Coo().encode(original).payload, size), original)
+    payload = Whole().encode(DenseVector(full.values)).payload
+    same(Whole().decode(payload, size).values, full.values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [1, 3, 4, 8])
-def test_a_message_may_start_anywhere_in_a_buffer(dtype, offset):
-    original = vector([1, 4, 6], [1, 2, 3], 8, dtype)
-    payload = Coo().encode(original).payload
-    buffer = torch.cat([torch.zeros(offset, dtype=torch.uint8), payload])
-    same_vector(Coo().decode(buffer[offset:], 8), original)
+@each_codec
+@pytest.mark.parametrize("offset", [1, 2, 3, 4, 8])
+def test_a_message_may_start_anywhere_and_nothing_after_it_is_read(codec, offset, each_backend):
+    original = sent(codec, [1, 4, 6], [1, 2, 3], 8)
+    encoded = codec.encode(original)
+    end = offset + encoded.payload.numel()
+    for fill in (0x00, 0xFF):
+        buffer = torch.full((end + 16,), fill, dtype=torch.uint8)
+        buffer[offset:end] = encoded.payload
+        decoded = codec.decode(buffer[offset:end], 8)
+        same(decoded.to_dense(), encoded.decoded.to_dense())
 
 
-def test_parts_tell_header_index_and_value_bytes_apart():
-    assert Coo().parts(10, 99, torch.bfloat16) == Parts(header=8, index=40, value=20)
+@each_codec
+def test_strided_views_are_encoded_as_their_copies(codec, each_backend):
+    indices, values = torch.arange(20)[1::2], torch.linspace(-1, 1, 20)[1::2]
+    views, copies = (
+        SparseVector(indices, values, 20),
+        SparseVector(indices.clone(), values.clone(), 20),
+    )
+    if isinstance(sent(codec, [], [], 0), DenseVector):
+        views, copies = DenseVector(values), DenseVector(values.clone())
+    assert torch.equal(codec.encode(views).payload, codec.encode(copies).payload)
 
 
-def test_framing_reads_the_length_and_ignores_what_follows():
-    payload = Coo().encode(vector([1], [1.0], 4)).payload
-    framing = MessageFraming(Coo())
-    assert framing.length(torch.cat([payload, payload])) == payload.numel()
-    assert framing.parts(payload) == Parts(header=8, index=4, value=4)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_whole_rounds_to_its_dtype_and_keeps_finite_values_finite(dtype):
+    values = torch.tensor([1.0, torch.finfo(dtype).max, float("inf"), NAN], dtype=dtype)
+    encoded = Whole(torch.bfloat16).encode(DenseVector(values))
+    assert encoded.payload.numel() == 8 + 2 * 4 == Whole(torch.bfloat16).nbytes(4, 4, dtype)
+    assert encoded.decoded.values.dtype == dtype
+    assert torch.equal(encoded.decoded.isfinite(), values.isfinite())
+    assert Whole(torch.bfloat16).is_exact(dtype) == (dtype == torch.bfloat16)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- sizes ------------------------------------------------------------------------------------------
 
 
-def test_a_region_beyond_32_bits_is_refused_by_the_sender():
-    with pytest.raises(ConfigurationError, match="32 bits"):
-        Coo().encode(vector([0], [1.0], (1 << 32) + 1))
+@given(messages((Coo, Packed, SparseQsgd, SignMean)), st.integers(0, 3000), st.integers(0, 1 << 32))
+def test_one_more_entry_never_takes_fewer_bytes(drawn, nnz, more):
+    codec, size = drawn[0], min(nnz + 1 + more, 1 << 32)
+    assert codec.nbytes(nnz, size) <= codec.nbytes(nnz + 1, size)
 
 
-def test_a_dtype_without_a_code_is_refused_by_the_sender():
-    with pytest.raises(ConfigurationError, match=r"torch\.bool"):
-        Coo().encode(vector([0], [True], 1, torch.bool))
+@given(messages((Coo, Packed, SparseQsgd)), st.integers(16, 1 << 20), st.integers(0, 1 << 32))
+def test_entries_within_is_the_largest_number_that_fits(drawn, budget, size):
+    codec = drawn[0]
+    nnz = codec.entries_within(budget, size)
+    assert codec.nbytes(nnz, size) <= budget
+    assert nnz == size or codec.nbytes(nnz + 1, size) > budget
+
+
+def test_a_budget_below_an_empty_message_is_refused():
+    with pytest.raises(ConfigurationError, match=r"15 bytes cannot hold .* takes 16"):
+        Packed().entries_within(15, 100)
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "parts"),
+    [
+        (Coo(), (10, 99, torch.bfloat16), Parts(header=8, index=40, value=20)),
+        (Whole(), (99, 99, torch.bfloat16), Parts(header=8, value=198)),
+        (Packed(), (3, 12, torch.float32), Parts(header=16, index=2, value=6)),
+        (Packed("int8", block=2), (3, 12, torch.float32), Parts(16, 2, 3 + 8)),
+        (SparseQsgd(4, block=2), (3, 12, torch.float32), Parts(16, index=2, value=2 * 4 + 2)),
+        (Qsgd(2), (1025, 1025, torch.float64), Parts(16, value=2 * 4 + 257)),
+        (SignMean("coo", (50, 49)), (10, 99, torch.bfloat16), Parts(24, index=40, value=8)),
+        (SignMean("packed"), (3, 12, torch.float64), Parts(20, index=2, value=4)),
+        (Signs(2), (9, 9, torch.float64), Parts(16, value=5 * 4 + 2)),
+    ],
+)
+def test_parts_tell_header_index_and_value_bytes_apart(codec, shape, parts):
+    assert codec.parts(*shape) == parts
+
+
+@pytest.mark.parametrize(("codec", "bits"), [(Qsgd(4), 4), (Signs(), 9 / 8)])
+def test_a_large_dense_message_takes_few_bits_per_element(codec, bits):
+    assert 8 * codec.nbytes(1 << 20, 1 << 20) / (1 << 20) == pytest.approx(bits, rel=0.01)
+
+
+# ---- streams ----------------------------------------------------------------------------------------
+
+
+def test_streams_carry_both_forms():
+    codec = StreamCodec(SparseQsgd(8), Qsgd(4)).seeded(1, 1)
+    limit = codec.limit(4096, torch.float32)
+    assert limit is not None and 0 < limit < 4096
+    for sparse in (True, False):
+        row = SparseVector.from_dense(torch.eye(64)[3])
+        original = row if sparse else DenseVector(row.to_dense())
+        encoded = codec.encode(original)
+        decoded = codec.decode(encoded.payload, 64)
+        assert type(decoded) is type(original)
+        same(decoded.values, encoded.decoded.values)
+        assert codec.measure(encoded.payload).nbytes == encoded.payload.numel()
+    assert not codec.is_exact(torch.float32) and StreamCodec().is_exact(torch.float32)
+    assert 0 < StreamCodec(dense=Signs()).limit(4096, torch.float32) < 4096 / 32
+
+
+@given(st.integers(0, 300), st.sampled_from([0.3, 1.0, None]), st.sampled_from([Coo(), Packed()]))
+def test_the_size_of_a_stream_bounds_both_forms(size, factor, sparse):
+    codec = StreamCodec(sparse, factor=factor)
+    limit = codec.limit(size, torch.float32)
+    sizes = [codec.nbytes(nnz, size) for nnz in range(size + 1)]
+    assert sizes == sorted(sizes)
+    for nnz in range(size + 1):
+        stays_sparse = limit is None or nnz <= limit
+        assert sizes[nnz] >= (sparse if stays_sparse else codec.dense).nbytes(nnz, size)
+
+
+def test_seeded_streams_share_the_limits_that_were_searched(monkeypatch):
+    codec, searched = StreamCodec(SparseQsgd(8), Qsgd(4)), []
+    search = SparseQsgd.entries_within
+
+    def counted(*arguments):
+        searched.append(arguments)
+        return search(*arguments)
+
+    monkeypatch.setattr(SparseQsgd, "entries_within", counted)
+    limits = {codec.seeded(0, step).limit(4096, torch.float32) for step in range(5)}
+    assert len(limits) == len(searched) == 1
+
+
+@pytest.mark.parametrize("factor", [-0.1, 1.5])
+def test_an_impossible_factor_is_refused(factor):
+    with pytest.raises(ConfigurationError, match="factor"):
+        StreamCodec(factor=factor)
+
+
+# ---- settings, and what a sender refuses ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [
+        (Packed("int8", block=64), "Packed(values='int8', block=64)"),
+        (Qsgd(2, block=64, scale="max", shrink=True, seed=5).seeded(3, 4),
+         "Qsgd(bits=2, block=64, scale='max', shrink=True, seed=5)"),
+        (SparseQsgd(), "SparseQsgd(bits=4, block=1024, scale='l2', shrink=False, seed=0)"),
+        (SignMean("packed").for_layers([2, 3]), "SignMean(indices='packed', layers=(2, 3))"),
+        (Signs(64), "Signs(block=64)"),
+        (StreamCodec(factor=0.5), "StreamCodec(Coo(), Whole(), factor=0.5)"),
+    ],
+)  # fmt: skip
+def test_ranks_compare_codecs_by_their_names(codec, name):
+    assert repr(codec) == name
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "says"),
+    [
+        (Packed, {"values": "fp8"}, "values='fp8' is unknown; use one of bf16, int8, fp32"),
+        (Packed, {"block": 0}, "block=0 .* use 1 to 65535"),
+        (Packed, {"block": 1 << 16}, "block=65536"),
+        (Qsgd, {"bits": 3}, "bits=3 per value is unknown; use 2, 4 or 8"),
+        (SparseQsgd, {"block": 0}, "block=0 .* use 1 to 65535"),
+        (SparseQsgd, {"block": 1 << 16}, "block=65536"),
+        (Qsgd, {"scale": "l1"}, "scale='l1' is unknown; use 'l2' or 'max'"),
+        (SignMean, {"indices": "bf16"}, "indices='bf16' is unknown; use one of coo, packed"),
+        (SignMean, {"layers": ()}, "0 layers of 0 or more"),
+        (SignMean, {"layers": (3, -1)}, "2 layers of -1 or more"),
+        (SignMean, {"layers": (0,) * 65536}, "65536 layers of 0 or more"),
+        (Signs, {"block": -1}, "block=-1 .* use 1 to 65535"),
+        (Signs, {"block": 0}, "block=0"),
+        (Signs, {"block": 1 << 16}, "block=65536"),
+    ],
+)
+def test_impossible_settings_are_refused(make, arguments, says):
+    with pytest.raises(ConfigurationError, match=says):
+        make(**arguments)
+
+
+@each_codec
+def test_what_has_no_message_is_refused_by_the_sender(codec):
+    wrong = {r"torch\.bool": sent(codec, [0], [True], 1, torch.bool)}
+    if not codec.exact:
+        wrong[r"not torch\.int32; use Coo or Whole"] = sent(codec, [0], [1], 1, torch.int32)
+    if isinstance(wrong[r"torch\.bool"], SparseVector):
+        wrong["not 1 of 4294967297"] = vector([0], [1.0], (1 << 32) + 1)
+        wrong["not 2 of 1"] = vector([0, 1], [1.0, 2.0], 1)
+    else:
+        wrong[r"shape \(3, 3\); flatten"] = DenseVector(torch.ones(3, 3))
+    for says, original in wrong.items():
+        with pytest.raises(ConfigurationError, match=says):
+            codec.encode(original)
 
 
 def test_a_count_beyond_32_bits_is_refused_by_the_sender():
     with pytest.raises(ConfigurationError, match="4294967296 entries"):
-        pack_header(Header(1, torch.float32, 1 << 32))
+        Header(1, torch.float32, 1 << 32).pack()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [0, 1, (1 << 32) - 1])
-def test_headers_survive(dtype, count):
-    header = Header(7, dtype, count)
-    assert parse_header(pack_header(header)) == header
-
-
-GOOD = bytes.fromhex("5101010002000000" + "0300000004000000" + "0000803f00000040")
-
-
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (b"", "0 bytes cannot hold"),
-        (GOOD[:7], "7 bytes cannot hold"),
-        (b"\x52" + GOOD[1:], "starts with 52010100"),
-        (GOOD[:3] + b"\x01" + GOOD[4:], "starts with 51010101"),
-        (GOOD[:1] + b"\x02" + GOOD[2:], r"format 2, expected coo \(1\)"),
-        (GOOD[:2] + b"\x00" + GOOD[3:], "unknown value dtype 0"),
-        (GOOD[:2] + b"\x07" + GOOD[3:], "unknown value dtype 7"),
-        (GOOD[:2] + b"\x02" + GOOD[3:], "24 bytes says that it has 2 entries, which take 32"),
-        (GOOD[:-1], "truncated or corrupt"),
-        (GOOD + b"\x00", "truncated or corrupt"),
-        (GOOD[:4] + b"\xff\xff\xff\xff" + GOOD[8:], "says that it has 4294967295 entries"),
-        (GOOD[:8] + b"\x04" + GOOD[9:], "strictly ascending"),
-        (GOOD[:8] + b"\x05" + GOOD[9:], "strictly ascending"),
-        (GOOD[:12] + b"\x0a" + GOOD[13:], r"within \[0, 10\)"),
-        (GOOD[:15] + b"\x80" + GOOD[16:], r"within \[0, 10\)"),
-    ],
-)
-def test_broken_messages_are_refused_by_name(raw, says):
-    with pytest.raises(WireFormatError, match=says):
-        Coo().decode(uint8(raw), 10)
-
-
-@st.composite
-def hostile_messages(draw):
-    """Random bytes behind a plausible header, or a good message with a few bytes changed."""
-    if draw(st.booleans()):
-        count = draw(st.one_of(st.integers(0, 6), st.integers(0, (1 << 32) - 1)))
-        start = bytes([0x51, draw(st.integers(0, 2)), draw(st.integers(0, 8)), 0])
-        return start + count.to_bytes(4, "little") + draw(st.binary(max_size=60))
-    raw = bytearray(Coo().encode(draw(sparse_vectors())).payload.tolist())
-    for _ in range(draw(st.integers(1, 3))):
-        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
-    return bytes(raw)[: draw(st.integers(0, len(raw)))]
-
-
-@settings(max_examples=500)
-@given(st.one_of(hostile_messages(), st.binary(max_size=40)), st.integers(0, 40))
-def test_any_bytes_give_a_valid_vector_or_a_wire_format_error(raw, size):
-    payload = uint8(raw)
-    try:
-        decoded = Coo().decode(payload, size)
-    except WireFormatError:
-        return
-    decoded.check()
-    assert decoded.size == size
-    assert bytes(Coo().encode(decoded).payload.tolist()) == raw  # one message, one vector
+@pytest.mark.parametrize("entries", [0, (1 << 32) - 1])
+@pytest.mark.parametrize(("size", "detail"), [(None, 0), (0, 0), ((1 << 48) - 1, 65535)])
+def test_headers_survive(dtype, entries, size, detail):
+    header = Header(7, dtype, entries, 3, size, detail)
+    raw = header.pack()
+    assert Header.read(uint8(raw), 16) == header
+    assert len(raw) == header.nbytes == (8 if size is None else 16)

@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsync.errors import ConfigurationError
-from sparsync.workloads import (
+from sparsync.cli.workloads import (
     PADDING,
-    WORKLOADS,
     Evaluation,
     is_hidden_matrix,
     make_workload,
     needs_data,
     workload_class,
+    workload_names,
 )
-from sparsync.workloads.byte_transformer import ByteTransformer
-from sparsync.workloads.lengths import LineBuckets
-from sparsync.workloads.text import ByteText, standard_library_files
+from sparsync.cli.workloads.byte_transformer import ByteTransformer
+from sparsync.cli.workloads.text import ByteText, standard_library_files
+from sparsync.errors import ConfigurationError
+from sparsync_papers.workloads.lengths import LineBuckets
 
-OFFLINE = [name for name in WORKLOADS if not needs_data(name)]
+OFFLINE = [name for name in workload_names() if not needs_data(name)]
 SMALL = {"context": 8, "width": 16, "layers": 1, "heads": 2}
 
 

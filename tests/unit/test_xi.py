@@ -9,13 +9,13 @@ import torch
 
 from sparsync import ConfigurationError
 from sparsync.collectives import OkTopk
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import Warmup
 from sparsync.monitoring import XiProbe
 from sparsync.presets import Algorithm, allgather, budgeted, dense
-from sparsync.reducer import Reducer
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
-from sparsync.warmup import Warmup
 
 RANKS = 4
 EXACT_OKTOPK = Algorithm("oktopk", Exact, OkTopk)

@@ -3,16 +3,17 @@
 import json
 import stat
 import time
+import zlib
 
 import pytest
 import zmq
 from torch.distributed import HashStore
 
 from sparsync import CommunicationError, ConfigurationError, testing
-from sparsync.transports.base import run
+from sparsync.transports.driver import run
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import load_curve_keys, zap_reply
-from sparsync.transports.zmq.header import Phases, pack
+from sparsync.transports.zmq.messages import pack
 
 from .zmq_group import RAW, meet, message, together
 
@@ -29,7 +30,7 @@ def test_the_contract_holds_with_encryption(keys):
 
 
 def forged(comm, source):
-    return pack(0, source, comm.mesh.job, 0, Phases().number("p"), 0, 0, 1) + b"!"
+    return pack(0, source, comm.mesh.job, 0, zlib.crc32(b"p"), 0, 0, 1) + b"!"
 
 
 @pytest.mark.parametrize("kind", ["no key", "unlisted key", "wrong server key"])
@@ -93,7 +94,7 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
                 "max_message": comm.mesh.settings.max_message,
                 "job": comm.mesh.job,
             }
-            store.set("sparsync/zmq/1/0", json.dumps(card))
+            store.set("sparsync/meetings/1/0", json.dumps(card))
             intruder = ZmqCommunicator(1, 2, store=store, timeout=1.5, curve_keys=tmp_path)
             started = time.monotonic()
             sending = intruder.isend(message(9), 0, "p", RAW)

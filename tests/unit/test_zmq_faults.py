@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparsync import DeadlineError, PeerError
+from sparsync.transports.driver import Engine, run
 
 from .zmq_group import RAW, UP_TO, fails, meet, message, together
 
@@ -23,7 +24,7 @@ from .zmq_group import RAW, UP_TO, fails, meet, message, together
 def test_a_message_that_does_not_fit_names_rank_phase_and_step(step, phase, size, words):
     def program(comm):
         comm.ledger.begin_step(step if comm.rank else 7)
-        comm.mesh.phases.number("gather")
+        comm.mesh.mailboxes.phase_number("gather")
         if comm.rank:
             comm.isend(torch.zeros(size, dtype=torch.uint8), 0, phase, RAW).wait()
             return meet(comm)
@@ -113,3 +114,27 @@ def test_survivors_go_on():
 
     meet_two = threading.Barrier(2)
     assert together(program, 3)[:2] == [True, True]
+
+
+@pytest.mark.parametrize("on_engine", [False, True])
+def test_an_algorithm_may_handle_the_loss_of_a_peer(on_engine):
+    async def program(comm):
+        try:
+            await comm.irecv(1, 1, "p", RAW)
+        except PeerError as error:
+            return str(error)
+        return "no error"
+
+    def rank(comm):
+        meet(comm)
+        if comm.rank == 1:
+            return comm.close()
+        if not on_engine:
+            return run(program(comm))
+        engine = Engine("test")
+        try:
+            return engine.submit(program(comm)).result(timeout=30)
+        finally:
+            engine.close()
+
+    assert "message from rank 1 in phase 'p' will not come" in together(rank, 2)[0]

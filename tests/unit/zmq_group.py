@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from sparsync.transports.framing import Raw
+from sparsync.transports.ledger import Raw
 from sparsync.transports.zmq import ZmqCommunicator
 
 RAW = Raw("value")

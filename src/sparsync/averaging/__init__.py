@@ -1,15 +1,11 @@
-"""Who averages models with whom, and when: one scheme per file."""
+"""Average models instead of gradients: one family of schemes per file, one row each in ``schemes``."""
 
-from sparsync.averaging import graphs, groups
 from sparsync.averaging.adpsgd import AdPsgd
-from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import Averager
-from sparsync.averaging.dpsgd import Dpsgd
 from sparsync.averaging.eager import EagerSgd
-from sparsync.averaging.local import LocalSgd
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.outer_settings import OUTER_SETTINGS
-from sparsync.averaging.sgp import Sgp
+from sparsync.averaging.gossip import Dpsgd, Sgp
+from sparsync.averaging.local import AllreduceAverage, LocalSgd
+from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.averaging.wagma import Wagma
 
 __all__ = [
@@ -23,6 +19,4 @@ __all__ = [
     "OuterStep",
     "Sgp",
     "Wagma",
-    "graphs",
-    "groups",
 ]

@@ -1,4 +1,4 @@
-"""AD-PSGD: an agent beside the training averages with one random partner at a time."""
+"""AD-PSGD: an agent next to the training averages with one random partner at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.companion import Companion
 from sparsync.errors import ConfigurationError, PeerError
-from sparsync.transports.actors import Actor, Signal
-from sparsync.transports.base import Communicator
+from sparsync.transports.actors import Actor, Reply
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Ledger, Parts
 
 __all__ = ["AdPsgd", "PairAgent"]
 
 _ASK, _REPLY = 0, 1
-_HEAD = 8  # bytes, so that values behind it are aligned
+_HEAD = 8  # bytes, so that values after it are aligned
 
 
 @final
@@ -38,23 +38,23 @@ class PairAgent(Actor):
         self.model, self.seed = model, seed
         self.ledger = Ledger()
         self._asked: Tensor | None = None  # what was sent and has no answer yet
-        self._idle: Signal | None = None
+        self._idle: Reply | None = None
         self._count = self._step = 0
 
-    def update(self, change: Tensor, signal: Signal, *, step: int, ask: bool) -> None:
+    def update(self, change: Tensor, reply: Reply, *, step: int, ask: bool) -> None:
         """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
         self._step = step
         self.model = self.model + change
-        if ask and self._asked is None and self.port.world_size > 1:
+        if ask and self._asked is None and self.host.world_size > 1:
             self._ask()
-        signal.set((self.model, self._traffic()))
+        reply((self.model, self._traffic()))
 
-    def rest(self, signal: Signal) -> None:
-        """Set ``signal`` when nothing is asked."""
+    def rest(self, reply: Reply) -> None:
+        """Call ``reply`` when nothing is asked."""
         if self._asked is None:
-            signal.set((self.model, self._traffic()))
+            reply((self.model, self._traffic()))
         else:
-            self._idle = signal
+            self._idle = reply
 
     def receive(self, source: int, payload: Tensor) -> None:
         """Answer a partner, or take its answer."""
@@ -69,7 +69,7 @@ class PairAgent(Actor):
         self._asked = None
         if self._idle is not None:
             idle, self._idle = self._idle, None
-            idle.set((self.model, self._traffic()))
+            idle((self.model, self._traffic()))
 
     def tick(self) -> None:
         """Nothing is ever due."""
@@ -77,14 +77,14 @@ class PairAgent(Actor):
     def lose(self, peer: int, reason: str) -> None:
         """Fail, if its answer is waited for."""
         if self._asked is not None and peer == self._partner:
-            where = f"rank {self.port.rank}, step {self._step}, phase 'average'"
+            where = f"rank {self.host.rank}, step {self._step}, phase 'average'"
             raise PeerError(f"{where}: rank {peer}: {reason}")
 
     def _ask(self) -> None:
         self._count += 1
-        draw = random.Random(f"{self.seed} {self.port.rank} {self._count}")
-        hop = 1 + draw.randrange(self.port.world_size - 1)
-        self._partner = (self.port.rank + hop) % self.port.world_size
+        draw = random.Random(f"{self.seed} {self.host.rank} {self._count}")
+        hop = 1 + draw.randrange(self.host.world_size - 1)
+        self._partner = (self.host.rank + hop) % self.host.world_size
         self._asked = self.model
         self._post(self._partner, _ASK, self.model)
 
@@ -94,7 +94,7 @@ class PairAgent(Actor):
         message = torch.cat([head, vector.contiguous().view(torch.uint8)])
         parts = Parts(header=_HEAD, value=message.numel() - _HEAD)
         self.ledger.sent("average", message.numel(), parts)
-        self.port.send(dest, message)
+        self.host.send(dest, message)
 
     def _traffic(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
@@ -153,12 +153,12 @@ class AdPsgd(Averager):
     async def _exchange(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
         change = vector - self.memory["taken"]
         taken = await self._ask(
-            step, lambda signal: self._agent.update(change, signal, step=step, ask=ask)
+            step, lambda reply: self._agent.update(change, reply, step=step, ask=ask)
         )
         self.memory["taken"] = taken
         return taken
 
-    async def _ask(self, step: int, function: Callable[[Signal], None]) -> Tensor:
+    async def _ask(self, step: int, function: Callable[[Reply], None]) -> Tensor:
         companion = self._begun_companion()
         taken: Tensor
         taken, traffic = await companion.ask(step, function)

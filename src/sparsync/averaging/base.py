@@ -1,4 +1,4 @@
-"""The seam of model averaging: who averages models with whom, and when."""
+"""The base of the schemes that average models, and how they are applied to a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
-from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError
 from sparsync.state import Stateful
-from sparsync.transports.base import Communicator, run
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
 
 __all__ = ["Averager", "mean"]
 
@@ -40,7 +41,7 @@ class Averager(Stateful):
             "local" until ``finish`` averages them; whole-numbered ones stay local until then, when
             rank 0's are taken.  What ``state_dict`` leaves out (``persistent=False``) is never touched.
         optimizer: whose state ``moments`` is about.
-        moments: tensors of the optimizer's state with their parameter's shape stay "local" (also behind
+        moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
             whenever an average is taken (SlowMo's three strategies).  Step counts never travel.
         nonfinite: a rank whose parameters hold NaN or Inf does "raise" an error before it hands them to
@@ -97,12 +98,12 @@ class Averager(Stateful):
 
         Args:
             comm: the group.
-            vector: `[n]`, this rank's model behind its optimizer step; handed over: nobody changes it.
+            vector: `[n]`, this rank's model after its optimizer step; handed over: nobody changes it.
             step: 0-based; what closes a period p does so when ``(step + 1) % p == 0``.
         """
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the model that all ranks share behind ``step`` steps: by default the mean."""
+        """Return the model that all ranks share after ``step`` steps: by default the mean."""
         return await mean(comm, vector)
 
     def survivors(self, comm: Communicator) -> Communicator:
@@ -129,7 +130,7 @@ class Averager(Stateful):
         run(binding.settle(self.survivors(binding.comm)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank beside its own model and optimizer."""
+        """Return this rank's state, to be saved per rank with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         return {
             **self._place(),
@@ -172,7 +173,7 @@ class Averager(Stateful):
         return place
 
     def close(self) -> None:
-        """End what runs beside the training, on this rank's communicator."""
+        """End what runs next to the training, on this rank's communicator."""
         if self._binding is not None:
             self._binding.comm.close()
 

@@ -1,4 +1,4 @@
-"""A model as one flat vector: its parameters, and by rule its buffers and its optimizer's moments."""
+"""Bind a model to one flat vector: its parameters, and by rule its buffers and moments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.transports.base import Communicator
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule"]
 
@@ -48,7 +48,7 @@ class Binding:
         _check_model(model)
         if moments != "local" and optimizer is None:
             raise ConfigurationError(
-                f"moments is '{moments}' but no optimizer came; give optimizer=, whose they are"
+                f"moments is '{moments}' but no optimizer was given; give optimizer=, whose they are"
             )
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
@@ -108,7 +108,7 @@ class Binding:
 
         Raises:
             PeerError: names the first tensor that differs: in name, shape, dtype or rule, or (not
-                behind ``resume``) in its values.
+                after ``resume``) in its values.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """

@@ -1,21 +1,19 @@
-"""The actor that works beside a rank's training, as the rank sees it."""
+"""Call the actor that runs next to a rank's training, and wait for its reply."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, final
 
-from sparsync.transports.actors import Actor, Signal
-from sparsync.transports.base import Communicator
+from sparsync.transports.actors import Actor, Reply
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["Companion"]
-
-_NAME = "averaging"
 
 
 @final
 class Companion:
-    """Runs an actor beside this rank, and calls it.
+    """Runs an actor next to this rank's training, and calls it.
 
     Args:
         comm: of this rank; all ranks make one together.  It ends the actor when it is closed, or when
@@ -24,23 +22,21 @@ class Companion:
     """
 
     def __init__(self, comm: Communicator, actor: Actor) -> None:
-        old = comm.companions.pop(_NAME, None)
+        old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()
         self.comm = comm
-        self._host = comm.companions[_NAME] = comm.host(actor)
+        self._host = comm.companions["averaging"] = comm.host(actor)
 
     def tell(self, function: Callable[[], None]) -> None:
         """Let the actor's thread call ``function``."""
         self._host.call(function)
 
-    async def ask(self, step: int, function: Callable[[Signal], None]) -> Any:
-        """Let it call ``function``, and wait until that has set the signal; return what it was set to.
+    async def ask(self, step: int, function: Callable[[Reply], None]) -> Any:
+        """Let it call ``function(reply)``; wait for the reply and return it.
 
         Raises:
             DeadlineError: that takes longer than the communicator's timeout.
         """
-        signal = self._host.signal(lambda: f"rank {self.comm.rank}, step {step}: phase 'average'")
-        self.tell(lambda: function(signal))
-        await signal
-        return signal.value
+        where = f"rank {self.comm.rank}, step {step}: phase 'average'"
+        return await self._host.ask(function, lambda: where)

@@ -3,80 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.agent import Agent
+from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.averaging.base import Averager
 from sparsync.averaging.companion import Companion
-from sparsync.averaging.rounds import Answer, Round, Rounds, round_of, step_of
 from sparsync.errors import ConfigurationError
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["EagerRounds", "EagerSgd", "Quorum"]
 
 Quorum = Literal["solo", "majority"]
-
-
-@final
-class EagerRounds(Rounds):
-    """Rounds that sum updates; one that comes too late is in a later sum.
-
-    Args:
-        quorum: see ``EagerSgd``.
-        seed: of the ranks that begin.
-        world_size: P.
-        shared: what the sums are added to, one by one: equal bits on ranks that have the same sums.
-    """
-
-    def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
-        self.quorum, self.seed, self.world_size = quorum, seed, world_size
-        self.shared = shared
-        self.published = -1
-        self._kept: Tensor | None = None  # updates that are in no sum yet
-        self._given: Tensor | None = None  # those of the round under way
-
-    def synchronous(self, version: int) -> bool:
-        """No step waits for all."""
-        return False
-
-    def activates(self, version: int, rank: int) -> bool:
-        """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
-        if self.quorum == "solo" or version % 2 == 0:
-            return True
-        return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
-
-    def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return all ranks."""
-        return present
-
-    def publish(self, version: int, vector: Tensor) -> None:
-        """Add an update to what waits."""
-        self.published = version
-        self._kept = vector if self._kept is None else self._kept + vector
-
-    def contribution(self, version: int) -> Tensor:
-        """Return all that waits; nothing is zeros."""
-        assert self._kept is not None, "published at the beginning"
-        self._given = self._kept
-        return self._given
-
-    def end(self, result: Round) -> None:
-        """Apply a sum; what this rank gave waits no more."""
-        assert self._kept is not None and self._given is not None, "contributed"
-        self._kept = self._kept - self._given
-        self.shared = self.shared + result.total / self.world_size
-
-    def collected(self, newest: Round) -> Round:
-        """Return the shared model."""
-        return newest._replace(total=self.shared)
-
-    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
-        """Sum over all ranks."""
-        return await comm.allreduce(vector, "average")
 
 
 @final
@@ -85,9 +25,10 @@ class EagerSgd(Averager):
 
     ::
 
-        waiting = waiting + (W' - shared)      what this rank's local step did
+        waiting = waiting + (W' - W)           this rank's local step
         sum     = partial allreduce(waiting)   begun by the first rank, or by one that is drawn
-        shared  = shared + sum / P             W = shared, equal on ranks that have the same sums
+        shared  = shared + sum / P             equal on ranks that have the same sums
+        W       = shared + waiting             what is in no sum yet stays in this rank's weights
 
     Args:
         model: as for ``Averager``.
@@ -97,10 +38,12 @@ class EagerSgd(Averager):
         binding: the other arguments of ``Averager``.
 
     Cost: one dense allreduce per step; memory: 3 n.
-    State: the shared model; updates that wait are in no state: ``finish`` before you save.
+    State: the shared model; what waits is in the rank's own weights.
     Differs from the paper: updates of local optimizers travel, not gradients: the same for SGD with
-    and without momentum.  A late rank takes all sums that it missed, so replicas stay equal and need no
-    periodic synchronisation.
+    and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
+    synchronisation.  The paper leaves updates that wait out of the rank's own weights: each of its steps
+    is then taken as if the last ones had not been, they arrive together as one long step, and training
+    diverges where ranks fall far behind, as on a machine with fewer cores than ranks.
 
     Example:
         >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
@@ -125,15 +68,15 @@ class EagerSgd(Averager):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        self.memory.setdefault("shared", vector)
-        shared = self.memory["shared"]
+        shared = self.memory.setdefault("shared", vector)
         rounds = EagerRounds(self.quorum, self.seed, comm.world_size, shared)
         rounds.publish(2 * step, torch.zeros_like(vector))
-        self._agent = Agent(rounds, round_of(step), torch.zeros_like(vector))
+        self._taken = shared
+        self._agent = Agent(rounds, step, torch.zeros_like(vector))
         self._companion = Companion(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over what the local step did; take the sums that are there."""
+        """Hand over this rank's local step; take the sums that are there."""
         return await self._sum(comm, round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -142,12 +85,65 @@ class EagerSgd(Averager):
 
     async def _sum(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
         if self._companion is None:
-            raise ConfigurationError("EagerSgd: call begin() first")
-        agent, update = self._agent, vector - self.memory["shared"]
+            raise ConfigurationError("EagerSgd: call begin() before average() and conclude()")
+        agent, update = self._agent, vector - self._taken
         answer: Answer = await self._companion.ask(
-            step_of(version), lambda signal: agent.arrive(version, update, signal)
+            step_of(version), lambda reply: agent.arrive(version, update, reply)
         )
-        comm.ledger.take(answer.books)
-        assert isinstance(answer.came, Round), "nobody is left out without a deadline"
-        self.memory["shared"] = answer.came.total
-        return self.memory["shared"]
+        comm.ledger.take(answer.traffic)
+        assert isinstance(answer.result, Round), "nobody is left out without a deadline"
+        self.memory["shared"], waiting = answer.result.total
+        self._taken = self.memory["shared"] + waiting
+        return self._taken
+
+
+@final
+class EagerRounds(Rounds):
+    """Rounds that sum updates; one that comes too late is in a later sum.
+
+    Args:
+        quorum: see ``EagerSgd``.
+        seed: of the ranks that begin.
+        world_size: P.
+        shared: what the sums are added to, one by one: equal bits on ranks that have the same sums.
+    """
+
+    def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
+        self.quorum, self.seed, self.world_size = quorum, seed, world_size
+        self.shared = shared
+        self.published = -1
+        self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
+        self._given = self._waiting  # those of the round under way
+
+    def synchronous(self, version: int) -> bool:
+        """No step waits for all."""
+        return False
+
+    def activates(self, version: int, rank: int) -> bool:
+        """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
+        if self.quorum == "solo" or version % 2 == 0:
+            return True
+        return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
+
+    def publish(self, version: int, vector: Tensor) -> None:
+        """Add an update to what waits."""
+        self.published = version
+        self._waiting = self._waiting + vector
+
+    def contribution(self, version: int) -> Tensor:
+        """Return all that waits; nothing is zeros."""
+        self._given = self._waiting
+        return self._given
+
+    def end(self, result: Round) -> None:
+        """Apply a sum; what this rank gave waits no more."""
+        self._waiting = self._waiting - self._given
+        self.shared = self.shared + result.total / self.world_size
+
+    def collected(self, newest: Round) -> Round:
+        """Return the shared model and this rank's updates that wait, `[2, n]`."""
+        return newest._replace(total=torch.stack([self.shared, self._waiting]))
+
+    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
+        """Sum over all ranks."""
+        return await comm.allreduce(vector, "average")

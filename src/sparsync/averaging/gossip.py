@@ -1,21 +1,103 @@
-"""What all synchronous gossip has in common: a message to each neighbour, one from each source."""
+"""Synchronous gossip: every rank averages with its neighbours in a graph, after every step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Final, final
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsync.averaging.graphs import Graph
-from sparsync.transports.base import Communicator
-from sparsync.transports.framing import Raw
+from sparsync.averaging.base import Averager, mean
+from sparsync.errors import ConfigurationError
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Raw
 
-__all__ = ["exchange"]
+__all__ = ["Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
+
+_WEIGHT_BYTES: Final = 8  # a float64 in front of every message of SGP
+
+
+class Graph(ABC):
+    """A directed graph over the ranks, of its own at every step; every rank computes its part."""
+
+    @abstractmethod
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that ``rank`` sends to: distinct, without itself."""
+
+    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that ``rank`` receives from.  Cost: asks all ranks, unless overridden."""
+        return [r for r in range(world_size) if rank in self.neighbours(r, world_size, step)]
+
+
+@final
+class Ring(Graph):
+    """Both neighbours on a ring, on every step; of two ranks the other one, once.
+
+    Example:
+        >>> Ring().neighbours(0, 5, step=0), Ring().neighbours(0, 2, step=0)
+        ([1, 4], [1])
+    """
+
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
+        both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
+        return [neighbour for neighbour in both if neighbour != rank]
+
+    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the neighbours: the ring is undirected."""
+        return self.neighbours(rank, world_size, step)
+
+
+@final
+class Exponential(Graph):
+    """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
+
+    After any ceil(log2 P) steps all have heard of all; with ``count=1`` and P a power of two
+    everybody then has exactly the mean.
+
+    Args:
+        count: neighbours per step; all hops there are, if that is fewer.
+
+    Raises:
+        ConfigurationError: no neighbour.
+
+    Example:
+        >>> [Exponential().neighbours(0, 8, step) for step in range(4)]
+        [[1], [2], [4], [1]]
+        >>> Exponential(2).sources(0, 8, step=0)
+        [7, 6]
+
+    References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
+    ICML 2019, appendix A.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        if count < 1:
+            raise ConfigurationError(
+                f"Exponential: {count} neighbours per step; give at least 1, SGP's default"
+            )
+        self.count = count
+
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that this step's hops lead to."""
+        return [(rank + hop) % world_size for hop in self._hops(world_size, step)]
+
+    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that this step's hops lead here from."""
+        return [(rank - hop) % world_size for hop in self._hops(world_size, step)]
+
+    def _hops(self, world_size: int, step: int) -> list[int]:
+        kinds = (world_size - 1).bit_length()  # 2^0, 2^1, ... below P
+        count = min(self.count, kinds)
+        return [1 << (step * count + i) % kinds for i in range(count)]
 
 
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message`` to all neighbours; return those that came, and the own one, by rank.
+    """Send ``message`` to all neighbours; return those received, and the own one, by rank.
 
     Args:
         comm: the group.
@@ -37,3 +119,131 @@ async def exchange(
     for operation in sending:
         await operation
     return [messages[rank] for rank in sorted(messages)]  # sums do not depend on arrival
+
+
+@final
+class Dpsgd(Averager):
+    """Takes the mean of the own model and those of both neighbours, 1/3 each (two ranks: 1/2).
+
+    Args:
+        model: as for ``Averager``.
+        mixing_steps: rounds with the neighbours per step (WAGMA-SGD, section 5.2, doubles them).
+        binding: the other arguments of ``Averager``.
+
+    Cost: ``2 mixing_steps`` messages and models sent and received per step (two ranks: half).
+    State: none.
+    Differs from the paper: always averages after the update; the paper allows either order.
+
+    Example:
+        >>> import torch; from sparsync import simulate
+        >>> async def program(comm):
+        ...     model = torch.tensor([3.0 * comm.rank])
+        ...     return (await Dpsgd().average(comm, model, step=0)).item()
+        >>> simulate(program, world_size=4).results
+        [4.0, 3.0, 6.0, 5.0]
+
+    References: Lian et al., `D-PSGD <https://arxiv.org/abs/1705.09056>`_, NeurIPS 2017.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, *, mixing_steps: int = 1, **binding: Any
+    ) -> None:
+        if mixing_steps < 1:
+            raise ConfigurationError(f"Dpsgd: mixing_steps is {mixing_steps}; give at least 1")
+        self.mixing_steps = mixing_steps
+        super().__init__(model, **binding)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean over this rank and its neighbours."""
+        for _ in range(self.mixing_steps):
+            models = await exchange(comm, Ring(), vector, step, "gossip")
+            total = models[0].clone()
+            for theirs in models[1:]:
+                total += theirs
+            vector = total.div_(len(models))
+        return vector
+
+
+@dataclass(frozen=True)
+class SgpState:
+    """The state of ``Sgp``.
+
+    Attributes:
+        weight: the push-sum weight w of this rank; they sum to world_size.
+    """
+
+    weight: float = 1.0
+
+
+@final
+class Sgp(Averager):
+    """Pushes equal shares of the numerator x and of the weight w; the model is z = x / w.
+
+    Updates enter x as they are, so that the mean over ranks moves by the mean of the updates whatever
+    the weights are: after one, ``x = w z + (model - z)``.
+
+    Args:
+        model: as for ``Averager``.
+        neighbours: ranks pushed to per step, on the directed exponential graph.
+        graph: another graph in its place, any that stays connected.
+        binding: the other arguments of ``Averager``.
+
+    Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
+    State: ``weight``; in ``memory`` the last model z while w is not 1 (on the exponential graph it is
+    1, to rounding, on every step).
+    Differs from the paper: nothing is overlapped.
+
+    Raises:
+        ConfigurationError: ``neighbours < 1``.
+
+    Example:
+        >>> from sparsync import simulate
+        >>> async def program(comm):
+        ...     averager, model = Sgp(), torch.tensor([2.0 * comm.rank])
+        ...     for step in range(2): model = await averager.average(comm, model, step)
+        ...     return model.item()
+        >>> simulate(program, world_size=4).results
+        [3.0, 3.0, 3.0, 3.0]
+
+    References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
+    ICML 2019, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        neighbours: int = 1,
+        graph: Graph | None = None,
+        **binding: Any,
+    ) -> None:
+        self.neighbours = neighbours
+        self.graph = graph or Exponential(neighbours)
+        self.state = SgpState()
+        super().__init__(model, **binding)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return z after this step's pushes."""
+        share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
+        weight = torch.tensor([share * self.state.weight], dtype=torch.float64)
+        parts = [t.view(torch.uint8) for t in (weight.to(vector.device), share * self._x(vector))]
+        messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
+        total, weight_total = torch.zeros_like(vector), 0.0
+        for message in messages:
+            weight_total += message[:_WEIGHT_BYTES].view(torch.float64).item()
+            total += message[_WEIGHT_BYTES:].view(vector.dtype)
+        return self._keep(weight_total, total.div_(weight_total))
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the sum of all x over that of all w, which is world_size; weights are 1 again."""
+        return self._keep(1.0, await mean(comm, self._x(vector)))
+
+    def _x(self, vector: Tensor) -> Tensor:
+        """Return the numerator after the update that made z this vector."""
+        z = self.memory.get("model")
+        return vector if z is None else vector + (self.state.weight - 1) * z
+
+    def _keep(self, weight: float, z: Tensor) -> Tensor:
+        self.state = SgpState(weight)
+        self.memory = {} if weight == 1 else {"model": z}
+        return z

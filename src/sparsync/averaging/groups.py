@@ -1,4 +1,4 @@
-"""Which ranks average with whom on which step: WAGMA's dynamic groups, for any P and S.
+"""Assign ranks to groups step by step: WAGMA's dynamic groups, for any P and S.
 
 Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled, by
 one and the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
@@ -13,19 +13,9 @@ from __future__ import annotations
 from math import gcd, sqrt
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from sparsync.errors import ConfigurationError
 
-__all__ = [
-    "butterfly_partners",
-    "default_group_size",
-    "group_of",
-    "mixing_matrix",
-    "mixing_steps",
-    "partition",
-]
+__all__ = ["default_group_size", "group_of", "partition"]
 
 
 def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ...]]:
@@ -66,83 +56,11 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
         (0, 1, 4, 5)
     """
     row = _row(world_size, group_size, step)
-    _check_rank(rank, world_size)
-    return row.group(row.place(rank) * row.groups // world_size)
-
-
-def butterfly_partners(rank: int, world_size: int, group_size: int, step: int) -> list[int]:
-    """Return with whom a rank exchanges in each of the step's ``log2 S`` butterfly phases.
-
-    Raises:
-        ConfigurationError: P or S is not a power of two; there is no butterfly then.
-
-    Example:
-        >>> butterfly_partners(0, 8, 4, step=0), butterfly_partners(0, 8, 4, step=1)
-        ([1, 2], [4, 1])
-    """
-    _check(world_size, group_size, step)
-    _check_rank(rank, world_size)
-    if world_size & (world_size - 1) or group_size & (group_size - 1):
+    if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"a butterfly of P = {world_size} in groups of S = {group_size}: both must be powers of "
-            "two; take the members from group_of()"
+            f"rank is {rank}; with {world_size} ranks give 0 to {world_size - 1}"
         )
-    global_phases, group_phases = world_size.bit_length() - 1, group_size.bit_length() - 1
-    first = step * group_phases
-    return [rank ^ 1 << (first + phase) % global_phases for phase in range(group_phases)]
-
-
-def mixing_steps(world_size: int, group_size: int) -> int:
-    """Return after how many averaging steps, from *any* step on, every rank has heard of every other.
-
-    Exact, by following all updates: from every start the steps are the same but for the ranks'
-    names, as the shuffle is always the same.
-
-    ``ceil(log_S P)`` if S divides P, powers of two or not; with groups of s and s + 1 at most
-    ``ceil(log_s P) + 1``, the + 1 in 8 of 1,197 cases (checked, not proven: all P <= 130).
-
-    Cost: P² / 8 bytes of masks per step, here and not in training: 10 ms at P = 1,024.
-
-    Raises:
-        ConfigurationError: groups of one among several ranks never mix.
-
-    Example:
-        >>> mixing_steps(64, 8), mixing_steps(12, 3), mixing_steps(13, 3), mixing_steps(1, 1)
-        (2, 3, 3, 0)
-    """
-    _check(world_size, group_size, step=0)
-    if group_size == 1 < world_size:
-        raise ConfigurationError("groups of one never mix; give a group_size of at least 2")
-    everyone = (1 << world_size) - 1
-    heard_of = [1 << rank for rank in range(world_size)]  # a set of ranks per rank, as bits
-    step = 0
-    while any(ranks != everyone for ranks in heard_of):
-        for group in partition(world_size, group_size, step):
-            union = 0
-            for rank in group:
-                union |= heard_of[rank]
-            for rank in group:
-                heard_of[rank] = union
-        step += 1
-    return step
-
-
-def mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
-    """Return what averaging within the groups of a step does: models become ``W @ models``.
-
-    `[P, P]`, float64; symmetric and doubly stochastic, so the mean of the models stays.
-
-    Example:
-        >>> mixing_matrix(3, 3, step=0) * 3
-        tensor([[1., 1., 1.],
-                [1., 1., 1.],
-                [1., 1., 1.]], dtype=torch.float64)
-    """
-    matrix = torch.zeros(world_size, world_size, dtype=torch.float64)
-    for group in partition(world_size, group_size, step):
-        members = torch.tensor(group)
-        matrix[members[:, None], members] = 1 / len(group)
-    return matrix
+    return row.group(row.place(rank) * row.groups // world_size)
 
 
 def default_group_size(world_size: int) -> int:
@@ -212,10 +130,3 @@ def _check(world_size: int, group_size: int, step: int) -> None:
         )
     if step < 0:
         raise ConfigurationError(f"step is {step}; steps count from 0")
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank is {rank}; with {world_size} ranks give 0 to {world_size - 1}"
-        )

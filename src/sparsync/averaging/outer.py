@@ -1,30 +1,34 @@
-"""Local steps with an outer step: what BMUF, Qsparse-local-SGD, DiLoCo and SparseLoCo share."""
+"""Local steps with a compressed outer step: BMUF, Qsparse-local-SGD, DiLoCo and SparseLoCo."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
+from sparsync.collectives import Allgather
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import Algorithm, check_density, resolve
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import Communicator
+from sparsync.selection import Blockwise
+from sparsync.transports.communicator import Communicator
 from sparsync.units import plan_units
+from sparsync.wire import SparseQsgd
 
-__all__ = ["OuterState", "OuterStep"]
+__all__ = ["OUTER_SETTINGS", "OuterState", "OuterStep", "sparseloco"]
 
 _REST = "(buffers and moments)"  # parentheses: no parameter has this name
 
 
 @dataclass(frozen=True)
 class OuterState:
-    """What is carried from exchange to exchange.
+    """The state that is carried from exchange to exchange.
 
     Attributes:
         refused: exchanges in a row that were refused because of NaN or Inf.
@@ -57,7 +61,7 @@ class OuterStep(Averager):
         model: as for ``Averager``; its parameters are the units' names, without it there is one unit.
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
         density: what is sent per exchange, as k / n.
-        period: local steps between exchanges, H; ours, as ``LocalSgd``'s.
+        period: local steps between exchanges, H; the default is that of ``LocalSgd``.
         outer_lr: the outer learning rate, > 0; 1 is averaging.
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
@@ -113,7 +117,7 @@ class OuterStep(Averager):
                 f"OuterStep: momentum is {momentum}; give one in [0, 1), or None"
             )
         if nesterov and momentum == 0:
-            raise ConfigurationError("OuterStep: nesterov=True needs a momentum > 0, as 0.9")
+            raise ConfigurationError("OuterStep: nesterov=True needs a momentum > 0, e.g. 0.9")
         if not 0 <= residual_decay <= 1:
             raise ConfigurationError(
                 f"OuterStep: residual_decay is {residual_decay}; give a factor in [0, 1]"
@@ -189,7 +193,7 @@ class OuterStep(Averager):
         return self._apply(self._joined(deltas), momentum)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights behind all that was not delivered; without it, if that is NaN."""
+        """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
         missing = self._moved(vector) + self._joined(self._residuals()).to(vector.dtype)
         average = await mean(comm, missing)
         if not bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
@@ -199,7 +203,7 @@ class OuterStep(Averager):
         return self._apply(average, momentum=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank beside its own model and optimizer."""
+        """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
         return {**super().state_dict(), "reducer": saved}
 
@@ -223,7 +227,7 @@ class OuterStep(Averager):
         return torch.cat([piece.to(vector.dtype) for piece in began]).sub_(vector)
 
     def _apply(self, average: Tensor, momentum: float) -> Tensor:
-        """Return the shared weights behind an outer step."""
+        """Return the shared weights after an outer step."""
         shared = self.memory["shared"]
         trained = sum(tensor.numel() for tensor in self._trained.values())
         update = average.clone()
@@ -258,12 +262,12 @@ class OuterStep(Averager):
         return dict(zip(sizes, torch.split(vector, list(sizes.values())), strict=True))
 
     def _divided(self, vector: Tensor) -> list[Tensor]:
-        """Return copies of what the units hold of a vector."""
+        """Return copies of the units' parts of a vector."""
         pieces = self._pieces(vector)
         return [torch.cat([pieces[s.name] for s in unit.slots]) for unit in self._made().units]
 
     def _joined(self, flats: Sequence[Tensor]) -> Tensor:
-        """Put a vector together again."""
+        """Concatenate the units to a vector."""
         reducer = self._made()
         pieces = {
             slot.name: flat[slot.start : slot.start + slot.size]
@@ -278,3 +282,61 @@ class OuterStep(Averager):
         """Add what a saved residual depends on."""
         place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         return super()._place() | place
+
+
+# ---- published settings ---------------------------------------------------------------------------
+
+_CHUNK: Final = 4096
+_ENTRIES: Final = 64  # of a chunk; SparseLoCo: chunks of 64 x 64; 1.6 %, of its 1 to 3 %
+
+
+def sparseloco(*, bits: int = 4) -> Algorithm:
+    """SparseLoCo's exchange: chunk-wise top-k, quantised, collected by all ranks.
+
+    Its quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive without
+    shrinking values to 2 / 9, so 4 are the default; with Elias-Fano indices an entry then takes 12.5
+    bits, where 2 and a position in its chunk are 14.
+
+    Args:
+        bits: of a value: 2, 4 or 8; one scale per chunk.
+
+    Example:
+        >>> sparseloco().name, sparseloco(bits=2).options
+        ('sparseloco', (('bits', 2),))
+    """
+    codec = SparseQsgd(bits, block=_ENTRIES, scale="max")
+    if not codec.contractive:
+        codec = SparseQsgd(bits, block=_ENTRIES, scale="max", shrink=True)
+    return Algorithm(
+        "sparseloco",
+        lambda: Blockwise(block=_CHUNK),
+        lambda: Allgather(codec),
+        options=(("bits", bits),),
+    )
+
+
+OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
+        "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
+        # Algorithm 1 with Top_k; its experiments have H = 1, 4, 8; the density is a choice
+        "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
+        # section 3: H = 500, Nesterov with 0.7 and 0.9
+        "diloco": {
+            "algorithm": "dense",
+            "density": 1.0,
+            "period": 500,
+            "outer_lr": 0.7,
+            "momentum": 0.9,
+            "nesterov": True,
+        },
+        # Algorithm 1; its experiments have H = 15 to 250; 0.95 is its beta, for an outer momentum
+        "sparseloco": {
+            "algorithm": sparseloco(),
+            "density": _ENTRIES / _CHUNK,
+            "period": 30,
+            "residual_decay": 0.95,
+        },
+    }
+)
+"""Settings as published: ``OuterStep(model, **OUTER_SETTINGS["diloco"])``."""

@@ -1,28 +1,57 @@
-"""The schemes of averaging by name, as the command line has them."""
+"""The table of averaging schemes: the command line, the docs and the contracts read these rows."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, Final, final
 
 from sparsync.averaging.adpsgd import AdPsgd
-from sparsync.averaging.allreduce import AllreduceAverage
 from sparsync.averaging.base import Averager
-from sparsync.averaging.dpsgd import Dpsgd
 from sparsync.averaging.eager import EagerSgd
-from sparsync.averaging.local import LocalSgd
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.outer_settings import OUTER_SETTINGS
-from sparsync.averaging.sgp import Sgp
+from sparsync.averaging.gossip import Dpsgd, Sgp
+from sparsync.averaging.local import AllreduceAverage, LocalSgd
+from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.averaging.wagma import Wagma
+from sparsync.errors import ConfigurationError
 
 __all__ = ["SCHEMES", "options_of"]
 
+_GROUP: Final = "sparsync.schemes"  # entry points of other packages: a name for an Averager
+
+
+@final
+class _Schemes(Mapping[str, Callable[..., Averager]]):
+    """Makers of averagers by name: the rows below, then those of installed packages."""
+
+    def __init__(self, own: Mapping[str, Callable[..., Averager]]) -> None:
+        self._own = own
+
+    def __getitem__(self, name: str) -> Callable[..., Averager]:
+        if name in self._own:
+            return self._own[name]
+        for point in entry_points(group=_GROUP, name=name):
+            made: Callable[..., Averager] = point.load()
+            if not callable(made):
+                raise ConfigurationError(
+                    f"entry point {name!r} = {point.value!r} of group {_GROUP!r} is a "
+                    f"{type(made).__name__}; name a subclass of sparsync.averaging.Averager"
+                )
+            return made
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        added = (point.name for point in entry_points(group=_GROUP))
+        return iter(dict.fromkeys([*self._own, *sorted(added)]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 # each is called with a model, or without one, and with keyword arguments
-SCHEMES: Mapping[str, Callable[..., Averager]] = MappingProxyType(
+SCHEMES: Mapping[str, Callable[..., Averager]] = _Schemes(
     {
         "allreduce": AllreduceAverage,
         "local": LocalSgd,

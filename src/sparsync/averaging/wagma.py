@@ -1,35 +1,66 @@
-"""WAGMA-SGD: averages within changing groups that wait for nobody, and a global one now and then."""
+"""WAGMA-SGD: average within changing groups without waiting for late ranks, and globally now and then.
+
+Whoever arrives first starts the average for all.  A rank that is late takes part with the last model
+that it published, and finds the result when it arrives.  A published vector is handed over and never
+changes, so nothing that is being sent is torn.
+"""
 
 from __future__ import annotations
 
-from typing import Any, final
+import logging
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, final, get_args
 
+import torch
 from torch import Tensor, nn
 
 from sparsync.averaging import groups
+from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.averaging.base import Averager
-from sparsync.averaging.coded import Values, codec_of
-from sparsync.averaging.rounds import Welcome, round_of
-from sparsync.averaging.wait_avoiding import Grouping, ModelRounds, WaitAvoiding
+from sparsync.averaging.companion import Companion
 from sparsync.errors import ConfigurationError
-from sparsync.transports.base import Communicator, Subgroup
+from sparsync.sparse import DenseVector
+from sparsync.transports.communicator import Communicator, Subgroup
+from sparsync.transports.ledger import Raw
+from sparsync.wire import Codec, Qsgd, Whole
+from sparsync.wire.base import MessageFraming
 
-__all__ = ["Wagma"]
+__all__ = [
+    "CodedSum",
+    "Grouping",
+    "ModelRounds",
+    "Values",
+    "Wagma",
+    "codec_of",
+    "coded_allreduce",
+    "group_allreduce",
+]
+
+Grouping = Literal["wait-avoiding", "synchronous", "none"]
+Values = Literal["fp32", "bf16", "int8"]
+
+_LOG = logging.getLogger("sparsync")
+_ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
+_BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
+_INT8_BLOCK: Final = 128  # elements that share a float32 scale, as in ``Packed``: 8.25 bits each
+_CODECS: Final = MappingProxyType[str, Codec[DenseVector]](
+    {"bf16": Whole(torch.bfloat16), "int8": Qsgd(8, block=_INT8_BLOCK, scale="max")}
+)
 
 
 @final
 class Wagma(Averager):
-    """Averages with a group of S ranks behind every step, without waiting for late ones.
+    """Averages with a group of S ranks after every step, without waiting for late ones.
 
-    Behind local step t, with W' this rank's model (Algorithm 2)::
+    After local step t, with W' this rank's model (Algorithm 2)::
 
         (t + 1) % tau != 0:   W = sum / S               W' was in the sum
                               W = (sum + W') / (S + 1)  an older model of this rank was in it
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
-    The first rank to arrive starts the average for all; a late rank takes part with the model that it
-    published last.  One that is late by several averages publishes once and takes the newest alone.
-    No model is older than the last global average, so none is tau steps old.
+    A rank that is late by several averages publishes once and takes the newest alone.  No model is
+    older than the last global average, so none is tau steps old.
 
     Args:
         model: as for ``Averager``.
@@ -81,7 +112,7 @@ class Wagma(Averager):
             raise ConfigurationError(f"group_size is {group_size}; give at least 1 rank, or None")
         if sync_period is not None and sync_period < 1:
             raise ConfigurationError(f"sync_period is {sync_period}; give at least 1 step, or None")
-        if grouping not in ("wait-avoiding", "synchronous", "none"):
+        if grouping not in get_args(Grouping):
             raise ConfigurationError(
                 f"grouping is {grouping!r}; choose wait-avoiding, synchronous or none"
             )
@@ -89,20 +120,16 @@ class Wagma(Averager):
             raise ConfigurationError(f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
         self.dynamic, self.values, self.deadline = dynamic, values, deadline
+        self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason
         self._codec = codec_of(values)
-        self._way: WaitAvoiding | None = None
+        self._rounds: ModelRounds | None = None
+        self._present: list[int] = []
         super().__init__(model, **binding)
-
-    @property
-    def left_out(self) -> tuple[tuple[int, int, str], ...]:
-        """The ranks that were left out so far: rank, step, reason."""
-        return () if self._way is None else self._way.left_out
 
     def survivors(self, comm: Communicator) -> Communicator:
         """Return the ranks that have not been left out, or have come back."""
-        if self._way is None or len(self._way.present) == comm.world_size:
-            return comm
-        return Subgroup(comm, self._way.present)
+        everyone = len(self._present) in (0, comm.world_size)
+        return comm if everyone else Subgroup(comm, self._present)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
@@ -112,34 +139,246 @@ class Wagma(Averager):
                 f"group_size is {size} of {comm.world_size} ranks; give at most all of them"
             )
         rounds = ModelRounds(
-            comm.world_size,
-            size,
-            self.sync_period,
-            self.grouping,
-            dynamic=self.dynamic,
-            codec=self._codec,
+            size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
         )
         rounds.error = self.memory.get("error")
-        self._way = WaitAvoiding(comm, rounds, vector, step, self.deadline)
+        rounds.restart(2 * step, vector)
+        self._rounds, self._taken = rounds, 2 * step
+        self._agent = Agent(rounds, step, vector, self.deadline)
+        self._companion = Companion(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Average with the group, or with all."""
-        if self._way is None:
-            raise ConfigurationError("Wagma.average: call begin() first")
-        if not self._way.rounds.has(step):
+        if not self._begun_rounds().has(step):
             return vector
-        return self._taken(await self._way.average(round_of(step), vector), self._way.rounds)
+        return await self._arrive(comm, round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models; ranks wait for each other."""
-        if self._way is None:
-            raise ConfigurationError("Wagma.conclude: call begin() first")
-        return self._taken(await self._way.average(2 * step, vector), self._way.rounds)
+        return await self._arrive(comm, 2 * step, vector)
 
-    def _taken(self, came: Tensor | Welcome, rounds: ModelRounds) -> Tensor:
-        error = rounds.error
-        self.memory = {} if error is None else {"error": error}
-        if isinstance(came, Welcome):
-            self.resume_at = came.step
-            return came.model
-        return came
+    async def _arrive(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
+        """Arrive at a round; return the model that this rank goes on with."""
+        rounds = self._begun_rounds()
+        answer: Answer = await self._companion.ask(
+            step_of(version), lambda reply: self._agent.arrive(version, vector, reply)
+        )
+        comm.ledger.take(answer.traffic)
+        for peer, step, reason in answer.left_out[len(self.left_out) :]:
+            _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
+        self.left_out, self._present = answer.left_out, answer.present
+        self.memory = {} if rounds.error is None else {"error": rounds.error}
+        result = answer.result
+        if not isinstance(result, Round):
+            self.resume_at = result.step
+            return result.model
+        # lines 10 to 14 and 16 of Algorithm 2; a result is taken once
+        if result.version <= self._taken:
+            return vector
+        self._taken = result.version
+        if result.version == version == result.contributed:
+            return result.total / result.models
+        return (result.total + vector) / (result.models + 1)
+
+    def _begun_rounds(self) -> ModelRounds:
+        if self._rounds is None:
+            raise ConfigurationError("Wagma: call begin() before average() and conclude()")
+        return self._rounds
+
+
+@final
+class ModelRounds(Rounds):
+    """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
+
+    With a codec, group averages carry how far a model is from the last global average, which all ranks
+    have.  What rounding takes away is added to what a rank contributes next::
+
+        p = W' + error;   q = C(p - base);   error = p - base - q
+
+    So the mean over ranks of W + error stays what it is while nobody is late.
+
+    Args:
+        group_size: S.
+        sync_period: tau; None: never.
+        grouping: see ``Wagma``.
+        dynamic: groups change from step to step.
+        codec: of group averages; None: values travel as they are.
+
+    Attributes:
+        error: `[n]`, None without a codec.
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        sync_period: int | None,
+        grouping: Grouping,
+        *,
+        dynamic: bool = True,
+        codec: Codec[DenseVector] | None = None,
+    ) -> None:
+        self.group_size, self.sync_period = group_size, sync_period
+        self.grouping, self.dynamic, self.codec = grouping, dynamic, codec
+        self.error: Tensor | None = None
+        self.published = self._round = -1
+        self._vector = self._base = torch.empty(0)
+
+    def has(self, step: int) -> bool:
+        """Tell whether something is averaged after a step."""
+        return self.grouping != "none" or self._is_global(round_of(step))
+
+    def _is_global(self, version: int) -> bool:
+        closes = self.sync_period is not None and (step_of(version) + 1) % self.sync_period == 0
+        return version % 2 == 0 or closes
+
+    def following(self, version: int) -> int:
+        """Return the next round of a step."""
+        following = super().following(version)
+        step = step_of(following)
+        if self.has(step):
+            return following
+        if self.sync_period is None:
+            return round_of(2**61)  # never
+        return round_of(step + self.sync_period - 1 - step % self.sync_period)
+
+    def synchronous(self, version: int) -> bool:
+        """Tell whether a rank takes part only when it has arrived itself."""
+        return self.grouping != "wait-avoiding" or self._is_global(version)
+
+    def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
+        """Return all that are present, or this rank's group among them."""
+        if self._is_global(version):
+            return present
+        place, count = list(present).index(rank), len(present)
+        step = step_of(version) if self.dynamic else 0
+        mine = groups.group_of(place, count, min(self.group_size, count), step)
+        return [present[i] for i in mine]
+
+    def restart(self, version: int, model: Tensor) -> None:
+        """Begin with a model that all ranks have."""
+        self._base = model
+        if self.published >= 0:
+            self.error = None  # it belonged to the model that is given up
+        self.publish(version, model)
+
+    def publish(self, version: int, vector: Tensor) -> None:
+        """Contribute ``vector`` from now on; nobody changes it."""
+        self.published = version
+        self._vector = vector if self.error is None else vector + self.error
+
+    def contribution(self, version: int) -> Tensor:
+        """Return what was published last."""
+        self._round = version
+        return self._vector
+
+    def end(self, result: Round) -> None:
+        """Take a global average: its mean is what ranks differ from; nothing is owed any more."""
+        if self._is_global(result.version):
+            self._base, self.error = result.total / result.models, None
+
+    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
+        """Sum over the group."""
+        version = self._round
+        if self.codec is None or self._is_global(version):
+            return await group_allreduce(comm, vector)
+        base, stale = self._base, self.published < version
+        coded = await coded_allreduce(comm, vector - base, self.codec, version)
+        # a stale model is an extra one: what rounding took from it is owed to nobody
+        owed = self.error if stale else coded.lost
+        self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
+        return base * comm.world_size + coded.total
+
+
+async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
+    """Sum over a group, by the cheaper way; equal on all its members.
+
+    Cost: recursive doubling, log2 S messages of n; or reduce-scatter and allgather,
+    2 ceil(log2 S) messages and 2 n (S - 1) / S elements.
+    """
+    size = comm.world_size
+    hops = (size - 1).bit_length()
+    more = vector.numel() * vector.element_size() * (hops - 2 * (size - 1) / size)
+    if size & (size - 1) or more * _BETA > hops * _ALPHA:
+        return await comm.allreduce(vector, "average")
+    framing = Raw("value")
+    for hop in range(hops):
+        partner = comm.rank ^ (1 << hop)
+        payload = vector.contiguous().view(torch.uint8)
+        receiving = comm.irecv(partner, payload.numel(), "average", framing)
+        sending = comm.isend(payload, partner, "average", framing)
+        raw: Tensor = await receiving
+        await sending
+        theirs = raw.clone().view(vector.dtype)  # a body may start at any byte
+        vector = vector + theirs if comm.rank < partner else theirs + vector
+    return vector
+
+
+# ---- rounded messages -----------------------------------------------------------------------------
+
+
+def codec_of(values: Values) -> Codec[DenseVector] | None:
+    """Return the codec of group averages; None: values travel as they are.
+
+    Raises:
+        ConfigurationError: unknown.
+
+    Example:
+        >>> codec_of("fp32"), codec_of("bf16")
+        (None, Whole(torch.bfloat16))
+    """
+    if values not in get_args(Values):
+        raise ConfigurationError(f"values is {values!r}; choose fp32, bf16 or int8")
+    return _CODECS.get(values)
+
+
+class CodedSum(NamedTuple):
+    """A sum of rounded vectors.
+
+    Attributes:
+        total: `[n]`, equal on all members.
+        lost: `[n]`, what rounding this rank's vector took from ``total``.
+        lost_of_sum: `[n]`, what rounding the sum took from it, in this rank's block.
+    """
+
+    total: Tensor
+    lost: Tensor
+    lost_of_sum: Tensor
+
+
+async def coded_allreduce(
+    comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
+) -> CodedSum:
+    """Sum over a group: every member sums one block of rounded vectors, and sends the rounded sum.
+
+    Args:
+        comm: the group.
+        vector: `[n]` of this rank.
+        codec: of all messages.
+        seed: of the codec's draws, with the rank.
+
+    Cost: S - 1 + ceil(log2 S) messages; 2 n (S - 1) / S elements, rounded.
+    """
+    size, mine = vector.numel(), comm.rank
+    width = -(-size // comm.world_size)
+    blocks = [vector[min(r * width, size) :][:width] for r in range(comm.world_size)]
+    codec = codec.seeded(comm.rank, seed)
+    framing = MessageFraming(codec)
+    encoded = [codec.encode(DenseVector(block)) for block in blocks]
+    lost = vector - torch.cat([one.decoded.values for one in encoded])
+    lost[mine * width :][:width] = 0  # this rank sums its own block, which is not rounded
+    capacity = codec.nbytes(width, width, vector.dtype)
+    payloads = [one.payload for one in encoded]
+    received = await comm.alltoallv(payloads, [capacity] * len(blocks), "average", framing)
+    total = torch.zeros_like(blocks[mine])
+    for rank, raw in enumerate(received):
+        own = rank == mine
+        total += blocks[mine] if own else codec.decode(raw, len(total)).values.to(vector.dtype)
+    rounded = codec.encode(DenseVector(total))
+    lost_of_sum = torch.zeros_like(vector)
+    lost_of_sum[mine * width :][:width] = total - rounded.decoded.values
+    capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
+    sums = await comm.allgatherv(rounded.payload, capacities, "average", framing)
+    whole = [
+        codec.decode(raw, len(blocks[r])).values.to(vector.dtype) for r, raw in enumerate(sums)
+    ]
+    return CodedSum(torch.cat(whole), lost, lost_of_sum)

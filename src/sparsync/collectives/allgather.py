@@ -8,8 +8,9 @@ from typing import final
 import torch
 
 from sparsync.collectives.base import Collective, Reduced, capped, check_cap, most_entries
+from sparsync.collectives.costs import Cost, Job, allgatherv
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.coo import Coo
 
@@ -29,7 +30,7 @@ class Allgather(Collective):
         keep_error: what the codec rounds away is kept by the sender; False: it is lost, as published
             by RedSync.
 
-    Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent (`costs.allgather`).
+    Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.
     State: none.
     Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number,
     at the price of one round that announces the lengths).
@@ -46,7 +47,11 @@ class Allgather(Collective):
     """
 
     def __init__(
-        self, codec: Codec | None = None, cap: float | None = 1.0, *, keep_error: bool = True
+        self,
+        codec: Codec[SparseVector] | None = None,
+        cap: float | None = 1.0,
+        *,
+        keep_error: bool = True,
     ) -> None:
         check_cap(cap, "Allgather")
         self.codec, self.cap, self.keep_error = codec or Coo(), cap, keep_error
@@ -54,6 +59,21 @@ class Allgather(Collective):
     def for_layers(self, sizes: Sequence[int]) -> Allgather:
         """Return one whose codec knows the layers."""
         return Allgather(self.codec.for_layers(sizes), self.cap, keep_error=self.keep_error)
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 k (P - 1)`` words and P - 1 headers, ``log2 P`` messages (Ok-Topk, Table 1).
+
+        Example:
+            >>> Allgather().cost(Job(10**6, k=1000, world_size=4)).words
+            6006.0
+        """
+        sent = allgatherv(self.codec.nbytes(round(job.k), job.size), job.world_size)
+        peers = job.world_size - 1
+        return sent + Cost(0, 0, encoded=job.k, decoded=peers * job.k, turns=sent.messages)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return the cost of k entries: a cap of 1 lets no more through."""
+        return self.cost(job).words if self.cap == 1 and self.codec.exact else None
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Collect, then merge."""

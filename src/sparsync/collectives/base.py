@@ -6,11 +6,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["Collective", "Reduced", "as_sparse", "capped", "check_cap", "most_entries"]
 
@@ -38,7 +40,15 @@ class Collective(Stateful):
     """Sums one vector per rank.  Its memory (boundaries, thresholds) is ``self.state``.
 
     One instance serves one unit: ``size`` is the same on every call.
+
+    Attributes:
+        result: what the total is; says which lower bound holds for the cost.
+        order: order of the float additions.  "rank": the total is the left fold of the delivered
+            vectors in rank order, bit for bit; "tree": another order, fixed by the number of ranks.
     """
+
+    result: Result = "sum"
+    order: Literal["rank", "tree"] = "rank"
 
     @property
     def whole(self) -> bool:
@@ -52,6 +62,22 @@ class Collective(Stateful):
     def for_layers(self, sizes: Sequence[int]) -> Collective:
         """Return the collective for a unit of layers of these sizes: itself, unless layers matter."""
         return self
+
+    def cost(self, job: Job) -> Cost | None:
+        """Return what the busiest rank does in a step, on the mean of steps; None: not known.
+
+        The docstring gives the equation and its source.  The planner adds what selection takes.
+        """
+        return None
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return the words that no rank sends or receives more of on any step; None: no promise.
+
+        Args:
+            job: two ranks or more.
+            exchangeable: the ranks' inputs could be swapped without changing what is expected.
+        """
+        return None
 
     @abstractmethod
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:

@@ -13,9 +13,10 @@ import torch
 
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.packed import Packed
 from sparsync.wire.parcels import Parcels, decode_sum, decode_undealt, encode_dealt
@@ -24,6 +25,7 @@ __all__ = ["Budgeted"]
 
 _WORD_BYTES = 4
 _FEW_PER_RANK = 256  # k / P below which headers and chance weigh too much for a budget
+_PASSES = 2  # over k entries beyond packing and unpacking, see benchmarks/fidelity.md
 _DEVIATIONS = 4  # of an owner's share of the k largest, which is binomial with mean k / P
 
 
@@ -59,7 +61,7 @@ class Budgeted(Collective):
             2 by default, of which bf16 values use about 1.6 at 1 %.
 
     Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %
-    (`costs.budgeted`).   State: none.
+    of entries and headers.   State: none.
     Differs from the paper: not from one; the two exchanges are Ok-Topk's, with hashed regions
     (compare Zen), bounded messages and no threshold.
 
@@ -75,12 +77,38 @@ class Budgeted(Collective):
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, Theorem 3.1; Wang et al., Zen, 2023 (hashing).
     """
 
-    def __init__(self, codec: Codec | None = None, *, budget: float = 2.0) -> None:
+    result: Result = "top-k"
+
+    def __init__(self, codec: Codec[SparseVector] | None = None, *, budget: float = 2.0) -> None:
         if not (isinstance(budget, int | float) and 0 < budget < math.inf):
             raise ConfigurationError(
                 f"Budgeted: budget is {budget!r}; give words per k (P - 1) / P, as 2.0"
             )
         self.codec, self.budget = codec or Packed(), float(budget)
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 (P - 1)`` messages: a share of k entries, then the largest sums, packed.
+
+        To each other rank k / P entries, then k / P + 4 sqrt(k / P) + 4, of n / P elements: the mean of
+        ranks and steps.  Theorem 3.1's words bound every step.
+
+        Example:
+            >>> from sparsync.collectives.costs import lower_bound_words
+            >>> cost = Budgeted().cost(Job(14_728_266, 147_283, 8))
+            >>> cost.messages, round(cost.words / lower_bound_words(147_283, 8), 2)
+            (14, 0.78)
+        """
+        peers, mean = job.world_size - 1, job.k / job.world_size
+        width = -(-job.size // job.world_size)
+        share = _owned(mean, min(width, round(job.k)))
+        pair = self.codec.nbytes(round(mean), width) + self.codec.nbytes(share, width)
+        split, gathered = job.k * job.share, job.k / job.world_size
+        decoded = 2 * split + _PASSES * job.k
+        return Cost(2 * peers, peers * pair, 0, split + gathered, decoded, turns=2)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float:
+        """Return the budget: below Theorem 3.1's words, as indices and values are packed."""
+        return self.budget * job.k * job.share
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send to owners, sum, send to all, keep the k largest."""
@@ -99,10 +127,9 @@ class Budgeted(Collective):
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> _Limits:
         """Divide the budget between the two exchanges; without one, what can be is the limit."""
         width, mean = -(-size // world_size), k / world_size
-        chance = math.sqrt(mean) + 1
-        share = min(width, k, math.ceil(mean + _DEVIATIONS * chance))
+        share = _owned(mean, min(width, k))
         if mean < _FEW_PER_RANK:  # no budget, but a message must be bounded all the same
-            return _Limits(min(width, k, math.ceil(mean + 2 * _DEVIATIONS * chance)), share)
+            return _Limits(min(width, k, math.ceil(mean + 2 * _deviations(mean))), share)
         # two messages of one rank to one other
         nbytes = int(self.budget * _WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)
@@ -140,6 +167,15 @@ class Budgeted(Collective):
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
             return decode_undealt(self.codec, messages, size, k, share), encoded.decoded
+
+
+def _owned(mean: float, most: int) -> int:
+    """Return how many of the k largest sums one rank may own."""
+    return min(most, math.ceil(mean + _deviations(mean)))
+
+
+def _deviations(mean: float) -> float:
+    return _DEVIATIONS * (math.sqrt(mean) + 1)
 
 
 def _rounding(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import final
 
 from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result, allreduce
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["Dense"]
 
@@ -18,7 +19,7 @@ class Dense(Collective):
     A transport with a native allreduce (gloo, NCCL) uses that: replicas are equal, and agree with
     the other transports to rounding.
 
-    Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received (`costs.dense`).
+    Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
 
     Example:
@@ -33,10 +34,27 @@ class Dense(Collective):
     Ok-Topk, Table 1, "Dense".
     """
 
+    result: Result = "whole"
+    order = "tree"
+
     @property
     def whole(self) -> bool:
         """Everything is summed."""
         return True
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 n (P - 1) / P`` words, ``2 log2 P`` messages (Ok-Topk, Table 1, "Dense").
+
+        Example:
+            >>> Dense().cost(Job(size=1000, k=10, world_size=4)).words
+            1500.0
+        """
+        added = WORD_BYTES * job.size * job.share
+        return allreduce(job.size, job.world_size) + Cost(0, 0, dense_bytes=added, turns=2)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float:
+        """Return its cost."""
+        return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Sum everything; all of it is delivered."""

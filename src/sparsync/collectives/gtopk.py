@@ -9,8 +9,10 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.base import Communicator, Operation
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Operation
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.coo import Coo
 
@@ -47,8 +49,30 @@ class GTopk(Collective):
     low bandwidth networks", ICDCS 2019; Ok-Topk, Table 1, "gTopk".
     """
 
-    def __init__(self, codec: Codec | None = None) -> None:
+    result: Result = "top-k"
+    order = "tree"
+
+    def __init__(self, codec: Codec[SparseVector] | None = None) -> None:
         self.codec = codec or Coo()
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 log2 P`` messages in sequence, ``4 k log2 P`` words (Ok-Topk, Table 1).
+
+        The root receives the first half and sends the second: no rank sends or receives more than half
+        of the words that pass in sequence.  Of each round's two ranks one encodes, the other decodes.
+
+        Example:
+            >>> GTopk().cost(Job(10**6, k=1000, world_size=8)).words
+            6006.0
+        """
+        rounds = job.rounds
+        half = rounds * self.codec.nbytes(round(job.k), job.size)
+        entries = (rounds + 1) * job.k
+        return Cost(2 * rounds, half, half, entries, entries, turns=2 * rounds)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return its cost, which the supports do not change."""
+        return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Reduce to rank 0, then broadcast."""
@@ -67,7 +91,9 @@ class _Tree:
     ``reach`` is the distance to the parent; children are at the smaller powers of two.
     """
 
-    def __init__(self, comm: Communicator, codec: Codec, mine: SparseVector, k: int) -> None:
+    def __init__(
+        self, comm: Communicator, codec: Codec[SparseVector], mine: SparseVector, k: int
+    ) -> None:
         self.comm, self.codec, self.mine, self.k = comm, codec, mine, k
         self.sum, self.dropped = mine, list[SparseVector]()
         self.framing = MessageFraming(codec)

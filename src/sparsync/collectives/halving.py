@@ -11,14 +11,18 @@ import torch
 
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.base import Communicator
-from sparsync.transports.primitives import rounds
+from sparsync.transports.communicator import Communicator, rounds
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
+
+_PASSES = 12  # per entry received: merge, select again, note what is dropped
+_TURN = 2 / 3  # of a turn: a round in which a rank waits for one other
+# both multiples of what decoding, or budgeted's turns, take, fitted to benchmarks/fidelity.md at P = 4, 8
 
 
 @final
@@ -33,8 +37,8 @@ class Halving(Collective):
     Args:
         codec: wire format (default: packed, bf16).
 
-    Cost: 2 ceil(log2 P) messages; 2 k (P - 1) / P entries sent and received, on every input
-    (`costs.halving`); the total has at most k + P entries.   State: none.
+    Cost: 2 ceil(log2 P) messages; 2 k (P - 1) / P entries sent and received, on every input;
+    the total has at most k + P entries.   State: none.
     Differs from the paper: hashed blocks instead of contiguous ones; any P.
 
     Example:
@@ -48,8 +52,31 @@ class Halving(Collective):
     References: Zhao et al., SparDL, ICDE 2024; Träff, 2024 (the circulant reduce-scatter).
     """
 
-    def __init__(self, codec: Codec | None = None) -> None:
+    result: Result = "top-k"
+    order = "tree"
+
+    def __init__(self, codec: Codec[SparseVector] | None = None) -> None:
         self.codec = codec or Packed()
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 k (P - 1) / P`` entries, ``2 log2 P`` messages: blocks of ceil(k / P) entries.
+
+        A bound on any input, for blocks need not be full.
+
+        Example:
+            >>> Halving().cost(Job(14_728_266, 147_283, 8)).messages
+            6
+        """
+        world_size, k = job.world_size, round(job.k)
+        quota, width = -(-k // world_size), -(-job.size // world_size)
+        most = min(quota, width)
+        scattered = [
+            self.codec.nbytes(most * count, width * count) for _, count in rounds(world_size)
+        ]
+        gathered = allgatherv(self.codec.nbytes(most, width), world_size)
+        decoded = (_PASSES + 1) * job.k * job.share
+        work = Cost(0, 0, encoded=job.k, decoded=decoded, turns=_TURN * 2 * job.rounds)
+        return Cost(job.rounds, sum(scattered)) + gathered + work
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Reduce-scatter with selection after every hop, then allgather."""
@@ -68,7 +95,9 @@ class _Walk:
     ``blocks[i]`` belongs to rank + i: in this numbering the schedule is the same for all ranks.
     """
 
-    def __init__(self, comm: Communicator, codec: Codec, mine: SparseVector, quota: int) -> None:
+    def __init__(
+        self, comm: Communicator, codec: Codec[SparseVector], mine: SparseVector, quota: int
+    ) -> None:
         self.comm, self.codec, self.mine, self.quota = comm, codec, mine, quota
         world_size = comm.world_size
         self.width = -(-mine.size // world_size)
@@ -165,7 +194,7 @@ class _Walk:
         return SparseVector(indices, block.values, self.mine.size)
 
     def _join(self, blocks: list[SparseVector]) -> SparseVector:
-        """Put blocks one behind the other."""
+        """Put blocks one after the other."""
         size = self.width * len(blocks)
         return SparseVector.join(
             [block.embed(self.width * i, size) for i, block in enumerate(blocks)]

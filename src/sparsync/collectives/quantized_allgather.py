@@ -7,11 +7,11 @@ from typing import final
 import torch
 
 from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.base import Communicator
-from sparsync.wire.base import MessageFraming
+from sparsync.transports.communicator import Communicator
+from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.signs import Signs
-from sparsync.wire.whole import DenseCodec
 
 __all__ = ["QuantizedAllgather"]
 
@@ -42,23 +42,37 @@ class QuantizedAllgather(Collective):
     References: Tang et al., 1-bit Adam, ICML 2021; Seide et al., 1-bit SGD, Interspeech 2014.
     """
 
-    def __init__(self, codec: DenseCodec | None = None) -> None:
+    result: Result = "whole"
+
+    def __init__(self, codec: Codec[DenseVector] | None = None) -> None:
         self.codec = codec or Signs()
+
+    def cost(self, job: Job) -> Cost:
+        """Return P - 1 messages' bytes of all n elements: every rank gets all others' vectors.
+
+        Example:
+            >>> QuantizedAllgather().cost(Job(2048, 2048, 4)).nbytes  # 3 of 16 + 8 * 4 + 256
+            912
+        """
+        sent = allgatherv(self.codec.nbytes(job.size, job.size), job.world_size)
+        others = (job.world_size - 1) * job.size
+        return sent + Cost(0, 0, encoded=job.size, decoded=others, turns=sent.messages)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Quantise, collect, sum."""
         mine = selected.to_dense()
         with comm.stage("pack"):
-            payload, decoded = self.codec.seeded(comm.rank, step).encode(mine)
-        capacities = [self.codec.nbytes(mine.numel(), mine.dtype)] * comm.world_size
+            encoded = self.codec.seeded(comm.rank, step).encode(DenseVector(mine))
+        size = mine.numel()
+        capacities = [self.codec.nbytes(size, size, mine.dtype)] * comm.world_size
         messages = await comm.allgatherv(
-            payload, capacities, "allgather", MessageFraming(self.codec)
+            encoded.payload, capacities, "allgather", MessageFraming(self.codec)
         )
         with comm.stage("unpack"):
             total = torch.zeros_like(mine)
             for rank, message in enumerate(messages):
                 own = rank == comm.rank
-                share = decoded if own else self.codec.decode(message, mine.numel())
-                total += share.to(mine.device)
+                share = encoded.decoded if own else self.codec.decode(message, size)
+                total += share.values.to(mine.device)
             await comm.work(sum(message.numel() for message in messages))
-        return Reduced(DenseVector(total), DenseVector(decoded))
+        return Reduced(DenseVector(total), encoded.decoded)

@@ -1,4 +1,4 @@
-"""Accelerate: ``sync = attach(accelerator, model, density=0.01)``, behind ``accelerator.prepare``.
+"""Accelerate: ``sync = attach(accelerator, model, density=0.01)``, after ``accelerator.prepare``.
 
 ``accelerator.save_state`` and ``load_state`` then keep every rank's residual as well.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.frameworks import attach_wrapped, resume, save_beside
+from sparsync.integrations.frameworks import attach_wrapped, replace_method, resume, save_beside
 from sparsync.integrations.sync import Sync
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
-        rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it.
+        rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it, until ``close()``.
 
     Raises:
         ConfigurationError: the model was not prepared, Accelerate runs a single process, or what
@@ -51,30 +51,43 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     def save(models: Any, weights: Any, folder: str) -> None:
         save_beside(sync, model, Path(folder) / name)
 
-    accelerator.register_save_state_pre_hook(save)
-    _resume_after_loading(accelerator, sync, model, name)
+    sync.on_close.callback(accelerator.register_save_state_pre_hook(save).remove)
+    loading = accelerator.load_state
+    if not isinstance(loading, _Loading):
+        loading = _Loading(accelerator)
+    loading.models[name] = sync, model
+    sync.on_close.callback(loading.forget, name)
     return sync
 
 
-def _resume_after_loading(
-    accelerator: Accelerator, sync: Sync, model: torch.nn.Module, name: str
-) -> None:
-    """Wrap ``load_state``: its hooks know the folder, but run before the weights are loaded."""
-    folders: list[Path] = []
+class _Loading:
+    """``Accelerator.load_state`` that also resumes the attached models, until the last is closed.
 
-    def note(models: Any, folder: str) -> None:
-        folders.append(Path(folder))
+    Hooks would know the folder, but run before the weights are loaded.
+    """
 
-    accelerator.register_load_state_pre_hook(note)
-    load_state = accelerator.load_state
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.models: dict[str, tuple[Sync, torch.nn.Module]] = {}  # by the name of their folder
+        self._load_state, self._folder = accelerator.load_state, Path()
+        functools.update_wrapper(self, self._load_state)
+        self._noting = accelerator.register_load_state_pre_hook(self._note)
+        self._restore = replace_method(accelerator, "load_state", self)
 
-    @functools.wraps(load_state)
-    def loading(*args: Any, **kwargs: Any) -> Any:
-        result = load_state(*args, **kwargs)
-        resume(sync, model, folders.pop() / name)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._load_state(*args, **kwargs)
+        for name, (sync, model) in self.models.items():
+            resume(sync, model, self._folder / name)
         return result
 
-    accelerator.load_state = loading
+    def forget(self, name: str) -> None:
+        """Resume a model no more."""
+        del self.models[name]
+        if not self.models:
+            self._noting.remove()
+            self._restore()
+
+    def _note(self, models: Any, folder: str) -> None:
+        self._folder = Path(folder)
 
 
 def _place(accelerator: Accelerator, model: torch.nn.Module) -> int:

@@ -1,8 +1,7 @@
-"""AdamW where gradients are local, or arrive sparsely: two optimizers for any PyTorch loop."""
+"""AdamW for local gradients, corrected as if its second moment were that of their average."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -11,46 +10,11 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["ArrivalAdamW", "LocalAdamW", "check_adam"]
-
-
-class _AdamW(torch.optim.Optimizer):
-    """Decoupled decay, two moments, and an update that the subclass makes of them."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one optimizer step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-    @abstractmethod
-    def _step_(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """Update one parameter in place."""
+__all__ = ["LocalAdamW", "check_adam"]
 
 
 @final
-class LocalAdamW(_AdamW):
+class LocalAdamW(torch.optim.Optimizer):
     """AdamW on local gradients, whose second moment is that of their average over P ranks.
 
     ::
@@ -88,8 +52,23 @@ class LocalAdamW(_AdamW):
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size is {world_size}; give at least 1 rank")
-        super().__init__(params, lr, betas, eps, weight_decay)
+        check_adam(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         self.world_size = world_size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_(parameter, parameter.grad, self.state[parameter], group)
+        return loss
 
     def _step_(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -110,62 +89,9 @@ class LocalAdamW(_AdamW):
         parameter.addcdiv_(mean, denominator, value=-group["lr"] / unbiased1)
 
 
-@final
-class ArrivalAdamW(_AdamW):
-    """AdamW that updates moments and weights only where a gradient arrived, i.e. is not zero.
-
-    For the sparse averages of ``sparsync.attach``: an entry that arrives every 100th step is not taken
-    for one that is 100 times smaller.  Every element counts its own arrivals for the bias correction.
-    It is one of the variants of ``benchmarks/adam.md``, and not the best one.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: b1 and b2, per arrival.
-        eps: added to the root.
-        weight_decay: decoupled, of all elements on every step.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
-        >>> optimizer = ArrivalAdamW([weight], lr=0.5, weight_decay=0.0)
-        >>> weight.grad = torch.tensor([2.0, 0.0]); optimizer.step(); weight.detach().round(decimals=4)
-        tensor([0.5000, 1.0000])
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
-
-    def _step_(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        if not state:
-            wide = torch.promote_types(parameter.dtype, torch.float32)  # 16 bits do not count far
-            for name in ("exp_avg", "exp_avg_sq", "arrivals"):
-                state[name] = torch.zeros_like(parameter, dtype=wide)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        arrived = gradient != 0
-        beta1, beta2 = group["betas"]
-        count = state["arrivals"][arrived] + 1
-        g = gradient[arrived].to(count.dtype)
-        mean = state["exp_avg"][arrived] * beta1 + g * (1 - beta1)
-        square = state["exp_avg_sq"][arrived] * beta2 + g * g * (1 - beta2)
-        state["arrivals"][arrived] = count
-        state["exp_avg"][arrived], state["exp_avg_sq"][arrived] = mean, square
-        root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        update = group["lr"] * mean / (1 - beta1**count) / root
-        parameter[arrived] -= update.to(parameter.dtype)
-
-
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuse what Adam cannot work with."""
-    if not lr >= 0:
+    if isinstance(lr, bool) or not lr >= 0:
         raise ConfigurationError(f"lr is {lr}; give a learning rate >= 0")
     if not all(0 <= beta < 1 for beta in betas):
         raise ConfigurationError(f"betas are {betas}; give two factors in [0, 1)")

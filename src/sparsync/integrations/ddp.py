@@ -1,61 +1,99 @@
 """DistributedDataParallel: ``sync = sparsync.attach(ddp_model, density=0.01)``.
 
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
-unit is complete its exchange goes to the engine thread, while the backward pass goes on; behind the
-last one goes the commit, which writes the averages into the buckets and completes their futures.  So
+unit is complete its exchange goes to the engine thread, while the backward pass goes on.  After the
+last one comes the commit, which writes the averages into the buckets and completes their futures.  So
 all residuals are written together, after every total of the step is known to be finite.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
-from sparsync.errors import NonFiniteGradientError
-from sparsync.integrations.backward import (
-    Round,
-    call_after_backward,
-    check_complete,
-    check_join,
-    deliver_to_unused_,
-    find,
-    write_,
-)
-from sparsync.integrations.checks import check_model
-from sparsync.integrations.guard import Guard
-from sparsync.integrations.hierarchy import NodeReducer, node_reducer, nodes_of
-from sparsync.integrations.settings import Nonfinite, Settings
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.feedback.correction import Correction
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.groups import Groups
+from sparsync.integrations.hierarchy import NodeReducer, node_reducer
+from sparsync.integrations.options import Monitoring, Options
 from sparsync.integrations.sync import Sync
-from sparsync.integrations.wires import OwnGroups
-from sparsync.reducer import Reducer
-from sparsync.units import Slot
+from sparsync.sparse import DenseVector, Vector
+from sparsync.units import Slot, Unit, check_same_parameters
 
-__all__ = ["DdpSync", "attach_ddp"]
+__all__ = [
+    "DdpSync",
+    "OpenStep",
+    "StepGuard",
+    "attach_ddp",
+    "averages_left",
+    "call_after_backward",
+    "check_join",
+    "check_model",
+    "write_",
+]
+
+Arrived = tuple[Tensor, Tensor]  # a parameter, and its gradient: a view of a bucket
 
 
-def attach_ddp(model: Any, settings: Settings, hierarchy: Any = None) -> "DdpSync":
+def attach_ddp(model: Any, options: Options) -> "DdpSync":
     """Exchange the gradients of a DDP model; see ``attach``."""
     check_model(model)
-    trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-    trained = [(n, p) for n, p in trained if n not in model.parameters_to_ignore]
-    units = settings.units(trained, model.module)
+    trained = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+    units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
-    groups = OwnGroups(model.process_group, settings.wires.timeout)
-    nodes: NodeReducer | None = None
+    groups = Groups(model.process_group, options.transport.timeout)
+    sync: DdpSync | None = None
     try:
-        if hierarchy is not None:
-            nodes = node_reducer(settings, nodes_of(hierarchy, ranks), units, groups)
+        nodes: NodeReducer | None = None
+        if options.transport.hierarchy is not None:
+            nodes = node_reducer(options, ranks, units, groups)
             reducer = nodes.reducer
         else:
-            reducer = settings.reducer(groups.make(ranks), units)
+            reducer = options.reducer(groups.make(ranks), units)
+        sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+        sync.check_equal_weights()
     except BaseException:
-        groups.close()
+        groups.close() if sync is None else sync.close()
         raise
-    return DdpSync(model, reducer, dict(trained), settings.nonfinite, groups, nodes)
+    return sync
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that is not DDP, has a hook, or exchanges without one.
+
+    Raises:
+        ConfigurationError: any of it.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
+        raise ConfigurationError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
+            f"wrap it first: {first}torch.nn.parallel.DistributedDataParallel(model)"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigurationError(
+            "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
+            "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
+        )
+    if model._comm_hooks and _Hook.closed_of(model) is None:
+        raise ConfigurationError(
+            "this model already has a communication hook; attach once, to a freshly wrapped model "
+            "(a hook cannot be removed from DDP), or close() the first handle"
+        )
 
 
 @final
@@ -67,69 +105,81 @@ class DdpSync(Sync):
         model: DistributedDataParallel,
         reducer: Reducer,
         trained: Mapping[str, Tensor],
-        nonfinite: Nonfinite,
-        groups: OwnGroups,
+        monitoring: Monitoring,
+        groups: Groups,
         nodes: NodeReducer | None = None,
     ) -> None:
-        if nodes is None:
-            super().__init__(reducer, groups)
-        else:
-            super().__init__(reducer, groups, nodes.node, nodes.pieces)
-            nodes.gather_behind(reducer.verdict)
+        parts = (None, None) if nodes is None else (nodes.consensus, nodes.pieces)
+        super().__init__(
+            model.module, reducer, groups, monitoring, model.parameters_to_ignore, *parts
+        )
         self._nodes = nodes
         self._whole = nodes or reducer  # takes gradients of whole units
-        self._model, self._nonfinite = weakref.ref(model), nonfinite
+        self._model = weakref.ref(model)
         self._place: dict[Tensor, tuple[int, Slot]] = {
             trained[slot.name]: (i, slot)
             for i, unit in enumerate(self._whole.units)
             for slot in unit.slots
         }
-        self._round = Round(len(self._whole.units))
-        self._guard = Guard(model, trained, reducer.correction)
-        model.register_comm_hook(self, _hook)
+        self._open = OpenStep(self._whole.units)
+        self._guard = StepGuard(model, trained, reducer.correction)
+        hook = _Hook.closed_of(model)
+        if hook is None:
+            hook = _Hook(model)
+            model.register_comm_hook(hook, _on_bucket)
+        self._hook, hook.sync = hook, self
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return DDP's own context, in which gradients add up on this rank."""
+        model = self._model()
+        return nullcontext() if model is None else model.no_sync()
 
     def _unhook(self) -> None:
-        """Do nothing: DDP keeps its hook for ever."""
+        self._hook.sync = None
+        self._guard.remove()
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         """Accumulate a bucket; submit the units that it completes."""
         if bucket.index() == 0:
-            self._round = Round(len(self._whole.units))
-            self.upkeep.before(self.reducer)
+            self._open = OpenStep(self._whole.units)
+            self._guard.exchanging()
+            self._begin_step()
             if (model := self._model()) is not None:
                 check_join(model, self.reducer.correction)
-        this, buffer = self._round, bucket.buffer()
-        future, pieces = this.take(bucket)
-        for parameter, gradient in pieces:
-            unit, slot = find(self._place, parameter)
+        this, buffer = self._open, bucket.buffer()
+        future, gradients = this.take(bucket)
+        for parameter, gradient in gradients:
+            unit, slot = self._find(parameter)
             this.gradients[unit][slot] = (parameter, gradient)
         clipper = self.reducer.clipper
         if clipper.waits:  # for the norm of all gradients: nothing overlaps with the backward pass
-            this.waiting += pieces
-            pieces = this.waiting if bucket.is_last() else []
-            if pieces:
-                clipper.measure(gradient for _, gradient in pieces)
-        complete = self._accumulate(this, pieces)
+            this.waiting += gradients
+            gradients = this.waiting if bucket.is_last() else []
+            if gradients:
+                clipper.measure(gradient for _, gradient in gradients)
+        complete = self._accumulate(this, gradients)
         if buffer.is_cuda:  # the engine's thread has streams of its own
             torch.cuda.current_stream(buffer.device).synchronize()
         for unit in complete:
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
-            check_complete(self._whole.units, this)
+            this.check_complete()
             this.jobs.append(self._engine.submit(self._share(this)))
             in_backward = call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
-            if not in_backward:  # a rank that is done, under join(): its residual is delivered on
+            if (
+                not in_backward
+            ):  # a rank that is done, under join(): its residual is still delivered
                 self._after(this)
         return future
 
-    def _accumulate(self, this: "Round", pieces: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    def _accumulate(self, this: "OpenStep", gradients: Sequence[Arrived]) -> list[int]:
         """Accumulate gradients; return the units that they complete."""
         complete = []
-        for parameter, gradient in pieces:
-            unit, slot = find(self._place, parameter)
+        for parameter, gradient in gradients:
+            unit, slot = self._find(parameter)
             weights = parameter.detach().reshape(-1)
             self._whole.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
             this.accumulated[unit] += 1
@@ -137,9 +187,18 @@ class DdpSync(Sync):
                 complete.append(unit)
         return complete
 
+    def _find(self, parameter: Tensor) -> tuple[int, Slot]:
+        """Return the unit of a parameter, and where it lies there."""
+        if parameter not in self._place:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
+                "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
+            )
+        return self._place[parameter]
+
     # ---- on the engine's thread ------------------------------------------------------------------
 
-    async def _exchange(self, this: "Round", unit: int) -> None:
+    async def _exchange(self, this: "OpenStep", unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
             if self._nodes is not None:
                 await self._nodes.follow(unit)
@@ -150,13 +209,13 @@ class DdpSync(Sync):
             this.failed = True
             raise
 
-    async def _share(self, this: "Round") -> None:
+    async def _share(self, this: "OpenStep") -> None:
         if not this.failed:
             await self._whole.share()
 
-    def _finish(self, this: "Round") -> None:
+    def _finish(self, this: "OpenStep") -> None:
         try:
-            self._land(this.jobs)
+            self._wait(this.jobs)
             averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
             for unit, average in enumerate(averages):
                 write_(average, self._whole.units[unit], this.gradients[unit])
@@ -173,7 +232,7 @@ class DdpSync(Sync):
 
     # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
 
-    def _after(self, this: "Round") -> None:
+    def _after(self, this: "OpenStep") -> None:
         try:
             assert this.finished is not None
             this.finished.result()
@@ -181,17 +240,320 @@ class DdpSync(Sync):
             if self._nonfinite != "skip":
                 raise
             for parameter in self._place:
-                parameter.grad = None  # every optimizer passes over it, momentum included
+                parameter.grad = None  # every optimizer skips it, momentum included
             return
         finally:
             self._guard.exchanged()
-            self.reducer.monitor.log.write()  # here, what it raises spoils no gradient
+            if self.reducer.monitor is not None:
+                self.reducer.monitor.log.write()  # here, what it raises spoils no gradient
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
-            deliver_to_unused_(this)
-        self.upkeep.after(self.reducer, self._engine, self._inner, alike=True)
+            this.deliver_to_unused_()
+        self._end_step(alike=True)
         this.release()  # DDP may rebuild its buckets: the old ones must not live on
 
 
-def _hook(sync, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
-    return sync.on_bucket(bucket)
+@final
+class _Hook:
+    """State of the hook, which DDP keeps for ever: without a handle it allreduces, as DDP does."""
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.model: Any = None if model is None else weakref.ref(model)
+        self.sync: DdpSync | None = None
+
+    @staticmethod
+    def closed_of(model: Any) -> "_Hook | None":
+        """Return the hook of a handle that was closed, which can be used again."""
+        hooks = [state for _, state in model._comm_hooks]
+        return hooks[0] if hooks and isinstance(hooks[0], _Hook) and hooks[0].sync is None else None
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()  # a copy of the model is not attached
+
+
+def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
+    if hook.sync is None:
+        return allreduce_hook(hook.model().process_group, bucket)
+    return hook.sync.on_bucket(bucket)
+
+
+@final
+class OpenStep:
+    """One backward pass: its buckets, and where each unit's averages go."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
+        self.gradients: list[dict[Slot, Arrived]] = [{} for _ in units]
+        self.accumulated = [0 for _ in units]  # parameters of each
+        self.waiting: list[Arrived] = []  # gradients, for the norm of all of them
+        self.jobs: list[Future[None]] = []
+        self.failed = False
+        self.finished: Future[None] | None = None
+
+    def take(self, bucket: Any) -> tuple[torch.futures.Future[Tensor], list[Arrived]]:
+        """Keep a bucket; return its future and its gradients, dense also where they are COO."""
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        # the gradient of an embedding with sparse=True has a bucket of its own
+        dense = buffer.to_dense() if buffer.is_sparse else buffer
+        gradients = [dense] if buffer.is_sparse else bucket.gradients()
+        self.buckets.append((future, buffer, dense))
+        pairs = zip(bucket.parameters(), gradients, strict=True)
+        return future, [(p, _as_parameter(g, p)) for p, g in pairs]
+
+    def check_complete(self) -> None:
+        """Refuse a backward pass that has left out parameters.
+
+        Raises:
+            ConfigurationError: names the first of them.
+        """
+        for unit, gradients in zip(self.units, self.gradients, strict=True):
+            missing = [slot.name for slot in unit.slots if slot not in gradients]
+            if missing:
+                raise ConfigurationError(
+                    f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
+                    "required one when attach was called; freeze or thaw before wrapping in DDP"
+                )
+
+    def complete(self) -> None:
+        """Hand the buckets back to DDP, each in its own layout."""
+        for future, buffer, dense in self.buckets:
+            # rows that hold nothing are left out: what COO gradients are for
+            future.set_result(dense.to_sparse(1) if buffer.is_sparse else dense)
+
+    def deliver_to_unused_(self) -> None:
+        """Give parameters that no rank used the residual mass that was delivered to them.
+
+        DDP leaves their gradients alone; dropped here, that mass would be lost to the model.
+        """
+        for gradients in self.gradients:
+            for parameter, average in gradients.values():
+                average = average.view(parameter.shape)
+                if parameter.grad is None and bool(average.any()):
+                    parameter.grad = average.clone()
+                elif parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad.copy_(average)  # DDP wants it used
+
+    def release(self) -> None:
+        """Let go of the buckets."""
+        self.buckets.clear()
+        self.waiting.clear()
+        for gradients in self.gradients:
+            gradients.clear()
+
+    def zero_(self) -> None:
+        """Zero the gradients of a refused step, which hold what undid it, or local gradients."""
+        for _, _, dense in self.buckets:
+            dense.zero_()
+
+
+def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """View a piece of a bucket in its parameter's order: a bucket keeps the parameter's strides.
+
+    DDP hands it over as if it were contiguous; in a channels_last convolution its elements would be in
+    the order of memory, and weight decay or a saved residual would meet those of others.
+    """
+    strides = torch.empty_like(parameter, device="meta").stride()  # contiguous if they overlap
+    if gradient.stride() == strides or gradient.numel() == 0:
+        return gradient
+    return gradient.as_strided(parameter.shape, strides, gradient.storage_offset())
+
+
+def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, Arrived]) -> None:
+    """Write a unit's average into its gradients, each a view of a bucket."""
+    slots = unit.slots
+    if isinstance(average, DenseVector):
+        for slot in slots:
+            view = gradients[slot][1]
+            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
+        return
+    boundaries = [*(slot.start for slot in slots), average.size]
+    for slot, part in zip(slots, average.split(boundaries), strict=True):
+        view = gradients[slot][1]
+        if view.is_contiguous():
+            part.write_to_(view.view(-1))
+        else:  # channels_last and the like: a bucket keeps the parameter's strides
+            view.copy_(part.to_dense().view(view.shape))
+
+
+def call_after_backward(callback: Callable[[], None]) -> bool:
+    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
+
+    It takes a callback of a callback: DDP queues its own, later than the first.
+
+    Returns:
+        Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).
+    """
+    engine = Variable._execution_engine
+    try:
+        engine.queue_callback(lambda: engine.queue_callback(callback))
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_join(model: DistributedDataParallel, correction: Correction) -> None:
+    """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done.
+
+    Raises:
+        ConfigurationError: averages over the ranks that go on, or decay of weights that are old.
+    """
+    if not model._join_config.enable:
+        return
+    if not model._divide_by_initial_world_size:
+        raise ConfigurationError(
+            "join(divide_by_initial_world_size=False) divides by the ranks that are not done, but a "
+            "rank that is done goes on delivering its residual; leave it at True"
+        )
+    if correction.weight_decay:
+        raise ConfigurationError(
+            "the correction decays by this rank's weights, which under join() are old once it is done; "
+            "give weight_decay to the optimizer"
+        )
+
+
+@final
+class StepGuard:
+    """Refuses changes of the model, and backward passes, of which DDP's hook does not learn.
+
+    DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
+    else would stay on its rank, and replicas would drift apart without a word.
+
+    Args:
+        model: the DDP model.
+        trained: the parameters whose gradients are exchanged.
+        correction: with momentum or decay, averages must not be added to.
+
+    Cost: one look at every parameter per forward pass, one call per gradient.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        trained: Mapping[str, Tensor],
+        correction: Correction,
+    ) -> None:
+        self._model, self._trained = weakref.ref(model), dict(trained)
+        self._ignored = {
+            p for n, p in model.module.named_parameters() if n in model.parameters_to_ignore
+        }
+        self._exchanged = False  # and no forward pass since
+        self._begun = 0  # backward passes that were exchanged
+        self._left = False  # averages lie in the gradients, and no gradient has been added since
+        me = weakref.ref(self)  # a parameter may outlive its model
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
+        for name, parameter in trained.items():
+            hook = _after_gradient(me, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if trained and (correction.momentum or correction.weight_decay):
+            # the largest: of any density's entries it has some
+            largest = max(trained.values(), key=Tensor.numel)
+            hook = _before_gradient(me, largest)
+            self._handles.append(largest.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "a DDP model with sparsync attached cannot be copied or pickled: its threads and its "
+            "residuals belong to this rank; copy or save model.module, and attach to the copy's own DDP"
+        )
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def exchanging(self) -> None:
+        """Note that this backward pass is exchanged; DDP may say so before its first gradient."""
+        self._exchanged = False
+        self._begun += 1
+
+    def exchanged(self) -> None:
+        """Note that the gradients of the last forward pass are averages now."""
+        self._exchanged = self._left = True
+
+    def _before_forward(self, model: Any, inputs: Any) -> None:
+        """Refuse a model that is no longer the one that was attached: by name of a parameter."""
+        if not torch.is_grad_enabled():
+            return
+        self._exchanged = False
+        check_same_parameters(model.module, self._trained.values(), self._ignored)
+        if model.find_unused_parameters:
+            return  # what is frozen or gone counts as unused
+        present = {p for p in model.module.parameters() if p.requires_grad}
+        gone = [name for name, parameter in self._trained.items() if parameter not in present]
+        if gone and len(gone) < len(self._trained):  # all: no gradients, and DDP does not wait
+            raise ConfigurationError(
+                f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
+                "DDP would wait for its gradient; wrap and attach again, or build DDP with "
+                "find_unused_parameters=True"
+            )
+
+    def check_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Refuse a gradient with a graph, or one of a backward pass that is not exchanged.
+
+        Raises:
+            ConfigurationError: either; the second not within ``no_sync()``.
+        """
+        if gradient is not None and gradient.requires_grad:
+            raise ConfigurationError(
+                f"backward(create_graph=True): the gradient of '{name}' has a graph, which does not go "
+                "through the exchange; take gradients for higher orders with torch.autograd.grad"
+            )
+        model = self._model()
+        if self._exchanged and model is not None and model.require_backward_grad_sync:
+            self._exchanged, begun = False, self._begun  # look once per backward pass, at its end
+            Variable._execution_engine.queue_callback(lambda: self._check_exchange(name, begun))
+
+    def _check_exchange(self, name: str, begun: int) -> None:
+        if self._begun == begun:
+            self._exchanged = True
+            raise ConfigurationError(
+                f"a second backward pass added to the gradient of '{name}' after its exchange, without a "
+                "forward pass of the DDP model: it would stay on this rank. Add the losses, or do all "
+                "but the last forward and backward pass within no_sync(); with several optimizers under "
+                "Lightning give Trainer(strategy='ddp_find_unused_parameters_true')"
+            )
+
+    def check_left(self, parameter: Tensor) -> None:
+        """Refuse to add to an average that the correction has made.
+
+        Raises:
+            ConfigurationError: gradients were not zeroed since the last exchange.
+        """
+        left, self._left = self._left, False
+        if left and parameter.grad is not None and bool(parameter.grad.any()):
+            raise averages_left()
+
+
+def averages_left() -> ConfigurationError:
+    """Return the error for gradients that were not zeroed since the last exchange."""
+    return ConfigurationError(
+        "the averages of the last exchange are still in the gradients, and the correction would "
+        "count them in momentum or decay once more; call zero_grad() after every step, and do "
+        "all but the last backward pass of a step within no_sync()"
+    )
+
+
+def _before_gradient(guard: weakref.ref[StepGuard], parameter: Tensor) -> Callable[[Tensor], None]:
+    at = weakref.ref(parameter)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def hook(gradient: Tensor) -> None:
+        here, into = guard(), at()
+        if here is not None and into is not None:
+            here.check_left(into)
+
+    return hook  # type: ignore[no-any-return]
+
+
+def _after_gradient(guard: weakref.ref[StepGuard], name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        here = guard()
+        if here is not None:
+            here.check_gradient(name, parameter.grad)
+
+    return hook

@@ -1,10 +1,10 @@
-"""What Accelerate, Lightning and the Hugging Face Trainer share: attach, and resume."""
+"""Attaching and resuming, shared by Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.checkpoint.files import states_in
-from sparsync.checkpoint.states import load_states, save_state
-from sparsync.collectives.agreement import agree
-from sparsync.collectives.equality import digest
+from sparsync.checkpoint.save_load import load_states, save_state
 from sparsync.errors import ConfigurationError
+from sparsync.feedback.agreement import weights_digest
 from sparsync.integrations.attach import attach
+from sparsync.integrations.options import Monitoring
 from sparsync.integrations.sync import Sync
-from sparsync.transports.base import run
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import run
 
-__all__ = ["attach_wrapped", "missing", "resume", "save_beside"]
+__all__ = ["attach_wrapped", "missing", "replace_method", "resume", "save_beside"]
 
 
 def missing(framework: str, error: ImportError) -> ConfigurationError:
@@ -30,6 +31,25 @@ def missing(framework: str, error: ImportError) -> ConfigurationError:
         f"sparsync.integrations.{framework} needs {framework}, which cannot be imported ({error}): "
         f"pip install {framework}"
     )
+
+
+def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
+    """Replace a method, or an attribute, of one object; return a function that restores the former.
+
+    What somebody else has replaced in the meantime stays as it is.
+    """
+    former = vars(owner).get(name)
+    setattr(owner, name, method)
+
+    def restore() -> None:
+        if vars(owner).get(name) is not method:
+            return
+        if former is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+    return restore
 
 
 def attach_wrapped(
@@ -56,12 +76,15 @@ def attach_wrapped(
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and not isinstance(wrapped, DistributedDataParallel):
         raise ConfigurationError(
-            f"training runs in a single process, which exchanges nothing; {how}, or leave sparsync away"
+            f"training runs in a single process, which exchanges nothing; {how}, or omit sparsync"
         )
     if len(optimizers) == 1:
         inner = getattr(optimizers[0], "optimizer", optimizers[0])  # of Accelerate's wrapper
         options = {"optimizer": inner, **options}
-    sync: Sync = attach(wrapped, **{"scaler": scaler, **options})
+    monitoring = options.get("monitoring") or Monitoring()
+    if monitoring.scaler is None:
+        monitoring = replace(monitoring, scaler=scaler)
+    sync: Sync = attach(wrapped, **{**options, "monitoring": monitoring})
     return sync
 
 
@@ -115,4 +138,4 @@ def _weights(model: torch.nn.Module) -> str:
     parameters = list(model.parameters())
     if any(hasattr(parameter, "to_local") for parameter in parameters):
         return ""
-    return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
+    return weights_digest(parameters)

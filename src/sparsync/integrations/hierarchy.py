@@ -13,7 +13,8 @@ divided over the node.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -22,41 +23,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsync.collectives.agreement import agree
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.consensus import PartsConsensus
+from sparsync.integrations.groups import Groups
+from sparsync.integrations.options import Options
 from sparsync.integrations.pieces import divide
-from sparsync.integrations.settings import Settings
-from sparsync.integrations.wires import OwnGroups
-from sparsync.reducer import Reducer
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.base import Operation, run
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Parts
-from sparsync.transports.torch import TorchCommunicator
+from sparsync.transports.process_group import TorchCommunicator
 from sparsync.units import Unit
 
-__all__ = ["NodeReducer", "Nodes", "node_reducer", "nodes_of"]
+__all__ = ["NodeReducer", "node_reducer", "nodes_of"]
 
 _SCATTER: Final = "node reduce-scatter"
 _GATHER: Final = "node allgather"
 
 
-@final
-class Nodes:
-    """Where this rank is: its node, and the ranks of the same place in the others.
-
-    Attributes:
-        inner: global ranks of this node.
-        outer: global ranks of the same place in every node.
-    """
-
-    def __init__(self, inner: Sequence[int], outer: Sequence[int]) -> None:
-        self.inner, self.outer = list(inner), list(outer)
-
-
 def nodes_of(
     hierarchy: Any, ranks: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> Nodes:
-    """Return how ranks form nodes.
+) -> tuple[list[int], list[int]]:
+    """Return the global ranks of this rank's node, and those of the same place in every node.
 
     Args:
         hierarchy: "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or
@@ -68,8 +57,8 @@ def nodes_of(
         ConfigurationError: neither of them, or nodes of different sizes, or of other ranks.
 
     Example:
-        >>> nodes_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "4"}).outer
-        [0]
+        >>> nodes_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "4"})
+        ([0, 1, 2, 3], [0])
     """
     me = dist.get_rank() if dist.is_initialized() else ranks[0]
     if isinstance(hierarchy, DeviceMesh):
@@ -94,11 +83,11 @@ def nodes_of(
         )
     grid = [sorted(node) for node in grid]  # as ranks of a group are
     (inner,) = [node for node in grid if me in node]
-    return Nodes(inner, [node[inner.index(me)] for node in grid])
+    return inner, [node[inner.index(me)] for node in grid]
 
 
 def node_reducer(
-    settings: Settings, nodes: Nodes, units: Sequence[Unit], groups: OwnGroups
+    options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
 ) -> NodeReducer:
     """Connect this rank with its node and with its peers in other nodes; all ranks call it.
 
@@ -106,18 +95,19 @@ def node_reducer(
         ConfigurationError: the correction clips.
         PeerError: ranks disagree.
     """
-    if settings.correction.clip is not None:
+    if options.correction.clip is not None:
         raise ConfigurationError(
             "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= each "
             "rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
         )
-    inner = groups.make(nodes.inner, backend=None)  # NCCL, where DDP has it
-    node = TorchCommunicator(inner, timeout=settings.wires.timeout)
-    run(agree(node, settings.facts))
+    inner, outer = nodes_of(options.transport.hierarchy, ranks)
+    group = groups.make(inner, backend=None)  # NCCL, where DDP has it
+    node = TorchCommunicator(group, timeout=options.transport.timeout)
+    run(agree(node, options.facts))
     runs, _, _ = divide(units, node.rank, node.world_size)
-    outer = groups.make(nodes.outer)
-    reducer = settings.reducer(outer, runs, ranks_of_a_node=node.world_size)
-    return NodeReducer(reducer, units, node)
+    consensus = PartsConsensus(node)
+    reducer = options.reducer(groups.make(outer), runs, consensus, ranks_of_a_node=node.world_size)
+    return NodeReducer(reducer, units, node, consensus)
 
 
 @final
@@ -128,6 +118,7 @@ class NodeReducer:
         reducer: of this rank's part of every unit, over the nodes.
         units: the whole units.
         node: the ranks of this node; its ledger counts what they send each other: what a ring would.
+        consensus: theirs, on every step.
 
     Attributes:
         pieces: which part of every parameter this rank exchanges.
@@ -135,8 +126,15 @@ class NodeReducer:
     Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
     """
 
-    def __init__(self, reducer: Reducer, units: Sequence[Unit], node: TorchCommunicator) -> None:
-        self.reducer, self.units, self.node = reducer, list(units), node
+    def __init__(
+        self,
+        reducer: Reducer,
+        units: Sequence[Unit],
+        node: TorchCommunicator,
+        consensus: PartsConsensus,
+    ) -> None:
+        self.reducer, self.units = reducer, list(units)
+        self.node, self.consensus = node, consensus
         self.clipper = reducer.clipper
         runs, self.pieces, self._lengths = divide(units, node.rank, node.world_size)
         assert [run.slots for run in runs] == [unit.slots for unit in reducer.units]
@@ -146,13 +144,12 @@ class NodeReducer:
         ]
         self._weights: dict[int, Tensor] = {}
         self._lost = False  # in the open step: a rank of the node
-        self._averages: list[Vector] = []  # whole ones, of the step that is being committed
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
         """Put a gradient where the node averages it; weights likewise, if they decay."""
-        with self.reducer.comm.stage("mask"):
+        with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
             torch.div(gradient, self.node.world_size, out=here)  # sums of 16 bits could overflow
             if self.reducer.correction.weight_decay and weights is not None:
@@ -173,7 +170,7 @@ class NodeReducer:
     async def follow(self, unit: int) -> None:
         """Sum over the node and no more: in a step that has failed here, others of the node go on.
 
-        They hear of it from the verdict; until then all ranks of the node start the same collectives.
+        They hear of it from the consensus; until then all ranks of the node start the same collectives.
         """
         if not self._lost:
             await self._scattered(unit)
@@ -195,21 +192,13 @@ class NodeReducer:
         """Agree on the next step's shares of k, with the same place of other nodes."""
         await self.reducer.share()
 
-    def gather_behind(self, verdict: Callable[[str | None], str | None]) -> None:
-        """Gather averages when the verdict is known and nothing has been changed: that may fail, too."""
-
-        def decide(broken: str | None) -> str | None:
-            broken = verdict(broken)
-            units = [] if broken else range(len(self.units))
-            self._averages = [self._gathered(unit) for unit in units]
-            return broken
-
-        self.reducer.verdict = decide
-
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step on all ranks of the node or on none; return whole averages."""
-        parts = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
-        averages, self._averages = self._averages, []
+        averages: list[Vector] = []  # gathered before anything is changed: that may fail, too
+        parts = self.reducer.commit(
+            propagate_nonfinite=propagate_nonfinite,
+            prepare=lambda: averages.extend(map(self._gathered, range(len(self.units)))),
+        )
         if averages:
             return averages
         return [
@@ -252,6 +241,7 @@ class _Started(Operation):
 
     def __init__(self, node: TorchCommunicator, phase: str, work: Any, step: int) -> None:
         self.node, self.phase, self.work, self.step = node, phase, work, step
+        self.started = time.monotonic()
 
     def wait(self) -> None:
         node = self.node
@@ -261,7 +251,7 @@ class _Started(Operation):
                 self.work.wait(timedelta(seconds=node.timeout))
         except RuntimeError as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
-            if "imed out" in why or "timeout" in why.lower():
+            if node.ran_out(time.monotonic() - self.started):
                 raise DeadlineError(
                     f"{place} did not complete within {node.timeout:g} s; are all ranks of this node "
                     "alive? Raise timeout= if they are only slow"

@@ -1,17 +1,24 @@
 """Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback(density=0.01)])``.
 
-Beside every checkpoint ``NAME.ckpt`` then lies ``NAME.ckpt.sparsync`` with every rank's residual, and
+Next to every checkpoint ``NAME.ckpt`` it writes ``NAME.ckpt.sparsync`` with every rank's residual, and
 ``trainer.fit(ckpt_path=...)`` reads it.
 """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.frameworks import attach_wrapped, missing, resume, save_beside
+from sparsync.integrations.frameworks import (
+    attach_wrapped,
+    missing,
+    replace_method,
+    resume,
+    save_beside,
+)
 from sparsync.integrations.sync import Sync
 
 try:
@@ -22,6 +29,7 @@ except ImportError as error:
 __all__ = ["SparsyncCallback"]
 
 _SUFFIX: Final = ".sparsync"
+_FOLLOWER: Final = "_sparsync"  # attribute of a strategy: the callback that replaced its methods
 
 
 class SparsyncCallback(Callback):
@@ -37,14 +45,20 @@ class SparsyncCallback(Callback):
     Raises:
         ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
 
-    Lightning tells a callback neither the path of a checkpoint nor lets ranks other than 0 write one:
-    so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are wrapped.
+    A module with several optimizers, i.e. manual optimization, needs
+    ``strategy="ddp_find_unused_parameters_true"``.  Each ``manual_backward`` is then a step, which
+    delivers residuals to the parameters of all optimizers: zero gradients after ``step()``, not before
+    ``manual_backward``.
+
+    Lightning neither tells a callback the path of a checkpoint nor lets ranks other than 0 write one:
+    so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are replaced
+    until ``close()``.
     """
 
     def __init__(self, **options: Any) -> None:
         self.sync: Sync | None = None
         self._options = options
-        self._strategy: Any = None  # whose methods are wrapped
+        self._followed = ExitStack()  # restores the methods of the strategy
         self._module: Any = None  # that was trained last
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -69,12 +83,21 @@ class SparsyncCallback(Callback):
         if stage == "fit" and self.sync is not None:
             self.sync.close()
 
+    def close(self) -> None:
+        """Leave the Trainer, whose checkpoints then hold no state of sparsync; ends the exchange."""
+        self._followed.close()
+        if self.sync is not None:
+            self.sync.close()
+
     def _follow(self, trainer: Any) -> None:
         """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        if strategy is self._strategy:
+        former = getattr(strategy, _FOLLOWER, None)
+        if former is self:
             return
-        self._strategy = strategy
+        if former is not None:
+            former.close()
+        self._followed.close()
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +110,12 @@ class SparsyncCallback(Callback):
             if trainer.local_rank == 0:
                 shutil.rmtree(_folder(filepath), ignore_errors=True)
 
-        strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
+        for name, value in (
+            ("save_checkpoint", save_checkpoint),
+            ("remove_checkpoint", remove_checkpoint),
+            (_FOLLOWER, self),
+        ):
+            self._followed.callback(replace_method(strategy, name, value))
 
 
 def _folder(checkpoint: Path | str) -> Path:
@@ -99,7 +127,7 @@ def _folder(checkpoint: Path | str) -> Path:
     path = str(checkpoint)
     if "://" in path and not path.startswith("file://"):
         raise ConfigurationError(
-            f"every rank saves its state beside the checkpoint, which needs a folder, not {path}; give "
+            f"every rank saves its state next to the checkpoint, which needs a folder, not {path}; give "
             "ModelCheckpoint(dirpath=...) a local or mounted one, and copy it from there"
         )
     real = Path(path.removeprefix("file://")).resolve()

@@ -1,7 +1,7 @@
 """Local updates: every rank trains its own weights, and exchanges what it did to them.
 
 The residual is not put aside here: it stays in the rank's own weights, where the next gradients see
-it.  Mass that waits is then not stale to the rank that it came from.
+it.  Mass that waits is then not stale to its own rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.api import connect
-from sparsync.collectives.agreement import agree
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.integrations.base import agree_on_reducer, reducer_stats, weights_digest
-from sparsync.integrations.checks import check_same_parameters, output_parameters
+from sparsync.feedback.agreement import agree_on_reducer, reducer_stats, weights_digest
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import Warmup
+from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
 from sparsync.presets import Algorithm, check_density, resolve
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import Communicator, run
-from sparsync.units import Unit, plan_units
-from sparsync.warmup import Warmup
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.units import Unit, check_same_parameters, output_parameters, plan_units
 
 __all__ = ["LocalUpdates"]
 
@@ -52,8 +52,8 @@ class LocalUpdates:
         algorithm: a preset's name or an ``Algorithm``: "signs" sends one bit per element and a scale per
             block; any sparse one sends the largest entries.
         density: what is sent per step, as k / n of index-value pairs.
-        period: steps between exchanges, H.  Default: for what sends every element, so many that the
-            bytes are those of pairs at this density; 1 for sparse ones.
+        period: steps between exchanges, H.  Default: for algorithms that send every element, the number
+            at which the bytes are those of pairs at this density; 1 for sparse ones.
         warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
             ranks do alone costs most while weights move fast (as DGC's ramp of densities).
         comm: default ``sparsync.connect()``.
@@ -194,7 +194,7 @@ class LocalUpdates:
         return {**reducer_stats(self.reducer), "period": self.period, "local_steps": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank, beside its own model and optimizer."""
+        """Return this rank's state, to be saved per rank, with its own model and optimizer."""
         shared = {
             slot.name: whole[slot.start : slot.start + slot.size].clone()
             for unit, whole in zip(self.reducer.units, self._shared, strict=True)
@@ -208,8 +208,8 @@ class LocalUpdates:
             "sparsync": reducer_state(self.reducer),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
 
         Raises:
             ConfigurationError: the state is of another set-up.
@@ -228,7 +228,11 @@ class LocalUpdates:
             raise ConfigurationError(
                 "the saved weights are of other parameters; load them into the model they were saved from"
             )
-        run(restore_reducer(self.reducer, state["sparsync"]))
+        return parse_state(self.reducer, state["sparsync"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        run(apply_state(self.reducer, self.validate(state)))
         self.steps, self.since = int(state["steps"]), int(state["since"])
         for unit, whole in zip(self.reducer.units, self._shared, strict=True):
             whole.copy_(torch.cat([state["shared"][slot.name] for slot in unit.slots]))
@@ -236,7 +240,7 @@ class LocalUpdates:
     @torch.no_grad()
     def _exchange(self) -> None:
         if not self.reducer.step + self.reducer.skipped:  # DDP would have sent rank 0's
-            digest = weights_digest(dict(enumerate(self._shared)))
+            digest = weights_digest(self._shared)
             run(agree(self.reducer.comm, {"the initial weights (a digest)": digest}))
         updates = [
             self._flat(unit).sub_(base)

@@ -1,190 +1,95 @@
-"""The sentinel: every so many steps, replicas make sure that they are still replicas.
+"""Compare replicas every so often, to be sure that they are still replicas.
 
 Ranks that apply the same totals to the same parameters stay equal, bit for bit.  A rank whose memory
 flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself does not,
 and nothing else would tell: the loss only looks a little worse.
-
-What is compared is what should be equal: every parameter, trained or frozen, and the running statistics
-of ``SyncBatchNorm``.  Those of other normalisation layers are local: each rank updates them with its own
-batch, and DDP (``broadcast_buffers=True``) sends those of rank 0 at the next forward pass, or (False)
-never.  Of other buffers nobody can know; ``buffers=`` names those that should be equal.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsync.collectives.equality import Divergence, divergences, heal_
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError
-from sparsync.transports.base import Communicator
+from sparsync.errors import CommunicationError, PeerError
+from sparsync.integrations.options import Sentinel
+from sparsync.transports.agree import Divergence, divergences, heal_
+from sparsync.transports.communicator import Communicator
 
-__all__ = ["Sentinel"]
+__all__ = ["check_replicas"]
 
 _NAMED = 3  # tensors in a message
 
 
-@dataclass(frozen=True, eq=False)
-class Sentinel:
-    """What ``attach(sentinel=...)`` compares between ranks, how often, and what follows.
+async def check_replicas(
+    sentinel: Sentinel,
+    comm: Communicator,
+    tensors: Mapping[str, Tensor],
+    step: int,
+    parts: Communicator | None = None,
+    rank: int | None = None,
+) -> None:
+    """Compare with all ranks, which call it together, and act on the policy.
 
-    Attributes:
-        period: steps between comparisons.
-        policy: when something differs: "raise" ``PeerError`` from ``backward()`` on all ranks, "warn" and
-            go on, or "heal": ranks in the minority get the tensor of the majority, in place.  Without
-            a majority (two ranks, or two halves) "heal" raises.
-        buffers: names of buffers that should be equal as well.
-        optimizer: whose state is to be compared, and healed, too.  Without it a healed parameter may
-            keep momentum that is its own, and differs again soon.
+    Args:
+        sentinel: how.
+        comm: the replicas; for FSDP those of this shard.
+        tensors: by name, plain tensors (of a DTensor its local one).
+        step: for the message.
+        parts: ranks that compare with other peers than this one; what one of them finds, all do
+            and say.  They call it together as well.
+        rank: what messages call this rank; None: its number in ``comm``.
 
-    Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
-    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
-
-    Example:
-        >>> Sentinel(period=50, policy="heal").period
-        50
+    Raises:
+        PeerError: something differs and the policy is "raise", or "heal" without a majority.
+        CommunicationError: a peer is gone, or took longer than the timeout.
     """
-
-    period: int = 100
-    policy: Literal["raise", "warn", "heal"] = "raise"
-    buffers: Collection[str] = ()
-    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigurationError(
-                f"Sentinel: period is {self.period!r}; give a whole number of steps >= 1"
-            )
-        if self.policy not in ("raise", "warn", "heal"):
-            raise ConfigurationError(
-                f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
-            )
-        if isinstance(self.buffers, str):
-            raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
-
-    def due(self, step: int) -> bool:
-        """Tell whether the replicas are compared when step ``step`` (0-based) is over."""
-        return (step + 1) % self.period == 0
-
-    def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return what should be equal on all ranks, by name: of a plain module.
-
-        Args:
-            model: as it is now.
-            ignored: names of parameters and buffers that are each rank's own.
-
-        Raises:
-            ConfigurationError: ``buffers`` has a name that is none.
-
-        Example:
-            >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
-            >>> list(Sentinel(buffers=["1.num_batches_tracked"]).tensors(layers))
-            ['0.weight', '1.weight', '1.bias', '1.num_batches_tracked']
-        """
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        unknown = [name for name in self.buffers if name not in buffers]
-        if unknown:
-            raise ConfigurationError(
-                f"Sentinel: buffers has {unknown[0]!r}, which is no name of a buffer; the model has "
-                f"{', '.join(buffers) or 'none'}"
-            )
-        synchronised = {
-            f"{name}.{buffer}" if name else buffer
-            for name, module in model.named_modules()
-            if isinstance(module, nn.SyncBatchNorm)
-            for buffer, _ in module.named_buffers(recurse=False)
-        }
-        chosen = {n: b for n, b in buffers.items() if n in synchronised or n in self.buffers}
-        named = {n: t for n, t in {**parameters, **chosen}.items() if n not in ignored}
-        return {**named, **_moments(self.optimizer, parameters, ignored)}
-
-    async def check(
-        self,
-        comm: Communicator,
-        tensors: Mapping[str, Tensor],
-        step: int,
-        parts: Communicator | None = None,
-        *,
-        rank: int | None = None,
-    ) -> None:
-        """Compare with all ranks, which call it together, and do as the policy says.
-
-        Args:
-            comm: the replicas; for FSDP those of this shard.
-            tensors: by name, plain tensors (of a DTensor its local one).
-            step: for the message.
-            parts: ranks that compare with other peers than this one; what one of them finds, all do
-                and say.  They call it together as well.
-            rank: what messages call this rank; None: its number in ``comm``.
-
-        Raises:
-            PeerError: something differs and the policy is "raise", or "heal" without a majority.
-            CommunicationError: a peer is gone, or took longer than the timeout.
-        """
-        said, failure = "", None
-        try:
-            said = await self._compare(comm, tensors, step, comm.rank if rank is None else rank)
-        except CommunicationError as error:
-            failure = error
-        try:
-            found = [] if parts is None else await _told(parts, failure, said)
-        except CommunicationError as error:  # they may be gone, too: the first error counts
-            raise (failure or error) from None
-        if failure is not None:
-            raise failure
-        for text, fatal in found:
-            if fatal:
-                raise PeerError(text)
-        for text in dict.fromkeys([said, *(text for text, _ in found)]):
-            if text:
-                warnings.warn(f"sparsync's sentinel, {text}", RuntimeWarning, stacklevel=2)
-
-    async def _compare(
-        self, comm: Communicator, tensors: Mapping[str, Tensor], step: int, rank: int
-    ) -> str:
-        """Return what is to be said of these replicas, nothing if they are equal."""
-        torn = await divergences(comm, tensors)
-        if not torn:
-            return ""
-        called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
-        found = _named(torn, called, step)
-        if self.policy == "raise":
-            raise PeerError(
-                f"{found}: replicas are no longer equal; restart from the last checkpoint, or "
-                "pass Sentinel(policy='heal')"
-            )
-        if self.policy == "warn":
-            return found
-        hopeless = [each for each in torn if not each.majority]
-        if hopeless:
-            raise PeerError(
-                f"{_named(hopeless, called, step)}: nobody can tell which is right; restart from the "
-                "last checkpoint"
-            )
-        await heal_(comm, tensors, torn)
-        return f"{found}: healed from the majority"
+    said, failure = "", None
+    try:
+        said = await _compare(sentinel, comm, tensors, step, comm.rank if rank is None else rank)
+    except CommunicationError as error:
+        failure = error
+    try:
+        found = [] if parts is None else await _told(parts, failure, said)
+    except CommunicationError as error:  # they may be gone, too: the first error counts
+        raise (failure or error) from None
+    if failure is not None:
+        raise failure
+    for text, fatal in found:
+        if fatal:
+            raise PeerError(text)
+    for text in dict.fromkeys([said, *(text for text, _ in found)]):
+        if text:
+            warnings.warn(f"sparsync's sentinel, {text}", RuntimeWarning, stacklevel=2)
 
 
-def _moments(
-    optimizer: torch.optim.Optimizer | None,
-    parameters: Mapping[str, Tensor],
-    ignored: Collection[str],
-) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state, by parameter and their own name."""
-    if optimizer is None:
-        return {}
-    return {
-        f"{what} of {name}": value
-        for name, parameter in parameters.items()
-        if name not in ignored
-        for what, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor)
-    }
+async def _compare(
+    sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], step: int, rank: int
+) -> str:
+    """Return what is to be said of these replicas, nothing if they are equal."""
+    torn = await divergences(comm, tensors)
+    if not torn:
+        return ""
+    called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
+    found = _named(torn, called, step)
+    if sentinel.policy == "raise":
+        raise PeerError(
+            f"{found}: replicas are no longer equal; restart from the last checkpoint, or "
+            "pass Sentinel(policy='heal')"
+        )
+    if sentinel.policy == "warn":
+        return found
+    hopeless = [each for each in torn if not each.majority]
+    if hopeless:
+        raise PeerError(
+            f"{_named(hopeless, called, step)}: nobody can tell which is right; restart from the "
+            "last checkpoint"
+        )
+    await heal_(comm, tensors, torn)
+    return f"{found}: healed from the majority"
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], step: int) -> str:

@@ -1,53 +1,79 @@
-"""What ``attach`` returns: the handle of one model's sparse synchronisation on this rank."""
+"""The handle that ``attach`` returns: one model's sparse synchronisation on this rank."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, TypeVar
 
-from sparsync.errors import ConfigurationError
-from sparsync.integrations.base import reducer_stats
+import torch.distributed as dist
+from torch import nn
+
+from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.feedback.agreement import reducer_stats
+from sparsync.feedback.channels import Channels
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.scaling import rescale_
+from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
+from sparsync.integrations.consensus import PartsConsensus
+from sparsync.integrations.groups import Groups
+from sparsync.integrations.options import Monitoring, replicated_tensors
 from sparsync.integrations.pieces import Piece, saved_pieces
-from sparsync.integrations.upkeep import Upkeep
-from sparsync.integrations.verdict import Verdict
-from sparsync.integrations.wires import OwnGroups
-from sparsync.reducer import Reducer
-from sparsync.reducer_state import reducer_state, restore_reducer
-from sparsync.transports.base import Communicator, run
-from sparsync.transports.engine import Engine
+from sparsync.integrations.sentinel import check_replicas
+from sparsync.transports.agree import agree, check_equal_parameters
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Engine, run
 
 __all__ = ["Sync"]
 
+S = TypeVar("S", bound="Sync")
+
 
 class Sync(ABC):
-    """The state, the thread and the groups of one model; subclasses know when gradients come.
+    """The state, the thread and the groups of one model; subclasses know when gradients arrive.
+
+    It is a context manager, whose end closes it.
 
     Args:
+        model: the plain module, which is not kept alive.
         reducer: of what this rank exchanges.
         groups: made for it; ``close`` ends them.
-        inner: the ranks that hold the other shards or stages of this replica, if there are any.
-        pieces: what part of each parameter this rank exchanges; of those left out: all of it.
+        monitoring: what is watched.
+        ignored: names of parameters and buffers that may differ between ranks.
+        consensus: of the ranks that hold the other shards or stages of this replica, if there are any.
+        pieces: the part of each parameter that this rank exchanges; of those left out: all of it.
+
+    Attributes:
+        on_close: callbacks that undo what an integration changed; ``close`` runs them.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         reducer: Reducer,
-        groups: OwnGroups,
-        inner: Communicator | None = None,
+        groups: Groups,
+        monitoring: Monitoring,
+        ignored: Collection[str] = (),
+        consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.reducer = reducer
-        self._groups, self._inner, self._pieces = groups, inner, dict(pieces or {})
-        self._verdict = None if inner is None else Verdict(inner, reducer)
-        if self._verdict is not None:
-            reducer.verdict = self._verdict
-        self.upkeep = Upkeep()
+        self._plain, self._ignored = weakref.ref(model), frozenset(ignored)
+        self._groups, self._consensus, self._pieces = groups, consensus, dict(pieces or {})
+        self._inner = None if consensus is None else consensus.parts
+        self._scaler, self._sentinel = monitoring.scaler, monitoring.sentinel
+        self._nonfinite = monitoring.policy
+        self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
+        self.on_close = ExitStack()
         self._engine = Engine(reducer.algorithm.name)
         # a forgotten handle keeps neither its thread nor its sockets
         weakref.finalize(self, _release, self._engine, reducer.comm)
+        ending = weakref.finalize(self, _end_groups, self._engine, groups)
+        ending.atexit = False  # the end of the process ends them
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -69,22 +95,18 @@ class Sync(ABC):
         """Return this rank's state, to be saved per rank; see ``load_state_dict``.
 
         Residuals are those of this rank's pieces of parameters; "pieces" says which (``Piece``).
-        After a ``backward()`` that broke off it is the state of before that step.
+        After a ``backward()`` that broke off it is the state before that step.
         """
         if self._engine.running:
-            self._engine.submit(self.reducer.refuse).result()
+            self._discard()
         state = reducer_state(self.reducer)
         return {**state, "pieces": saved_pieces(self._pieces)} if self._pieces else state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
-
-        What a ``backward()`` that broke off has begun is undone before.
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
 
         Raises:
             ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
-            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
-                another part of this replica.
         """
         mine, saved = saved_pieces(self._pieces), state.get("pieces", {})
         if saved != mine:
@@ -93,39 +115,143 @@ class Sync(ABC):
                 f"the saved state has piece {saved.get(names[0])} of '{names[0]}', this rank holds "
                 f"{mine.get(names[0])}; load each rank's own state into the same set-up"
             )
+        return parse_state(self.reducer, state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+
+        The steps of a ``backward()`` that broke off are undone first.
+
+        Raises:
+            ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
+            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
+                another part of this replica.
+        """
+        parsed = self.validate(state)
         self._discard()
-        keep_scale = self.upkeep.follows_scale
-        run(restore_reducer(self.reducer, state, keep_scale=keep_scale, parts=self._inner))
-        self.upkeep.loaded()
+        keep_scale = self._scaler is not None  # until the next step
+        run(apply_state(self.reducer, parsed, keep_scale=keep_scale, parts=self._inner))
+        self._opened = (-1, 0)
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients add up; the next backward pass exchanges the sum."""
+
+    def step(self) -> None:
+        """Close the step of a pipeline; anywhere else ``backward()`` does.
+
+        Raises:
+            ConfigurationError: ``backward()`` has closed the step.
+        """
+        raise ConfigurationError(
+            "backward() has closed the step already; step() is for pipelines: attach with schedule="
+        )
 
     def close(self) -> None:
-        """End the engine thread and the process groups; train with this model no more."""
+        """End the thread and the process groups; the model trains as if nothing had been attached."""
+        self.on_close.close()
         self._unhook()
         self._engine.close()
         self.reducer.comm.close()
         self._groups.close()
-        self.reducer.monitor.log.close()
+        if self.reducer.monitor is not None:
+            self.reducer.monitor.log.close()
 
-    def _discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
-        self._engine.submit(self.reducer.refuse).result()
+    def __enter__(self: S) -> S:
+        return self
 
-    def _land(self, jobs: Sequence[Future[None]]) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _unhook(self) -> None:
+        """Remove all hooks from the model and its parameters."""
+
+    def check_equal_weights(self) -> None:
+        """Refuse ranks that begin with other parameters than this one.
+
+        Raises:
+            PeerError: names the first that differs, and the ranks.
+        """
+        model = self._plain()
+        assert model is not None
+        for comm in self.communicators:
+            run(check_equal_parameters(comm, replicated_tensors(model, self._ignored).items()))
+
+    # ---- of every step -------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Bring the residual to the scale of the gradients of this step.
+
+        A step that broke off after its exchange had begun is only begun again if all ranks do: the
+        messages of one that still waits for the first attempt would be taken for those of the second.
+
+        Raises:
+            CommunicationError: they do not.
+        """
+        reducer = self.reducer
+        opened, sent = self._opened
+        if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
+            try:
+                run(agree(reducer.channels.retry, {"the step that is begun again": reducer.step}))
+            except CommunicationError as error:
+                raise type(error)(
+                    f"rank {dist.get_rank()} begins step {reducer.step} again, which broke off after its "
+                    f"exchange had begun, but other ranks do not: {error}; when backward() raises on "
+                    "some ranks only, restart all of them"
+                ) from error
+        self._opened = reducer.step, reducer.comm.ledger.total().sent
+        if self._scaler is not None:
+            rescale_(reducer, self._scaler.get_scale())
+
+    def _wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for the exchanges of a step; if one failed, tell the other shards and stages."""
         try:
             for job in jobs:
                 job.result()
         except BaseException:
-            if self._verdict is not None:
-                self._verdict.fail()
+            if self._consensus is not None:
+                self._consensus.fail(self.reducer.step)
             raise
 
-    @abstractmethod
-    def _unhook(self) -> None:
-        """Take away what calls this handle, where that can be done."""
+    def _end_step(self, *, alike: bool = False) -> None:
+        """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
+
+        Args:
+            alike: other parts hold the same parameters, as the ranks of a node do; compared as well.
+
+        Raises:
+            PeerError: some differ, and the sentinel's policy is to raise; on all ranks.
+        """
+        sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
+        if sentinel is None or model is None or not sentinel.due(done):
+            return
+        tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
+        replicas, units = self.reducer.channels.weights, len(self.reducer.units)
+        parts = None if self._inner is None else Channels(self._inner, units).weights
+        check = check_replicas(sentinel, replicas, tensors, done, parts, rank)
+        self._engine.submit(check).result()
+        if alike and parts is not None:  # after the others: then all nodes find the same
+            check = check_replicas(sentinel, parts, tensors, done, None, rank)
+            self._engine.submit(check).result()
+
+    def _discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
+        self._engine.submit(self.reducer.refuse).result()
 
 
 def _release(engine: Engine, comm: Communicator) -> None:
     """Let the thread end, then close the sockets that it used."""
     engine.submit(comm.close) if engine.running else comm.close()
     engine.stop()
+
+
+def _end_groups(engine: Engine, groups: Groups) -> None:
+    """End the groups once the thread has ended; it is idle, since its jobs keep the handle alive."""
+    engine.close()
+    groups.close()

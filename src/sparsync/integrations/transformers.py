@@ -6,11 +6,17 @@ Every ``checkpoint-N`` then holds every rank's residual, and ``resume_from_check
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from sparsync.integrations.frameworks import attach_wrapped, missing, resume, save_beside
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.frameworks import (
+    attach_wrapped,
+    missing,
+    replace_method,
+    resume,
+    save_beside,
+)
 from sparsync.integrations.sync import Sync
 
 try:
@@ -34,17 +40,24 @@ class SparsyncCallback(TrainerCallback):
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training begins.
+        checkpoint: what ``trainer.train()``, if it runs, was given to resume from.
 
     Raises:
-        ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.train()``.
+        ConfigurationError: the trainer has such a callback that is not closed.  From ``trainer.train()``
+            what ``sparsync.attach`` refuses.
+        PeerError: from ``trainer.train()``; see ``sparsync.attach``.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         self.sync: Sync | None = None
         self._trainer, self._options = trainer, options
         self._model: Any = None
-        self._checkpoint: Any = None  # as train() was given it
-        trainer.train = self._noting_the_checkpoint(trainer.train)
+        self.checkpoint: Any = None
+        if isinstance(trainer.train, _Training):
+            raise ConfigurationError(
+                "this trainer already has a SparsyncCallback; close() that one before making another"
+            )
+        self._restore = replace_method(trainer, "train", _Training(self, trainer.train))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -52,13 +65,14 @@ class SparsyncCallback(TrainerCallback):
         """Attach to the wrapped model; resume where the trainer does."""
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
-            self.close()
+            if self.sync is not None:
+                self.sync.close()
             optimizers = [] if optimizer is None else [optimizer]
             how = "start several: torchrun --nproc-per-node 2 ..."
             scaler = getattr(self._trainer.accelerator, "scaler", None)
             self.sync = attach_wrapped(model, optimizers, self._options, how, scaler)
             self._model = model
-        checkpoint = self._checkpoint
+        checkpoint = self.checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(args.output_dir)
         if checkpoint:
@@ -71,19 +85,23 @@ class SparsyncCallback(TrainerCallback):
             save_beside(self.sync, self._model, run / f"checkpoint-{state.global_step}" / _FOLDER)
 
     def close(self) -> None:
-        """End the engine thread and its process group: train no more with this model."""
+        """Leave the trainer, which then trains as if nothing had been attached."""
+        self._restore()
+        self._trainer.remove_callback(self)
         if self.sync is not None:
             self.sync.close()
 
-    def _noting_the_checkpoint(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``Trainer.train``: callbacks are told the step that it resumes at, but not from where."""
 
-        @functools.wraps(train)
-        def noting(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._checkpoint = resume_from_checkpoint
-            try:
-                return train(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                self._checkpoint = None
+class _Training:
+    """``Trainer.train``; callbacks are told the step that it resumes at, but not from where."""
 
-        return noting
+    def __init__(self, callback: SparsyncCallback, train: Any) -> None:
+        self._callback, self._train = callback, train
+        functools.update_wrapper(self, train)
+
+    def __call__(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._callback.checkpoint = resume_from_checkpoint
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._callback.checkpoint = None

@@ -1,28 +1,22 @@
-"""The door to the hot loops.  Callers import from here and never from a backend.
+"""The hot loops, dispatched to C++, Triton or PyTorch by their tensors (``kernels/dispatch.py``).
 
-Every call goes by its tensors: float32 on the CPU to C++ (``kernels/native.py``) if that was built,
-float32 on a GPU to Triton (``kernels/triton``) if that is installed, everything else to the PyTorch
-specification (``kernels/torch.py``), to which the others are bit-equal: integers, floats, Inf,
-denormals, signs; only which bits of a NaN arise from a sum is left open.
+Callers import from here and never from a backend.  PyTorch (``kernels/reference.py``) is the
+specification, to which the other backends are bit-equal: integers, floats, Inf, denormals, signs; only
+which bits of a NaN arise from a sum is left open.
 """
 
-import functools
-import importlib
-import logging
 from collections.abc import Sequence
-from typing import Any, Final
 
-from torch import Tensor, float32
+from torch import Tensor, int64
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import native
-from sparsync.kernels import torch as specification
+from sparsync.kernels import reference
 from sparsync.kernels.dealing import Dealt, deal, undeal
-from sparsync.kernels.torch import Found, key_range, magnitude_keys
+from sparsync.kernels.dispatch import backend_of
+from sparsync.kernels.reference import key_range, magnitude_keys
 
 __all__ = [
     "Dealt",
-    "Found",
     "accumulate_",
     "count_from",
     "deal",
@@ -37,13 +31,10 @@ __all__ = [
     "undeal",
 ]
 
-# elements from which it is worth a word that a CPU kernel is slow (a pass takes 1 ms)
-_LARGE: Final = 1 << 17
-
 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
-) -> Found | None:
+) -> tuple[Tensor, Tensor] | None:
     """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
 
     The swap leaves an exact undo in the gradient's memory, without a second buffer.
@@ -56,7 +47,7 @@ def accumulate_(
         limit: how many of them at most.
 
     Returns:
-        The entries; None without a key, or if there are more than ``limit``.
+        Their ascending indices and their values; None without a key, or if there are more than ``limit``.
 
     Raises:
         ConfigurationError: the two are not alike, not 1-D or not contiguous.
@@ -64,17 +55,20 @@ def accumulate_(
     Example:
         >>> import torch
         >>> residual, gradient = torch.tensor([1.0, -4.0]), torch.tensor([0.5, 1.0])
-        >>> found = accumulate_(residual, gradient, key=int(magnitude_keys(torch.tensor(2.0))), limit=2)
-        >>> residual.tolist(), gradient.tolist(), found.indices.tolist(), found.values.tolist()
-        ([1.5, -3.0], [1.0, -4.0], [1], [-3.0])
+        >>> accumulate_(residual, gradient, key=int(magnitude_keys(torch.tensor(2.0))), limit=2)
+        (tensor([1]), tensor([-3.]))
+        >>> residual.tolist(), gradient.tolist()
+        ([1.5, -3.0], [1.0, -4.0])
     """
-    specification.check_pair(residual, gradient)
-    found: Found | None = _backend(residual).accumulate_(residual, gradient, key, limit)
+    reference.check_pair(residual, gradient)
+    found: tuple[Tensor, Tensor] | None = backend_of(residual).accumulate_(
+        residual, gradient, key, limit
+    )
     return found
 
 
-def find(x: Tensor, key: int, limit: int | None) -> Found | None:
-    """Return all entries of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
+def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
+    """Return indices and values of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
 
     Args:
         x: `[n]`.
@@ -83,10 +77,10 @@ def find(x: Tensor, key: int, limit: int | None) -> Found | None:
 
     Example:
         >>> import torch
-        >>> find(torch.tensor([0.0, 3.0, -0.0]), 0, None).indices.tolist()
-        [1]
+        >>> find(torch.tensor([0.0, 3.0, -0.0]), 0, None)
+        (tensor([1]), tensor([3.]))
     """
-    found: Found | None = _backend(x).find(x.contiguous(), key, limit)
+    found: tuple[Tensor, Tensor] | None = backend_of(x).find(x.contiguous(), key, limit)
     return found
 
 
@@ -100,7 +94,7 @@ def top(x: Tensor, k: int) -> Tensor:
         >>> top(torch.tensor([1.0, -3.0, 0.0, 1.0]), 2).tolist()
         [0, 1]
     """
-    positions: Tensor = _backend(x).top(x.contiguous(), k)
+    positions: Tensor = backend_of(x).top(x.contiguous(), k)
     return positions
 
 
@@ -114,6 +108,10 @@ def merge(
         size: all indices are in ``[0, size)``.
         within: ascending indices; entries elsewhere are left out.
 
+    Raises:
+        ConfigurationError: no streams; in C++ also indices of a stream, or ``within``, that do not
+            ascend within ``[0, size)``.
+
     Example:
         >>> import torch
         >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])
@@ -124,9 +122,11 @@ def merge(
         (tensor([0]), tensor([1.]))
     """
     if not streams:
-        raise ConfigurationError("merge: no streams came; give at least one, which may be empty")
+        raise ConfigurationError(
+            "merge: no streams were given; pass at least one, which may be empty"
+        )
     parts = [(indices.contiguous(), values.contiguous()) for indices, values in streams]
-    backend = _backend(*(values for _, values in parts))
+    backend = backend_of(*(values for _, values in parts))
     within = within if within is None else within.contiguous()
     merged: tuple[Tensor, Tensor] = backend.merge(parts, size, within)
     return merged
@@ -140,21 +140,29 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
         >>> restrict(torch.tensor([1, 4, 9]), torch.tensor([0, 4, 9, 12])).tolist()
         [1, 2]
     """
-    backend = _backend(indices, among, dtype=indices.dtype)
+    backend = backend_of(indices, among, dtype=int64)
     positions: Tensor = backend.restrict(indices.contiguous(), among.contiguous())
     return positions
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``."""
-    backend = _backend(dense, values) if dense.is_contiguous() else specification
+    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: in C++, an index lies outside; nothing was subtracted.
+    """
+    backend = backend_of(dense, values) if dense.is_contiguous() else reference
     backend.subtract_(dense, indices.contiguous(), values.contiguous())
     return dense
 
 
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``."""
-    backend = _backend(dense, values) if dense.is_contiguous() else specification
+    """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: in C++, indices do not ascend within ``dense``; nothing was written.
+    """
+    backend = backend_of(dense, values) if dense.is_contiguous() else reference
     backend.scatter_(dense, indices.contiguous(), values.contiguous())
     return dense
 
@@ -168,39 +176,5 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         >>> count_from(torch.tensor([2.0, 0.0, -4.0, 0.5]), keys).tolist()
         [4, 2, 1]
     """
-    counts: Tensor = _backend(values).count_from(values.contiguous(), keys.contiguous())
+    counts: Tensor = backend_of(values).count_from(values.contiguous(), keys.contiguous())
     return counts
-
-
-# ---- which backend --------------------------------------------------------------------------------
-
-
-def _backend(*tensors: Tensor, dtype: object = float32) -> Any:
-    """Return the module whose functions take these tensors."""
-    devices = {tensor.device.type for tensor in tensors}
-    if any(tensor.dtype is not dtype for tensor in tensors) or len(devices) > 1:
-        return specification
-    if devices == {"cpu"}:
-        if native.chosen() != "torch":
-            return native
-        if native.EXTENSION is None and tensors[0].numel() >= _LARGE:
-            _say_that_it_is_slow()
-    elif devices == {"cuda"}:
-        return _triton() or specification
-    return specification
-
-
-@functools.cache
-def _triton() -> Any:
-    """Return the Triton backend, imported when the first CUDA tensor comes; None without Triton."""
-    backend = importlib.import_module("sparsync.kernels.triton")
-    return backend if backend.installed() else None
-
-
-@functools.cache  # once per process
-def _say_that_it_is_slow() -> None:
-    logging.getLogger("sparsync").warning(
-        "sparsync was installed without its native kernels, so selection on the CPU is about ten times "
-        "slower: install a C++ compiler (g++ or clang++) and then sparsync again, with pip's -v to see "
-        "what the build says"
-    )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsync.kernels import native
+from sparsync.kernels.dispatch import backend_of
 
 __all__ = ["Dealt", "deal", "undeal"]
 
@@ -23,9 +24,9 @@ class Dealt(NamedTuple):
     """Elements grouped by owner, ascending within each.
 
     Attributes:
-        order: `[nnz]` their positions in what was dealt.
+        order: `[nnz]` their positions among the dealt elements.
         local: `[nnz]` their indices within their owners.
-        counts: how many each owner got.
+        counts: number of elements of each owner.
     """
 
     order: Tensor
@@ -34,19 +35,18 @@ class Dealt(NamedTuple):
 
 
 def deal(indices: Tensor, world_size: int) -> Dealt:
-    """Group ascending indices by owner: in C++ on the CPU, if that was built.
+    """Group ascending indices by owner.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
-    if indices.is_cpu and native.chosen() != "torch":
-        return _deal_natively(indices.contiguous(), world_size)
+    if backend_of(indices, dtype=torch.int64) is native:
+        return Dealt(*native.deal(indices.contiguous(), world_size))
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=world_size).tolist()
-    return Dealt(order, group[order], counts)
+    return Dealt(order, group[order], torch.bincount(owner, minlength=world_size).tolist())
 
 
 def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
@@ -58,27 +58,9 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
         >>> torch.equal(undeal(mine, 1, 3), dealt.order.split(dealt.counts)[1])
         True
     """
-    if local.is_cpu and native.chosen() != "torch":
-        local, result = local.contiguous(), torch.empty_like(local)
-        native.EXTENSION.undeal(
-            local.data_ptr(), local.numel(), owner, world_size, result.data_ptr()
-        )
-        return result
+    if backend_of(local, dtype=torch.int64) is native:
+        return native.undeal(local.contiguous(), owner, world_size)
     return local * world_size + (owner - _turn(local, world_size)) % world_size
-
-
-def _deal_natively(indices: Tensor, world_size: int) -> Dealt:
-    order, local = torch.empty_like(indices), torch.empty_like(indices)
-    counts = torch.empty(world_size, dtype=torch.int64)
-    native.EXTENSION.deal(
-        indices.data_ptr(),
-        indices.numel(),
-        world_size,
-        order.data_ptr(),
-        local.data_ptr(),
-        counts.data_ptr(),
-    )
-    return Dealt(order, local, counts.tolist())
 
 
 def _turn(group: Tensor, world_size: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""The hot loops in C++ (``native/``), for float32 on the CPU: the same results as ``kernels/torch.py``.
+"""The hot loops in C++ (``native/``), for float32 on the CPU; ``kernels/__init__.py`` describes them.
 
 Built when the package is installed, if there is a C++ compiler.  The instruction set is chosen at run
 time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another one of
-them, or ``torch``: not to use this module at all.
+them, or ``torch`` to switch this module off.  In every function ``isa`` is one of
+``instruction_sets()``, by default ``chosen()``, and ``threads`` the most that are used, by default
+``torch.get_num_threads()``, fewer for small vectors.
 
-Tensors are passed as addresses; what could read or write outside them is refused here or in C++.
+Tensors are passed as addresses; whatever could read or write outside them is refused here or in C++.
 """
 
 from __future__ import annotations
@@ -19,46 +21,58 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels.torch import Found, check_pair
+from sparsync.kernels.reference import check_pair
 
 __all__ = [
     "EXTENSION",
     "accumulate_",
     "chosen",
     "count_from",
+    "deal",
+    "empty",
     "find",
+    "guarded",
     "instruction_sets",
     "merge",
     "restrict",
     "scatter_",
     "subtract_",
     "top",
+    "undeal",
 ]
+
+_INTERFACE: Final = 2  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
     try:
-        return importlib.import_module("sparsync.kernels._native")
+        extension = importlib.import_module("sparsync.kernels._native")
     except ImportError:  # not built, or built for another machine
         return None
+    if getattr(extension, "interface", 1) != _INTERFACE:
+        raise ConfigurationError(
+            f"the native kernels in {extension.__file__} were built from other sources than this "
+            "sparsync: install it again (in a checkout: make)"
+        )
+    return extension
 
 
 EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
 
-# a thread is worth its start (some 50 us) from here on: a pass over 2^20 elements takes 200 us
+# elements for which a further thread is worth its start (50 us): a pass over them takes 200 us
 _ELEMENTS_PER_THREAD: Final = 1 << 20
-# below, ``find`` without a limit makes room for everything rather than count first
+# up to here ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
 # from here on ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
-# one element of so many is sampled, or of fewer, so that there are at least 2^12 samples
+# one element in this many is sampled, or more, so that there are at least 2^12 samples
 _STRIDE: Final = 256
 _SAMPLES: Final = 1 << 12
 
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """Return the names of those that this build and this machine have, the fastest first."""
+    """Return the instruction sets that this build and this machine have, the fastest first."""
     return tuple(EXTENSION.instruction_sets()) if EXTENSION is not None else ()
 
 
@@ -87,22 +101,8 @@ def accumulate_(
     *,
     isa: str | None = None,
     threads: int | None = None,
-) -> Found | None:
-    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
-
-    Args:
-        residual: `[n]`, modified.
-        gradient: `[n]`, modified.
-        key: collect entries of the new residual from this magnitude key on, in the same pass.
-        limit: how many at most.
-        isa: one of ``instruction_sets()``; default ``chosen()``.
-        threads: at most so many; default ``torch.get_num_threads()``, fewer for small vectors.
-
-    Returns:
-        The entries; None without a key, or if there are more than ``limit``.
-
-    Cost: one pass that reads and writes both.
-    """
+) -> tuple[Tensor, Tensor] | None:
+    """See ``kernels.accumulate_``.  Cost: one pass that reads and writes both."""
     check_pair(residual, gradient)
     n, isa, workers = residual.numel(), isa or chosen(), _workers(residual.numel(), threads)
     addresses = _address("residual", residual), _address("gradient", gradient)
@@ -126,11 +126,8 @@ def find(
     *,
     isa: str | None = None,
     threads: int | None = None,
-) -> Found | None:
-    """Return all entries of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
-
-    Cost: one reading of x; a second one without a limit.
-    """
+) -> tuple[Tensor, Tensor] | None:
+    """See ``kernels.find``.  Cost: one reading of x; a second one without a limit."""
     n, isa, workers = x.numel(), isa or chosen(), _workers(x.numel(), threads)
     address = _address("x", x)
     if limit is None:
@@ -146,22 +143,22 @@ def find(
 
 
 def top(x: Tensor, k: int, *, isa: str | None = None, threads: int | None = None) -> Tensor:
-    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
+    """See ``kernels.top``.
 
-    Ties go to the lower position.  Cost: for many elements, a reading of x and a selection among
-    somewhat more than k; where the sample misled, or k is no small part, up to six readings.
+    Cost: for many elements, a reading of x and a selection among somewhat more than k; where the
+    sample misled, or k is no small part of n, up to six readings.
     """
     n, isa = x.numel(), isa or chosen()
     address = _address("x", x)
     k = min(k, n)
     if k <= 0:
-        return _room(0, torch.int64)
+        return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
         candidates = find(x, key, 4 * k + _SMALL, isa=isa, threads=threads)
-        if candidates is not None and candidates.indices.numel() >= k:
-            return candidates.indices[top(candidates.values, k, isa=isa)]
-    positions = _room(k, torch.int64)
+        if candidates is not None and candidates[0].numel() >= k:
+            return candidates[0][top(candidates[1], k, isa=isa)]
+    positions = empty(k, torch.int64)
     return positions[: EXTENSION.top(address, n, k, positions.data_ptr(), isa)]
 
 
@@ -172,70 +169,67 @@ def merge(
     *,
     isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
-
-    Raises:
-        ConfigurationError: indices of a stream, or ``within``, do not ascend within ``[0, size)``.
-    """
+    """See ``kernels.merge``."""
     parts = [(*_entries(indices, values), indices.numel()) for indices, values in streams]
     room = sum(count for _, _, count in parts)
-    indices, values = _room(room, torch.int64), _room(room, torch.float32)
+    indices, values = empty(room, torch.int64), empty(room, torch.float32)
     ends = indices.data_ptr(), values.data_ptr(), isa or chosen()
     if within is None:
-        count = _guarded(EXTENSION.merge, parts, size, *ends)
+        count = guarded(EXTENSION.merge, parts, size, *ends)
     else:
         places = _address("within", within, torch.int64), within.numel()
-        count = _guarded(EXTENSION.merge_within, parts, size, *places, *ends)
+        count = guarded(EXTENSION.merge_within, parts, size, *places, *ends)
     return indices[:count], values[:count]
 
 
 def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """Return the positions within ``indices`` of those that occur in ``among``; both ascend.
-
-    Raises:
-        ConfigurationError: they do not ascend.
-    """
+    """See ``kernels.restrict``."""
     positions = torch.empty_like(indices)
-    ours = _address("indices", indices, torch.int64), indices.numel()
-    others = _address("among", among, torch.int64), among.numel()
-    return positions[: _guarded(EXTENSION.restrict_to, *ours, *others, positions.data_ptr())]
+    searched = _address("indices", indices, torch.int64), indices.numel()
+    wanted = _address("among", among, torch.int64), among.numel()
+    return positions[: guarded(EXTENSION.restrict_to, *searched, *wanted, positions.data_ptr())]
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
-
-    Raises:
-        ConfigurationError: an index lies outside; nothing was subtracted.
-    """
-    _guarded(EXTENSION.subtract, *_places(dense, indices, values))
+    """See ``kernels.subtract_``."""
+    guarded(EXTENSION.subtract, *_places(dense, indices, values))
     return dense
 
 
 def scatter_(
     dense: Tensor, indices: Tensor, values: Tensor, *, threads: int | None = None
 ) -> Tensor:
-    """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
-
-    Raises:
-        ConfigurationError: indices do not ascend within ``dense``; nothing was written.
-    """
+    """See ``kernels.scatter_``."""
     places = _places(dense, indices, values)
-    _guarded(EXTENSION.scatter, *places, _workers(dense.numel(), threads))
+    guarded(EXTENSION.scatter, *places, _workers(dense.numel(), threads))
     return dense
 
 
 def count_from(values: Tensor, keys: Tensor, *, isa: str | None = None) -> Tensor:
-    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
-
-    Raises:
-        ConfigurationError: the keys do not ascend.
-    """
+    """See ``kernels.count_from``."""
     keys = keys.to(torch.int64).contiguous()
     counts = torch.empty_like(keys)
     addresses = _address("values", values), _address("keys", keys, torch.int64)
     arguments = (addresses[0], values.numel(), addresses[1], keys.numel(), counts.data_ptr())
-    _guarded(EXTENSION.count_from, *arguments, isa or chosen())
+    guarded(EXTENSION.count_from, *arguments, isa or chosen())
     return counts
+
+
+def deal(indices: Tensor, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
+    """See ``kernels.deal``."""
+    order, local = torch.empty_like(indices), torch.empty_like(indices)
+    counts = empty(world_size, torch.int64)
+    start = _address("indices", indices, torch.int64)
+    ends = order.data_ptr(), local.data_ptr(), counts.data_ptr()
+    EXTENSION.deal(start, indices.numel(), world_size, *ends)
+    return order, local, counts.tolist()
+
+
+def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
+    """See ``kernels.undeal``."""
+    indices, start = torch.empty_like(local), _address("local", local, torch.int64)
+    EXTENSION.undeal(start, local.numel(), owner, world_size, indices.data_ptr())
+    return indices
 
 
 # ---- passing tensors ------------------------------------------------------------------------------
@@ -250,8 +244,8 @@ def _address(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> i
     return tensor.data_ptr()
 
 
-def _room(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate, whatever the user's default dtype and device are."""
+def empty(count: int, dtype: torch.dtype) -> Tensor:
+    """Allocate on the CPU, whatever the default dtype and device; unwritten memory costs nothing."""
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
@@ -268,8 +262,8 @@ def _places(dense: Tensor, indices: Tensor, values: Tensor) -> tuple[int, int, i
     return _address("dense", dense), dense.numel(), *_entries(indices, values), indices.numel()
 
 
-def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
-    """Call a kernel that checks its indices; its complaint becomes ours."""
+def guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
+    """Call a kernel that checks its arguments; what it refuses raises ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:
@@ -287,9 +281,9 @@ def _low(key: int) -> int:
 
 def _collect(
     run: Callable[[int, int, int, int], int], key: int, limit: int, workers: int
-) -> Found | None:
-    """Make room (memory that is not written costs nothing), run the pass, cut to what it found."""
+) -> tuple[Tensor, Tensor] | None:
+    """Allocate for every worker, run the pass, and cut to the entries found."""
     limit = max(limit, 0)
-    indices, values = (_room(workers * limit, t) for t in (torch.int64, torch.float32))
+    indices, values = (empty(workers * limit, t) for t in (torch.int64, torch.float32))
     count = run(_low(key), limit, indices.data_ptr(), values.data_ptr())
-    return None if count < 0 else Found(indices[:count], values[:count])
+    return None if count < 0 else (indices[:count], values[:count])

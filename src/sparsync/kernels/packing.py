@@ -1,8 +1,8 @@
 """Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
 
-``pack`` and ``unpack`` are the door: tensors on the CPU go to C++ (``native/packing.cpp``) where that is
-built, those on a GPU to Triton (``kernels/triton/packing.py``) where that is installed.  The other
-functions are the specification, in plain PyTorch on any device, which the others equal bit for bit.
+``pack`` and ``unpack`` are the entry points, which dispatch to C++ (``native/packing.cpp``) or Triton
+(``kernels/triton/packing.py``).  The other functions are the specification, in plain PyTorch on any
+device, to which both are bit-equal.
 
 Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
 as they are, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between
@@ -13,7 +13,6 @@ entries come first, the unary part follows on the next bit, zero bits fill the l
 from __future__ import annotations
 
 import importlib
-import sys
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,22 +20,27 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.kernels import native
+from sparsync.kernels import native, reference
+from sparsync.kernels.dispatch import backend_of
 
 __all__ = [
     "BF16",
     "FP32",
     "INT8",
     "index_bits",
+    "index_bytes",
     "low_bits",
+    "miscounted",
     "pack",
     "pack_indices",
     "pack_values",
     "to_float32",
+    "unordered",
     "unpack",
     "unpack_indices",
     "unpack_values",
     "value_bytes",
+    "view_as",
 ]
 
 BF16: Final = 1
@@ -79,6 +83,11 @@ def index_bits(nnz: int, size: int) -> int:
     return nnz * (low + 1) - (-size >> low)  # minus the floor of the negative: plus the ceiling
 
 
+def index_bytes(nnz: int, size: int) -> int:
+    """Return the exact bytes of ``nnz`` indices below ``size``."""
+    return (index_bits(nnz, size) + 7) // 8
+
+
 def value_bytes(nnz: int, form: int, block: int) -> int:
     """Return the exact bytes of ``nnz`` values; int8 has a float32 scale per ``block`` of them."""
     if form == INT8:
@@ -99,10 +108,10 @@ def pack(
             value (the specification trusts that they are).
     """
     exact = to_float32(values, form)
-    if _has_native(indices, values):
+    on = _functions(exact)
+    if on is native:
         payload, rounded = _pack_natively(header, indices.contiguous(), exact, size, form, block)
     else:
-        on = _functions(values)
         raw = on.pack_values(exact, form, block)
         rounded = exact if form == FP32 else on.unpack_values(raw, values.numel(), form, block)
         start = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(values.device)
@@ -116,35 +125,33 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
     Raises:
         WireFormatError: see ``unpack_indices``.
     """
-    if _has_native(body):
+    on, middle = _functions(body), value_bytes(nnz, form, block)
+    if on is native:
         return _unpack_natively(body.contiguous(), nnz, size, form, block)
-    middle, on = value_bytes(nnz, form, block), _functions(body)
     values = on.unpack_values(body[:middle], nnz, form, block)
     return on.unpack_indices(body[middle:], nnz, size), values
 
 
 def _functions(tensor: Tensor) -> Any:
-    """Return the module whose functions of these names take the tensor: Triton's, or this one."""
-    if tensor.is_cuda and importlib.import_module("sparsync.kernels.triton").installed():
-        return importlib.import_module("sparsync.kernels.triton.packing")
-    return sys.modules[__name__]
-
-
-def _has_native(*tensors: Tensor) -> bool:
-    return all(tensor.is_cpu for tensor in tensors) and native.chosen() != "torch"
+    """Return the module whose functions take the tensor: native, Triton's packing, or this one."""
+    backend = backend_of(tensor, dtype=tensor.dtype)
+    if backend is native:
+        return native
+    this = __name__ if backend is reference else f"{backend.__name__}.packing"
+    return importlib.import_module(this)
 
 
 def _pack_natively(
     header: bytes, indices: Tensor, values: Tensor, size: int, form: int, block: int
 ) -> tuple[Tensor, Tensor]:
     nnz, start = values.numel(), len(header)
-    body = value_bytes(nnz, form, block) + (index_bits(nnz, size) + 7) // 8
-    payload = torch.empty(start + body, dtype=torch.uint8, device="cpu")
+    body = value_bytes(nnz, form, block) + index_bytes(nnz, size)
+    payload = native.empty(start + body, torch.uint8)
     payload.numpy().data[:start] = header
     rounded = values if form == FP32 else torch.empty_like(values)
     ends = payload.data_ptr() + start, body, rounded.data_ptr()
     shape = nnz, size, form, block
-    alike = indices.dtype == torch.int64 and indices.shape == values.shape
+    alike = indices.is_cpu and indices.dtype == torch.int64 and indices.shape == values.shape
     if not alike or not native.EXTENSION.pack(indices.data_ptr(), values.data_ptr(), *shape, *ends):
         raise ConfigurationError(
             f"indices ({tuple(indices.shape)}, {indices.dtype}) must be int64, one per value and "
@@ -156,22 +163,23 @@ def _pack_natively(
 def _unpack_natively(
     body: Tensor, nnz: int, size: int, form: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    indices = torch.empty(nnz, dtype=torch.int64, device="cpu")
-    values = torch.empty(nnz, dtype=torch.float32, device="cpu")
+    indices, values = native.empty(nnz, torch.int64), native.empty(nnz, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
     found = native.EXTENSION.unpack(body.data_ptr(), body.numel(), nnz, size, form, block, *ends)
     if found != nnz:
-        raise _unordered(size) if found < 0 else _miscounted(nnz, found)
+        raise unordered(size) if found < 0 else miscounted(nnz, found)
     return indices, values
 
 
-def _miscounted(nnz: int, found: int) -> WireFormatError:
+def miscounted(nnz: int, found: int) -> WireFormatError:
+    """Return the error of a message whose index stream does not hold one bit per entry."""
     return WireFormatError(
         f"a message of {nnz} entries has {found} bits set where its indices stand; it is corrupt"
     )
 
 
-def _unordered(size: int) -> WireFormatError:
+def unordered(size: int) -> WireFormatError:
+    """Return the error of a message whose indices do not ascend."""
     return WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
 
 
@@ -214,10 +222,10 @@ def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
-        raise _miscounted(nnz, ones.numel())
+        raise miscounted(nnz, ones.numel())
     indices = ((ones - order) << low) | _get(packed, order * low, low)
     if nnz and bool((indices[-1] >= size) | (indices.diff() <= 0).any()):
-        raise _unordered(size)
+        raise unordered(size)
     return indices
 
 
@@ -280,11 +288,11 @@ def _to_bf16(values: Tensor) -> Tensor:
 def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
     """Unpack ``nnz`` float32 values; any bytes give some values, -128 of INT8 gives NaN."""
     if form == FP32:
-        return _aligned(packed, torch.float32)
+        return view_as(packed, torch.float32)
     if form == BF16:
-        return (_aligned(packed, torch.int16).to(torch.int32) << 16).view(torch.float32)
+        return (view_as(packed, torch.int16).to(torch.int32) << 16).view(torch.float32)
     rows = -(-nnz // block)
-    scales = _aligned(packed[: 4 * rows], torch.float32)
+    scales = view_as(packed[: 4 * rows], torch.float32)
     codes = packed[4 * rows :].view(torch.int8)
     values = (
         codes.to(torch.float32) * scales.repeat_interleave(block, output_size=rows * block)[:nnz]
@@ -292,6 +300,6 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
     return torch.where(codes == _NOT_FINITE, torch.nan, values)
 
 
-def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as ``dtype``, copying where the offset does not suit it."""
+def view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """View bytes as ``dtype``, copying where they do not start on a multiple of its width."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)

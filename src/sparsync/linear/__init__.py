@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sparsync.linear.data import Shard, load_shard, trigram_shard
-from sparsync.linear.losses import Penalty, loss_named
-from sparsync.linear.problem import Evaluation, Problem
+from sparsync.linear.problem import Penalty, Problem, loss_named
+from sparsync.linear.rows import Shard
 from sparsync.linear.scd import Scd
-from sparsync.linear.schedules import Schedule
 from sparsync.linear.sgd import Sgd
+from sparsync.linear.solver import Evaluation, Schedule
+from sparsync.linear.svmlight import load_shard
+from sparsync.linear.trigrams import trigram_shard
 
 if TYPE_CHECKING:
     from sparsync.linear.estimator import SparseLinearClassifier

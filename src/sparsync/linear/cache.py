@@ -1,9 +1,9 @@
-"""Parsed rows on disk: numbered parts of NumPy files, written once, mapped ever after.
+"""Cache parsed rows on disk: numbered parts of NumPy files, written once and then mapped.
 
 A part is a folder ``part-00007`` with four ``.npy`` files and a description with their checksums.
-It is written under another name and renamed when whole; its content is a function of the source, so
-ranks that race write the same, and the first rename wins.  No lock, no wait: a rank that finds a
-part missing or damaged makes it.
+It is written under another name and renamed when whole.  Its content is a function of the source, so
+ranks that race write the same, and the first rename wins: no lock, no wait.  A rank that finds a part
+missing or damaged makes it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sparsync.linear.rows import Rows
 
 __all__ = ["FORMAT_VERSION", "PartInfo", "PartStore"]
 
-FORMAT_VERSION = 1  # raised whenever a part of before would be read wrongly
+FORMAT_VERSION = 1  # raised whenever older parts would be read wrongly
 _ARRAYS = ("labels", "indptr", "indices", "values")
 _HEADER_BYTES = 128  # of the ``.npy`` files here; an empty array is no more
 
 
 @dataclass(frozen=True)
 class PartInfo:
-    """What is known of a part without touching its rows.
+    """The description of a part, readable without touching its rows.
 
     Attributes:
-        rows: how many.
+        rows: number of rows.
         nonzeros: entries of all rows.
         lowest: smallest index; 0 where there is none.
         highest: largest index; -1 where there is none.
@@ -54,12 +54,11 @@ class PartInfo:
     @classmethod
     def of(cls, rows: Rows) -> PartInfo:
         """Describe rows."""
-        some = rows.indices.size > 0
         return cls(
             rows=rows.count,
             nonzeros=len(rows.values),
-            lowest=int(rows.indices.min()) if some else 0,
-            highest=int(rows.indices.max()) if some else -1,
+            lowest=int(rows.indices.min()) if rows.indices.size else 0,
+            highest=int(rows.indices.max()) if rows.indices.size else -1,
             labels=tuple(np.unique(rows.labels).tolist()),
             checksums=_checksums(rows),
         )
@@ -93,7 +92,7 @@ class PartStore:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def describe(self, number: int) -> PartInfo | None:
-        """Return what is known of a part, or None where it is missing or its description damaged."""
+        """Return a part's description, or None where that is missing or damaged."""
         fields = _load_json(self.path(number) / "part.json")
         if fields is None:
             return None
@@ -115,7 +114,7 @@ class PartStore:
         """Write a part; a sound one that is there already stays."""
         if self.describe(number) is None:
             _remove(self.path(number))
-        with self._writing(), self._fresh() as fresh:
+        with self._writing() as fresh:
             fresh.mkdir()
             for name in _ARRAYS:
                 np.save(fresh / f"{name}.npy", getattr(rows, name))
@@ -129,7 +128,7 @@ class PartStore:
 
     def note(self, facts: dict[str, int]) -> None:
         """Keep facts about the whole source."""
-        with self._writing(), self._fresh() as fresh:
+        with self._writing() as fresh:
             _save_json(fresh, facts)
             fresh.replace(self.directory / "source.json")
 
@@ -144,7 +143,7 @@ class PartStore:
                 _remove(other)
 
     def path(self, number: int) -> Path:
-        """Where a part is."""
+        """Return the folder of a part."""
         return self.directory / f"part-{number:05}"
 
     def _map(self, number: int) -> Rows | None:
@@ -158,32 +157,25 @@ class PartStore:
         return rows if _checksums(rows) == info.checksums else None
 
     @contextlib.contextmanager
-    def _fresh(self) -> Iterator[Path]:
-        """Give a name that nobody else uses; what still bears it at the end is removed."""
+    def _writing(self) -> Iterator[Path]:
+        """Give a path that nobody else uses; remove what is still there at the end."""
         fresh = self.directory / f".{uuid.uuid4().hex}"
         try:
             yield fresh
-        finally:
-            if fresh.is_dir():
-                shutil.rmtree(fresh, ignore_errors=True)
-            fresh.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
         except OSError as error:
             raise ConfigurationError(
                 f"the cache {self.directory} cannot be written ({error.strerror or error}); "
                 "name a folder that can be with cache=..."
             ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(fresh) if fresh.is_dir() else fresh.unlink()
 
 
 def _map_array(path: Path) -> np.ndarray:
     """Map an array, as a plain ``ndarray``; an empty one has nothing to map."""
-    if path.stat().st_size <= _HEADER_BYTES:
-        return np.asarray(np.load(path))
-    return np.asarray(np.load(path, mmap_mode="r"))
+    mode: Any = "r" if path.stat().st_size > _HEADER_BYTES else None
+    return np.asarray(np.load(path, mmap_mode=mode))
 
 
 def _checksums(rows: Rows) -> tuple[int, ...]:
@@ -192,7 +184,7 @@ def _checksums(rows: Rows) -> tuple[int, ...]:
 
 
 def _save_json(path: Path, fields: dict[str, Any]) -> None:
-    """Write fields behind a checksum of their text."""
+    """Write fields, preceded by a checksum of their text."""
     text = json.dumps(fields)
     path.write_text(f"{zlib.crc32(text.encode())} {text}")
 
@@ -207,7 +199,7 @@ def _load_json(path: Path) -> dict[str, Any] | None:
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder away at once, under another name, and then delete it; it may be gone already."""
+    """Rename a folder, so that it is gone at once, then delete it; it may be gone already."""
     doomed = folder.with_name(f".{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         folder.rename(doomed)

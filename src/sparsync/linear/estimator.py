@@ -1,4 +1,4 @@
-"""The solvers as a scikit-learn estimator, on one rank or on many."""
+"""Wrap the solvers as a scikit-learn estimator, on one rank or on many."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 
 from sparsync.errors import ConfigurationError
 from sparsync.linear.exchanges import gradient_exchange, update_exchange
-from sparsync.linear.losses import Penalty, loss_named
-from sparsync.linear.problem import Problem
+from sparsync.linear.problem import Penalty, Problem, loss_named
 from sparsync.linear.products import Products
 from sparsync.linear.scd import Scd
-from sparsync.linear.schedules import Schedule
 from sparsync.linear.sgd import Sgd
-from sparsync.linear.solver import Solver
-from sparsync.transports.base import Communicator, run
-from sparsync.transports.solo import SoloCommunicator
+from sparsync.linear.solver import Schedule, Solver
+from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.driver import run
 
 __all__ = ["SparseLinearClassifier"]
 
@@ -210,7 +208,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return shares
 
     def __sklearn_tags__(self) -> Any:
-        """Say that sparse rows are welcome."""
+        """Declare that sparse rows are accepted."""
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags

@@ -1,4 +1,4 @@
-"""By what the ranks of a linear model exchange: the lossless sparse collectives, and dense ones."""
+"""The collectives by which the ranks of a linear model exchange: lossless sparse ones, and dense ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sparsync.collectives import (
 )
 from sparsync.errors import ConfigurationError
 from sparsync.linear.products import even_cuts
-from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.base import Communicator
+from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
@@ -32,7 +32,7 @@ from sparsync.wire.streams import StreamCodec
 
 __all__ = ["EXCHANGES", "DenseSlices", "gradient_exchange", "update_exchange"]
 
-_Maker = Callable[[Codec, float | None], Collective]
+_Maker = Callable[[Codec[SparseVector], float | None], Collective]
 
 # of at most cap * k entries; none of them rounds
 _SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
@@ -50,7 +50,7 @@ EXCHANGES = ("dense", *_SPARSE)
 
 
 def gradient_exchange(name: str, dtype: np.dtype[Any]) -> Callable[[], Collective]:
-    """Return what makes the collective of that name for gradients, whose entries nobody bounds.
+    """Return a maker of the collective that sums gradients, which may have any number of entries.
 
     Args:
         name: one of ``EXCHANGES``.
@@ -63,32 +63,25 @@ def gradient_exchange(name: str, dtype: np.dtype[Any]) -> Callable[[], Collectiv
         >>> type(gradient_exchange("ring", np.dtype(np.float32))()).__name__
         'Ring'
     """
-    _check(name)
-    return Dense if name == "dense" else lambda: _SPARSE[name](_codec(dtype), None)
+    return _maker(name, dtype, Dense, None)
 
 
 def update_exchange(name: str, dtype: np.dtype[Any]) -> Callable[[], Collective]:
-    """Return what makes the collective for updates: at most k entries per rank, in its own slice.
+    """Return a maker of the collective for updates: at most k entries per rank, in its own slice.
 
-    Args:
-        name: one of ``EXCHANGES``.
-        dtype: of the values.
-
-    Raises:
-        ConfigurationError: unknown name (lists the known ones).
+    Arguments and errors are those of ``gradient_exchange``.
     """
-    _check(name)
-    return DenseSlices if name == "dense" else lambda: _SPARSE[name](_codec(dtype), 1.0)
+    return _maker(name, dtype, DenseSlices, 1.0)
 
 
-def _codec(dtype: np.dtype[Any]) -> Codec:
-    """Return the shortest format that rounds nothing: packed indices, where it has the values' width."""
-    return Packed("fp32") if dtype == np.float32 else Coo()
-
-
-def _check(name: str) -> None:
+def _maker(
+    name: str, dtype: np.dtype[Any], dense: Callable[[], Collective], cap: float | None
+) -> Callable[[], Collective]:
     if name not in EXCHANGES:
         raise ConfigurationError(f"unknown exchange {name!r}; choose one of {', '.join(EXCHANGES)}")
+    # the shortest format that rounds nothing: packed indices, where it has the values' width
+    codec: Codec[SparseVector] = Packed("fp32") if dtype == np.float32 else Coo()
+    return dense if name == "dense" else lambda: _SPARSE[name](codec, cap)
 
 
 @final
@@ -112,7 +105,7 @@ class DenseSlices(Collective):
     """
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Collect the slices; they are put one behind the other."""
+        """Collect the slices and concatenate them."""
         cuts = even_cuts(selected.size, comm.world_size)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         dense = selected.to_dense()

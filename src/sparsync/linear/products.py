@@ -1,4 +1,4 @@
-"""Products of sparse rows with vectors, on the threads of one rank."""
+"""Multiply sparse rows with vectors on the threads of one rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError
-from sparsync.linear.losses import Floats
-from sparsync.linear.weights import LazyWeights
+from sparsync.linear.problem import Floats, LazyWeights
 from sparsync.sparse import SparseVector
 
 __all__ = ["Products", "even_cuts"]
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 def even_cuts(size: int, parts: int) -> list[int]:
-    """Return the boundaries of so many contiguous parts, whose sizes differ by at most one.
+    """Return the boundaries of contiguous parts, whose sizes differ by at most one.
 
     Example:
         >>> even_cuts(10, 4)
@@ -40,8 +39,8 @@ class Products:
 
     Args:
         threads: at least 1; 1 starts none.
-        compact_factor: sums are sorted together, not added up in dense vectors, if so many times the
-            stored elements are still fewer than the columns (ours: where both take equally long).
+        compact_factor: sums are sorted together, not added up in dense vectors, if this many times the
+            stored elements are still fewer than the columns (default: where both take equally long).
 
     Example:
         >>> products = Products(threads=2)

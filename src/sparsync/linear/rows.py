@@ -1,4 +1,4 @@
-"""Rows of a sparse matrix with their labels, as bare arrays: what is parsed, cached and cut."""
+"""Labelled sparse rows as plain arrays, and the part of a data set that one rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsync.errors import ConfigurationError
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 
-__all__ = ["Rows", "narrowed", "optional"]
+__all__ = ["Rows", "Shard", "narrowed", "optional", "row_range"]
 
 _INT32_END = 1 << 31
 
@@ -32,6 +32,45 @@ def optional(module: str) -> Any:
             f"linear models on sparse data need {module.split('.')[0]}, which is not installed "
             f"({error}): pip install 'sparsync[linear]'"
         ) from error
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of one rank: `[first_row, first_row + rows)` of the whole data set.
+
+    Attributes:
+        features: `[rows, dimensions]` with ``float32`` values; may be mapped from a file and is
+            then read-only.
+        labels: `[rows]` with ``float32``, each -1 or +1.
+        rows_total: rows of the whole data set, over all ranks.
+        first_row: number of this rank's first row in the whole, 0-based.
+    """
+
+    features: csr_matrix
+    labels: np.ndarray
+    rows_total: int
+    first_row: int
+
+
+def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the rows `[first, stop)` of a rank: contiguous, sizes differ by at most one.
+
+    With fewer rows than ranks the last ranks have none.
+
+    Raises:
+        ConfigurationError: there is no such rank.
+
+    Example:
+        >>> [row_range(10, rank=rank, world_size=4) for rank in range(4)]
+        [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank {rank} of world_size {world_size}; expected 0 <= rank < world_size"
+        )
+    each, extra = divmod(rows, world_size)
+    first = rank * each + min(rank, extra)
+    return first, first + each + (rank < extra)
 
 
 @dataclass(frozen=True)
@@ -60,18 +99,16 @@ class Rows:
         cls, labels: list[float], indices: list[list[int]], values: list[list[float]]
     ) -> Rows:
         """Gather rows that were read one by one."""
-        ends = np.cumsum([0, *map(len, indices)], dtype=np.int64)
-        flat = np.array([i for row in indices for i in row], dtype=np.int64)
         return cls(
             np.array(labels, dtype=np.float64),
-            ends,
-            narrowed(flat),
+            np.cumsum([0, *map(len, indices)], dtype=np.int64),
+            narrowed(np.array([i for row in indices for i in row], dtype=np.int64)),
             np.array([v for row in values for v in row], dtype=np.float32),
         )
 
     @classmethod
     def join(cls, parts: Sequence[Rows]) -> Rows:
-        """Put parts one after another; a single part is returned as it is, not copied."""
+        """Concatenate parts; a single part is returned as it is, not copied."""
         if not parts:
             return cls.of_lists([], [], [])
         if len(parts) == 1:
@@ -107,9 +144,9 @@ class Rows:
             dimensions: number of columns.
             shift: added to every index; other than 0 it copies the indices.
         """
-        indices = (
-            self.indices + np.array(shift, dtype=self.indices.dtype) if shift else self.indices
-        )
+        indices = self.indices
+        if shift:
+            indices = indices + np.array(shift, dtype=indices.dtype)
         narrow = indices.dtype == np.int32 and len(self.values) < _INT32_END
         pointers = self.indptr.astype(np.int32) if narrow else self.indptr
         matrix = optional("scipy.sparse").csr_matrix(

@@ -1,4 +1,4 @@
-"""Distributed random block coordinate descent: every rank changes some coordinates of its slice."""
+"""Distributed random block coordinate descent, which exchanges a few updated coordinates per rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from scipy.sparse import csc_matrix, hstack  # type: ignore[import-untyped, unus
 
 from sparsync.collectives.base import Collective
 from sparsync.errors import ConfigurationError
-from sparsync.linear.losses import Floats, soft
-from sparsync.linear.meter import Meter
-from sparsync.linear.problem import Problem
+from sparsync.linear.problem import Floats, Integers, Problem, soft
 from sparsync.linear.products import Products, even_cuts
-from sparsync.linear.solver import Solver
-from sparsync.linear.weights import Integers
+from sparsync.linear.solver import Meter, Solver
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.base import Communicator
-from sparsync.transports.framing import Raw
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Raw
 
 __all__ = ["Scd"]
 
@@ -97,7 +94,7 @@ class Scd(Solver):
         self.collective = make_collective()
         self.coordinates, self.seed, self.steps = coordinates, seed, steps
         ones = np.ones((problem.rows, 1), problem.dtype)
-        # the intercept is a column of ones behind the last
+        # the intercept is a column of ones after the last
         self.columns = hstack([problem.features, ones], format="csc")
         self.scores = np.zeros(problem.rows)
         self.slices: list[Integers] = []
@@ -199,9 +196,8 @@ class Scd(Solver):
         self.weights.add_(total)
         if isinstance(total, SparseVector):
             changes = np.zeros(len(block.coordinates))
-            changes[np.searchsorted(block.coordinates, total.indices.numpy())] = (
-                total.values.numpy()
-            )
+            places = np.searchsorted(block.coordinates, total.indices.numpy())
+            changes[places] = total.values.numpy()
         else:
             changes = total.values.numpy()[block.coordinates].astype(np.float64)
         self.scores += block.columns @ changes

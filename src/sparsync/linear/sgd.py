@@ -1,27 +1,25 @@
-"""Distributed mini-batch SGD: what travels is the gradient, sparse as the data are."""
+"""Distributed mini-batch SGD, which exchanges gradients as sparse as the data."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
 
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.errors import ConfigurationError
-from sparsync.linear.in_flight import Background, InFlight
-from sparsync.linear.meter import Meter
-from sparsync.linear.problem import Problem, suggested_lr
+from sparsync.linear.problem import Integers, Problem, suggested_lr
 from sparsync.linear.products import Products
-from sparsync.linear.schedules import Schedule
-from sparsync.linear.solver import Solver
-from sparsync.linear.weights import Integers
-from sparsync.sparse import SparseVector
-from sparsync.transports.base import Communicator
+from sparsync.linear.solver import Meter, Schedule, Solver
+from sparsync.sparse import SparseVector, Vector
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Flight, Operation
 
-__all__ = ["Sgd"]
+__all__ = ["Background", "InFlight", "Sgd"]
 
 
 @final
@@ -42,7 +40,7 @@ class Sgd(Solver):
         lr_is_factor: see there.
         staleness: steps t compute with the totals up to t - 1 - staleness, exactly; an epoch ends
             with nothing in flight.  0: synchronous.
-        background: runs exchanges beside the computation.
+        background: runs exchanges during the computation.
         shuffle: rows in a new order in each epoch; else in theirs.
         seed: of the order.
         steps: most steps of an epoch; None: all rows once.
@@ -140,3 +138,79 @@ class Sgd(Solver):
     def _apply(self, reduced: Reduced, lr: float) -> None:
         with self.meter.computing():
             self.weights.apply_(reduced.total, lr)
+
+
+class Background(Protocol):
+    """Runs exchanges while the rank computes: ``transports.driver.Engine``."""
+
+    def submit(self, job: Coroutine[Operation, None, Reduced]) -> Future[Reduced]:
+        """Queue an exchange; the future has its result."""
+
+
+@final
+class InFlight:
+    """The exchanges of one rank, at most ``staleness + 1`` at once, each on a channel of its own.
+
+    Args:
+        comm: the group; while exchanges are under way, nobody else may use it.
+        make_collective: builds what sums; called once per channel.
+        staleness: how many exchanges stay under way when a step ends.
+        background: runs them during the computation; None: they advance only while this rank waits
+            for the oldest (always so in the simulator, whose clock charges no computation).
+
+    State: the exchanges, and that of the collectives.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        make_collective: Callable[[], Collective],
+        staleness: int = 0,
+        background: Background | None = None,
+    ) -> None:
+        if staleness < 0:
+            raise ConfigurationError(f"staleness is {staleness}; give a number of steps >= 0")
+        self.staleness, self.background = staleness, background
+        self._channels = [comm.channel(comm.tag + i) for i in range(staleness + 1)]
+        self._collectives = [make_collective() for _ in self._channels]
+        self._flight = Flight()
+        self._pending: deque[Future[Reduced]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, vector: Vector, step: int, k: int | None = None) -> None:
+        """Send a vector on its way; ``k`` as in ``Collective.reduce``, default: its size."""
+        assert len(self) <= self.staleness, "await the oldest first"
+        slot = step % (self.staleness + 1)
+        k = vector.size if k is None else k
+        program: Coroutine[Any, None, Reduced]
+        program = self._collectives[slot].reduce(self._channels[slot], vector, k, step)
+        if self.background is not None:
+            self._pending.append(self.background.submit(program))
+            return
+        future: Future[Reduced] = Future()
+        self._pending.append(future)
+        self._flight.start(program, future.set_result)
+
+    async def oldest(self) -> Reduced:
+        """Return the oldest exchange's result when it is there."""
+        future = self._pending.popleft()
+        if self.background is not None:
+            await _Arrival(future)
+        while not future.done():
+            await self._flight.turn()
+        return future.result()
+
+
+@final
+class _Arrival(Operation):
+    """The end of an exchange in the background."""
+
+    def __init__(self, future: Future[Reduced]) -> None:
+        self.future, self.done = future, future.done()
+
+    def wait(self) -> None:
+        """Wait for it; its own waits have deadlines."""
+        self.future.exception()
+        self.done = True

@@ -1,6 +1,6 @@
-"""A data set that every Python has: hashed byte trigrams of its standard library's sources.
+"""Build a data set that every Python has: hashed byte trigrams of its standard library's sources.
 
-The shape of the URL and Webspam sets (millions of columns, few hundred entries a row) without a
+It has the shape of the URL and Webspam sets (millions of columns, few hundred entries a row) without a
 download.  A sample is a run of lines of one file; its label says which package they are from.
 """
 
@@ -9,21 +9,21 @@ from __future__ import annotations
 import sysconfig
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from sparsync.errors import ConfigurationError
 from sparsync.linear.cache import PartStore
-from sparsync.linear.hashing import SHORTEST, drawn_order, hash_trigrams
-from sparsync.linear.rows import Rows
-from sparsync.linear.shard import Shard, row_range
+from sparsync.linear.rows import Rows, Shard, row_range
 
-__all__ = ["URL_DIMENSIONS", "trigram_shard"]
+__all__ = ["SHORTEST", "URL_DIMENSIONS", "drawn_order", "hash_trigrams", "trigram_shard"]
 
 URL_DIMENSIONS = 3_231_961  # columns of the URL data set (SparCML, Table 1)
+SHORTEST = 3  # bytes that make a trigram
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NEWLINE = 10
@@ -56,7 +56,7 @@ def trigram_shard(
         dimensions: number of columns that trigrams are hashed to.
         rank: this rank.
         world_size: number of ranks; may exceed the number of rows.
-        rows: use so many rows, the first in order; default: all.
+        rows: use this many rows, the first in order; default: all.
         positive: name of the top-level package or module whose lines are +1.  Default: ``test``,
             about half of all lines; where it is not shipped, all packages against single modules.
         lines: of a sample.
@@ -85,7 +85,7 @@ def trigram_shard(
     if not 0 < total <= make.rows_total:
         raise ConfigurationError(
             f"rows {total}; the sources in {library.root} give {make.rows_total:,} samples of "
-            f"{lines} lines: ask for 1 to so many, or take fewer lines"
+            f"{lines} lines: ask for no more, or take fewer lines"
         )
     first, stop = row_range(total, rank=rank, world_size=world_size)
     parts = []
@@ -98,21 +98,13 @@ def trigram_shard(
     return Shard(own.to_csr(dimensions), own.labels.astype(np.float32), total, first)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Where every sample is, in the drawn order.
-
-    Attributes:
-        content: bytes of all files, one after another.
-        starts: `[rows]`: first byte of each sample.
-        stops: `[rows]`: the byte behind its last.
-        labels: `[rows]`: -1 or +1.
-    """
+class _Samples(NamedTuple):
+    """Where every sample is, in the drawn order: bytes `[start, stop)` of all files' content."""
 
     content: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
-    labels: np.ndarray
+    labels: np.ndarray  # -1 or +1
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ class _Library:
 
     @cached_property
     def files(self) -> list[tuple[tuple[str, ...], Path]]:
-        """Every source file behind the parts of its path, sorted by these."""
+        """Every source file, preceded by the parts of its path, sorted by these."""
         found = ((file.relative_to(self.root).parts, file) for file in self.root.rglob("*.py"))
         return sorted((parts, file) for parts, file in found if not _INSTALLED & {*parts})
 
@@ -171,24 +163,16 @@ class _Library:
         return np.where(chosen, 1.0, -1.0)
 
 
-@dataclass(frozen=True)
 class _Maker:
     """Makes rows, or takes them from the cache; reads the sources only where it has to."""
 
-    library: _Library
-    dimensions: int
-    store: PartStore | None
-    rows_total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        known = (self.store.noted() if self.store else None) or {}
-        rows_total = known.get("rows")
-        if rows_total is None:
-            rows_total = len(self.library.samples.labels)
-            if self.store:
-                self.store.note({"rows": rows_total})
-                self.store.drop_older()
-        object.__setattr__(self, "rows_total", rows_total)
+    def __init__(self, library: _Library, dimensions: int, store: PartStore | None) -> None:
+        self.library, self.dimensions, self.store = library, dimensions, store
+        known = (store.noted() if store else None) or {}
+        self.rows_total = known.get("rows") or len(library.samples.labels)
+        if store and "rows" not in known:
+            store.note({"rows": self.rows_total})
+            store.drop_older()
 
     def __call__(self, part: int, low: int, high: int) -> Rows:
         """Return rows `[low, high)` of a part."""
@@ -226,10 +210,92 @@ def _content(file: Path) -> bytes:
 
 
 def _spans(content: bytes, lines: int) -> np.ndarray:
-    """Cut a file every so many lines: `[samples, 2]`, start and stop of each in bytes."""
+    """Cut a file every ``lines`` lines: `[samples, 2]`, start and stop of each in bytes."""
     ends = (
         np.flatnonzero(np.frombuffer(content, dtype=np.uint8) == _NEWLINE)[lines - 1 :: lines] + 1
     )
     bounds = np.concatenate([[0], ends, [len(content)]])
     spans = np.stack([bounds[:-1], bounds[1:]], axis=1)
     return np.asarray(spans[spans[:, 1] - spans[:, 0] >= SHORTEST])
+
+
+# ---- hashing: integers only, the same on every machine --------------------------------------------
+
+
+def hash_trigrams(
+    content: np.ndarray, starts: np.ndarray, stops: np.ndarray, dimensions: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hash the byte trigrams of samples to columns; an entry is sqrt(times / trigrams of the sample).
+
+    Square roots of counts, so that the runs of blanks in a source do not drown the rest; a row has
+    length 1, and every operation is exact or correctly rounded, whatever the machine.
+
+    Args:
+        content: bytes, ``uint8``.
+        starts: `[rows]` with ``int64``: first byte of each sample.
+        stops: `[rows]` with ``int64``: the byte after its last; at least ``SHORTEST`` farther.
+        dimensions: number of columns, below 2^31.
+
+    Returns:
+        indptr, indices and values of the rows in compressed sparse row form.
+
+    Example:
+        >>> text = np.frombuffer(b"abcabc", dtype=np.uint8)
+        >>> indptr, indices, values = hash_trigrams(text, np.array([0]), np.array([6]), 1_000)
+        >>> indptr, indices  # abc twice, bca, cab
+        (array([0, 3]), array([260, 613, 865], dtype=int32))
+        >>> values
+        array([0.70710677, 0.5       , 0.5       ], dtype=float32)
+    """
+    counts = stops - starts - (SHORTEST - 1)
+    before = np.cumsum(counts) - counts
+    at = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    trigrams = content[at].astype(np.uint32)
+    trigrams |= content[at + 1].astype(np.uint32) << np.uint32(8)
+    trigrams |= content[at + 2].astype(np.uint32) << np.uint32(16)
+    columns = (_mixed32(trigrams).astype(np.uint64) * np.uint64(dimensions)) >> np.uint64(32)
+
+    # sorted by row, then column: equal neighbours are one entry
+    keys = np.repeat(np.arange(len(starts), dtype=np.uint64) << np.uint64(32), counts) | columns
+    keys.sort()
+    firsts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    times = np.diff(firsts, append=len(keys))
+    rows = (keys[firsts] >> np.uint64(32)).astype(np.int64)
+    indptr = np.zeros(len(starts) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(rows, minlength=len(starts)), out=indptr[1:])
+    indices = (keys[firsts] & np.uint64(0xFFFFFFFF)).astype(np.int32)
+    return indptr, indices, np.sqrt(times / counts[rows]).astype(np.float32)
+
+
+def drawn_order(rows: int, seed: int) -> np.ndarray:
+    """Return the numbers of rows in an order drawn by ``seed``; no generator's version matters.
+
+    Example:
+        >>> drawn_order(6, seed=0)
+        array([2, 4, 5, 1, 0, 3])
+    """
+    keys = _mixed64(np.arange(rows, dtype=np.uint64), seed)
+    return np.argsort(keys, kind="stable")
+
+
+def _mixed32(x: np.ndarray) -> np.ndarray:
+    """Scatter 32-bit numbers over their range, in place: the finaliser of MurmurHash3 (Appleby)."""
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x85EBCA6B)
+    x ^= x >> np.uint32(13)
+    x *= np.uint32(0xC2B2AE35)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def _mixed64(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """Scatter 64-bit numbers over their range, by seed: SplitMix64 (Steele et al., 2014)."""
+    golden = 0x9E3779B97F4A7C15
+    start = int(_finalised64(np.array([seed % 2**64], dtype=np.uint64))[0])
+    return _finalised64(numbers * np.uint64(golden) + np.uint64((start + golden) % 2**64))
+
+
+def _finalised64(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))

@@ -1,22 +1,22 @@
-"""Which entries are worth sending: one selector per file."""
+"""Which entries are worth sending: one selector per file, RedSync's five in one."""
 
-from sparsync.selection.base import Selector, Watch
-from sparsync.selection.binary_search import BinarySearch
-from sparsync.selection.bins import Bins
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Final
+
+from sparsync.selection.base import Selector
 from sparsync.selection.blockwise import Blockwise
-from sparsync.selection.by_size import BySize
 from sparsync.selection.everything import Everything
 from sparsync.selection.exact import Exact, ExactState
 from sparsync.selection.gaussian import GaussianK
-from sparsync.selection.layered import Layered
-from sparsync.selection.one_signed import OneSigned
+from sparsync.selection.redsync import BinarySearch, BySize, Layered, OneSigned, Trimmed
 from sparsync.selection.reused import Reused, ReusedState
 from sparsync.selection.sampled import Sampled
-from sparsync.selection.trimmed import Trimmed
 
 __all__ = [
+    "SELECTORS",
     "BinarySearch",
-    "Bins",
     "Blockwise",
     "BySize",
     "Everything",
@@ -30,5 +30,21 @@ __all__ = [
     "Sampled",
     "Selector",
     "Trimmed",
-    "Watch",
 ]
+
+# what the contracts check and ``sparsync bench selectors`` measures: a row per selector
+SELECTORS: Final[Mapping[str, Callable[[], Selector]]] = MappingProxyType(
+    {
+        "everything": Everything,
+        "exact": Exact,
+        "reused": Reused,
+        "blockwise": Blockwise,
+        "gaussian": GaussianK,
+        "sampled": Sampled,
+        "trimmed": Trimmed,
+        "binary search": BinarySearch,
+        "by size": BySize,
+        "one-signed": lambda: OneSigned(Exact()),
+        "layered": partial(Layered, Exact),
+    }
+)

@@ -1,49 +1,27 @@
-"""The seam of selection: which entries of the accumulated gradient are worth sending."""
+"""The seam of selection: choose the entries of the accumulated gradient that are worth sending."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.kernels import Found
-from sparsync.sparse import Vector
+from sparsync.sparse import SparseVector, Vector
 from sparsync.state import Stateful
 
-__all__ = ["Selector", "Watch", "within"]
-
-
-class Watch(NamedTuple):
-    """What to collect in the pass that accumulates: it costs next to nothing there.
-
-    Attributes:
-        key: collect entries of at least this magnitude (an integer of ``kernels.magnitude_keys``).
-        limit: give up when there are more than this.
-    """
-
-    key: int
-    limit: int
-
-
-def within(found: Found | None, watch: Watch | None) -> Found | None:
-    """Return those of the found entries that ``watch`` asked for; None where it would be."""
-    if found is None or watch is None:
-        return None
-    reaching = kernels.find(found.values, watch.key, watch.limit)
-    if reaching is None or reaching.indices.numel() == found.indices.numel():
-        return found if reaching else None
-    return Found(found.indices[reaching.indices], reaching.values)
+__all__ = ["Selector", "largest", "mixed_seed", "reaching"]
 
 
 class Selector(Stateful):
     """Chooses entries.  Its memory (thresholds, counters) is ``self.state``.
 
-    ``reuses`` says that thresholds of one step serve the next: of what was selected by another rule
-    in between they know nothing.
+    Attributes:
+        reuses: thresholds of one step serve the next.  They say nothing about what another rule selected
+            in between.
     """
 
     reuses: bool = False
@@ -56,25 +34,58 @@ class Selector(Stateful):
         """Name the method that is used on every layer of a unit, for statistics."""
         return [type(self).__name__] * len(sizes)
 
-    def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
-        """Return what ``select`` would like to have collected; None: nothing.
+    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Return which entries to collect in the pass that accumulates, where it costs next to nothing.
 
-        Asked before the step's gradients are accumulated, with the state of the last step; ``dtype`` is
-        that of the residual.
+        Asked before the step's gradients are accumulated, with the state of the last step.
+
+        Args:
+            k: as for ``select``.
+            step: likewise.
+            dtype: of the residual.
+
+        Returns:
+            The smallest magnitude, as a key (``kernels.magnitude_keys``), and the largest number of
+            entries: if more reach it, nothing is collected.  None: nothing is needed.
         """
         return None
 
     @abstractmethod
-    def select(self, accumulated: Tensor, k: int, step: int, found: Found | None = None) -> Vector:
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> Vector:
         """Return the chosen entries of ``accumulated``, which is not modified.
 
         Args:
             accumulated: `[n]`, residual + gradient; any n, 0 included.
             k: number of entries asked for; more than n is legal.
             step: 0-based; a period p opens when ``step % p == 0``.
-            found: all entries that ``watch`` asked for, if they were collected.  It saves time and
-                changes nothing else.
+            collected: all entries that ``collect_from`` asked for.  They save time and change nothing
+                else; None: nothing was collected.
 
         Returns:
             Entries with the values of ``accumulated``; zeros are never among them, NaN always is.
         """
+
+
+def largest(accumulated: Tensor, k: int) -> SparseVector:
+    """Select the ``min(k, nnz)`` entries of largest magnitude; ties go to the lower index."""
+    positions = kernels.top(accumulated, k)
+    return SparseVector(positions, accumulated[positions], accumulated.numel())
+
+
+def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseVector | None:
+    """Select all entries of at least a magnitude; None if they are more than ``limit``."""
+    found = kernels.find(accumulated, key, limit)
+    return None if found is None else SparseVector(*found, accumulated.numel())
+
+
+def mixed_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's draws; ``seed + step`` would shift one sequence from run to run.
+
+    Example:
+        >>> mixed_seed(0, 1) == mixed_seed(1, 0)
+        False
+    """
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import Found
 from sparsync.selection.base import Selector
 from sparsync.sparse import SparseVector
 
@@ -50,7 +49,7 @@ class Blockwise(Selector):
         self.entries, self.block = entries, block
 
     def select(
-        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the largest of every block."""
         size, block = accumulated.numel(), self.block

@@ -6,9 +6,8 @@ from typing import final
 
 from torch import Tensor
 
-from sparsync.kernels import Found
 from sparsync.selection.base import Selector
-from sparsync.sparse import DenseVector
+from sparsync.sparse import DenseVector, SparseVector
 
 __all__ = ["Everything"]
 
@@ -21,7 +20,7 @@ class Everything(Selector):
     """
 
     def select(
-        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> DenseVector:
         """Return the accumulated gradient itself (not a copy)."""
         return DenseVector(accumulated)

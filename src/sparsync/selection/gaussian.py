@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import Found
-from sparsync.selection.base import Selector
+from sparsync.selection.base import Selector, largest, reaching
 from sparsync.sparse import SparseVector
 
 __all__ = ["GaussianK"]
@@ -24,14 +23,15 @@ class GaussianK(Selector):
     Real gradients are narrower than the normal distribution of their mean and deviation, so too few
     entries reach it.  It is multiplied by ``scaling`` until more than ``enough * k`` do, or all that are
     not zero; after ``trials`` of that the k largest are selected instead.  **So at least
-    ``min(enough * k, nnz)`` entries come, and up to n**: nothing bounds them above (as published), and
-    a collective must cap them.  NaN and Inf are always among them and have no part in the threshold.
+    ``min(enough * k, nnz)`` entries are selected, and up to n**: nothing bounds them above (as
+    published), and a collective must cap them.  NaN and Inf are always among them and have no part in
+    the threshold.
 
     Args:
         enough: part of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial (the paper: "gradually"; 0.9 is ours: under error
+        scaling: factor on the threshold per trial (the paper: "gradually"; 0.9 is a choice: under error
             feedback a threshold 10 % lower is reached by some 5 times as many entries).
-        trials: passes over the elements at most; 32 of 0.9 reach down to 3 % of the threshold (ours).
+        trials: passes over the elements at most; 32 of 0.9 reach down to 3 % of the threshold.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
     Differs from the paper: trials are bounded; the mean's magnitude is taken, so that the sign of a
@@ -49,19 +49,19 @@ class GaussianK(Selector):
     def __init__(self, enough: float = 0.75, scaling: float = 0.9, trials: int = 32) -> None:
         if not 0 <= enough < 1:
             raise ConfigurationError(
-                f"GaussianK: enough is {enough}; give the part of k to exceed, in [0, 1), as 0.75"
+                f"GaussianK: enough is {enough}; give the part of k to exceed, in [0, 1), e.g. 0.75"
             )
         if not 0 < scaling < 1:
             raise ConfigurationError(
                 f"GaussianK: scaling is {scaling}; give the factor on the threshold per trial, in "
-                "(0, 1), as 0.9"
+                "(0, 1), e.g. 0.9"
             )
         if trials < 1:
             raise ConfigurationError(f"GaussianK: trials is {trials}; give at least 1")
         self.enough, self.scaling, self.trials = enough, scaling, trials
 
     def select(
-        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return what reaches the threshold."""
         size = accumulated.numel()
@@ -70,13 +70,12 @@ class GaussianK(Selector):
         nnz = int(accumulated.count_nonzero())
         threshold = _threshold(accumulated, min(k, size))
         for _ in range(self.trials):
-            reached = kernels.find(accumulated, _key(threshold, accumulated), None)
-            assert reached is not None  # there is no limit
-            if reached.indices.numel() > self.enough * k or reached.indices.numel() == nnz:
-                return SparseVector(reached.indices, reached.values, size)
+            key = int(kernels.magnitude_keys(accumulated.new_tensor([threshold], device="cpu")))
+            reached = reaching(accumulated, key)
+            if reached is not None and (reached.nnz > self.enough * k or reached.nnz == nnz):
+                return reached
             threshold *= self.scaling
-        positions = kernels.top(accumulated, k)
-        return SparseVector(positions, accumulated[positions], size)
+        return largest(accumulated, k)
 
 
 def _threshold(accumulated: Tensor, k: int) -> float:
@@ -87,12 +86,6 @@ def _threshold(accumulated: Tensor, k: int) -> float:
         return 0.0
     # relative to the largest, so that no square overflows or vanishes
     variance, mean = torch.var_mean(finite / peak, correction=0)
-    tail = -NormalDist().inv_cdf(
-        k / accumulated.numel() / 2
-    )  # both tails have k / n of the entries
+    # both tails have k / n of the entries
+    tail = -NormalDist().inv_cdf(k / accumulated.numel() / 2)
     return peak * min(abs(float(mean)) + float(variance.sqrt()) * tail, 1.0)
-
-
-def _key(threshold: float, like: Tensor) -> int:
-    """Return the magnitude as a key in the dtype of ``like``."""
-    return int(kernels.magnitude_keys(torch.tensor([threshold], dtype=like.dtype)))

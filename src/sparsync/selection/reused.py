@@ -1,6 +1,6 @@
 """Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between.
 
-Or exact when it has to be: "auto" renews the threshold when the count leaves a band around k.
+With "auto", exact when it has to be: the threshold is renewed when the count leaves a band around k.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import Found
-from sparsync.selection.base import Selector, Watch
+from sparsync.selection.base import Selector, largest, reaching
 from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
 
 _BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.1)
 _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
-_ROOM = 4  # times k: what a reused threshold may find before the pass that accumulates gives up
 
 
 @dataclass(frozen=True)
 class ReusedState:
-    """What is carried from step to step.
+    """State that is carried from step to step.
 
     Attributes:
         threshold_key: magnitude of the k-th largest entry at the last exact step, as the integer
@@ -51,10 +49,16 @@ class Reused(Selector):
     if k entries or more lie above 84 % of the threshold, the k largest are among them.  So no step
     deviates by more than the band, and the paper's 11 %, an average there, is a bound here.
 
+    Args:
+        threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
+        cap: of k, on steps that reuse; None: no cap, as published.
+        floor: of k; None: no floor, as published.
+        band: of k, for "auto".
+
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
     "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
     State: ``ReusedState``.
-    Differs from the paper: cap and floor (``None`` is the paper), "auto"; steps are 0-based.
+    Differs from the paper: cap, floor and "auto"; steps are 0-based.
 
     Example:
         >>> import torch
@@ -75,10 +79,8 @@ class Reused(Selector):
         *,
         band: float = _BAND,
     ) -> None:
-        """Set the period tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), cap, floor, band."""
-        if threshold_period != "auto" and not (
-            _is_number(threshold_period) and threshold_period >= 1
-        ):
+        whole = isinstance(threshold_period, int) and not isinstance(threshold_period, bool)
+        if threshold_period != "auto" and not (whole and threshold_period >= 1):
             raise ConfigurationError(
                 f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"'
             )
@@ -99,81 +101,71 @@ class Reused(Selector):
         self.reuses = threshold_period != 1
         self.state = ReusedState()
 
-    def watch(self, k: int, step: int, dtype: torch.dtype) -> Watch | None:
-        """Watch what reaches the threshold, on the steps that reuse it."""
-        known = self.state.threshold_key
-        if known is None or self._opens(step):
+    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Collect what reaches the threshold, on the steps that reuse it."""
+        known = self._known(step)
+        if known is None:
             return None
-        room = _ROOM * k + 64
-        return Watch(self._lowest(known, dtype), 2 * room if self._adapts else room)
+        if self.threshold_period == "auto":
+            return _lowest(known, dtype), 2 * _room(k)
+        return known, _room(k)
 
     def select(
-        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the entries above the threshold, which is renewed when the period opens."""
-        known, size = self.state.threshold_key, accumulated.numel()
-        if known is not None and not self._opens(step):
-            limit = size if self.cap is None else max(math.floor(self.cap * k), 1)
-            if self._adapts:
-                lowest = self._lowest(known, accumulated.dtype)
-                most = _ROOM * k + 64
-                found = found or kernels.find(accumulated, lowest, 2 * most)
-                found = found or kernels.find(accumulated, known, most)
-                return self._within_band(accumulated, k, found, limit)
-            room = None if self.cap is None else max(limit, _ROOM * k + 64)
-            found = found or kernels.find(accumulated, known, room)
-            if found is None:  # more than there is room for reach it: the largest of them
-                positions = kernels.top(accumulated, limit)
-                return SparseVector(positions, accumulated[positions], size)
-            reached = SparseVector(found.indices, found.values, size)
-            if self.floor is None or reached.nnz >= min(k, self.floor * k):
-                return reached.top(limit)
-        return self._exactly(accumulated, k)
+        known = self._known(step)
+        if known is None:
+            return self._renew(largest(accumulated, k))
+        limit = accumulated.numel() if self.cap is None else max(math.floor(self.cap * k), 1)
+        if self.threshold_period == "auto":
+            lowest = _lowest(known, accumulated.dtype)
+            collected = collected or reaching(accumulated, lowest, 2 * _room(k))
+            collected = collected or reaching(accumulated, known, _room(k))
+            return self._within_band(accumulated, k, known, collected, limit)
+        room = None if self.cap is None else max(limit, _room(k))
+        reached = collected or reaching(accumulated, known, room)
+        if reached is None:  # more than there is room for reach it: the largest of them
+            return largest(accumulated, limit)
+        if self.floor is None or reached.nnz >= min(k, self.floor * k):
+            return reached.top(limit)
+        return self._renew(largest(accumulated, k))
 
-    @property
-    def _adapts(self) -> bool:
-        """Thresholds are renewed when it is time, not every so many steps."""
-        return self.threshold_period == "auto"
-
-    def _opens(self, step: int) -> bool:
-        """Tell whether a step opens a period."""
-        return self.threshold_period != "auto" and step % self.threshold_period == 0
-
-    def _lowest(self, known: int, dtype: torch.dtype) -> int:
-        """Return from which magnitude on entries are looked at."""
-        _, octave = kernels.key_range(dtype)
-        return max(known - round(_MARGIN * octave), 1) if self._adapts else known
+    def _known(self, step: int) -> int | None:
+        """Return the threshold that a step reuses; None where it is to be exact."""
+        opens = self.threshold_period != "auto" and step % self.threshold_period == 0
+        return None if opens else self.state.threshold_key
 
     def _within_band(
-        self, accumulated: Tensor, k: int, found: Found | None, limit: int
+        self,
+        accumulated: Tensor,
+        k: int,
+        known: int,
+        collected: SparseVector | None,
+        limit: int,
     ) -> SparseVector:
         """Return what reaches the threshold, if it numbers about k; else exactly k."""
-        known = self.state.threshold_key
-        if found is not None and known is not None:
-            candidates = SparseVector(found.indices, found.values, accumulated.numel())
-            reaching = kernels.find(found.values, known, None)
-            assert reaching is not None, "without a limit there is always room"
-            if abs(reaching.indices.numel() - k) <= self.band * k:
-                return candidates.keep(reaching.indices).top(limit)
-            if candidates.nnz >= k:
-                return self._renewed(candidates.top(k))
-        return self._exactly(accumulated, k)
+        if collected is not None:
+            reached = kernels.find(collected.values, known, None)
+            if reached is not None and abs(reached[0].numel() - k) <= self.band * k:
+                return collected.keep(reached[0]).top(limit)
+            if collected.nnz >= k:
+                return self._renew(collected.top(k))
+        return self._renew(largest(accumulated, k))
 
-    def _exactly(self, accumulated: Tensor, k: int) -> SparseVector:
-        """Return the k largest of all."""
-        positions = kernels.top(accumulated, k)
-        return self._renewed(SparseVector(positions, accumulated[positions], accumulated.numel()))
-
-    def _renewed(self, selected: SparseVector) -> SparseVector:
+    def _renew(self, selected: SparseVector) -> SparseVector:
         """Take the smallest magnitude of an exact selection as the threshold."""
-        self.state = ReusedState(_smallest_key(selected.values))
+        keys = kernels.magnitude_keys(selected.values)
+        self.state = ReusedState(int(keys.min()) if selected.nnz else None)
         return selected
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _lowest(known: int, dtype: torch.dtype) -> int:
+    """Return the key from which "auto" looks at entries."""
+    _, octave = kernels.key_range(dtype)
+    return max(known - round(_MARGIN * octave), 1)
 
 
-def _smallest_key(values: Tensor) -> int | None:
-    """Return the smallest magnitude as a key, None if there is no value."""
-    return int(kernels.magnitude_keys(values).min()) if values.numel() else None
+def _room(k: int) -> int:
+    """Return how many entries a reused threshold may find before the pass that accumulates gives up."""
+    return 4 * k + 64

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import Found
-from sparsync.selection.base import Selector
+from sparsync.selection.base import Selector, largest, mixed_seed, reaching
 from sparsync.sparse import SparseVector
 
 __all__ = ["Sampled", "SampledState"]
@@ -21,7 +20,7 @@ __all__ = ["Sampled", "SampledState"]
 
 @dataclass(frozen=True)
 class SampledState:
-    """What is carried from step to step.
+    """State that is carried from step to step.
 
     Attributes:
         calls: how often ``select`` was called; with the seed it fixes the next sample.
@@ -37,21 +36,21 @@ class Sampled(Selector):
     The threshold is the top k of the sample, in proportion.  If more than k entries reach it, a second
     top-k among those alone leaves exactly k; if fewer than ``enough * k`` do, the sample's next, lower
     ones serve (for 2 k, 4 k, ... entries), and at last a selection among all n.  **So between
-    ``min(enough * k, nnz)`` and k entries come, and always the largest**; ties go to the lower index.
+    ``min(enough * k, nnz)`` and k entries are selected, always the largest**; ties go to the lower index.
 
     Args:
         fraction: of the n elements that is sampled, with replacement (the paper: 0.001 to 0.01).
-        enough: part of k that must reach the threshold (ours; Ok-Topk, section 5.4, uses 3/4).
-        least: sample at least so many of the k largest, on average (ours: the number of entries is then
-            within 1 / sqrt(16), a quarter, of k two times in three).  Where that takes all n, the
-            selection is exact without a sample.
+        enough: part of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
+        least: sample at least this many of the k largest, on average (not in the paper: with 16, the
+            number of entries is within 1 / sqrt(16), a quarter, of k two times in three).  Where that
+            takes all n, the selection is exact without a sample.
         seed: of the samples; the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
-    some k entries.
+    about k entries.
     State: ``SampledState``.
-    Differs from the paper: it cuts where there are far more than k, here where there are more; lower
-    thresholds where there are too few, and ``least``, are ours.
+    Differs from the paper: it cuts where there are far more than k, here where there are more; it
+    has no lower thresholds where there are too few, and no ``least``.
 
     Example:
         >>> accumulated = torch.arange(1000.0)
@@ -68,11 +67,12 @@ class Sampled(Selector):
         if not 0 < fraction <= 1:
             raise ConfigurationError(
                 f"Sampled: fraction is {fraction}; give the part of the elements to sample, in (0, 1], "
-                "as 0.01"
+                "e.g. 0.01"
             )
         if not 0 <= enough <= 1:
             raise ConfigurationError(
-                f"Sampled: enough is {enough}; give the part of k that must come, in [0, 1], as 0.75"
+                f"Sampled: enough is {enough}; give the part of k that must reach the threshold, in "
+                "[0, 1], e.g. 0.75"
             )
         if least < 1:
             raise ConfigurationError(f"Sampled: least is {least}; give at least 1 element")
@@ -80,7 +80,7 @@ class Sampled(Selector):
         self.state = SampledState()
 
     def select(
-        self, accumulated: Tensor, k: int, step: int, found: Found | None = None
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the largest of what reaches the threshold."""
         size, calls = accumulated.numel(), self.state.calls
@@ -88,12 +88,10 @@ class Sampled(Selector):
         if k <= 0 or size == 0:
             return SparseVector.empty(size, accumulated)
         for key in self._thresholds(accumulated, k, calls):
-            reached = kernels.find(accumulated, key, None)
-            assert reached is not None  # there is no limit
-            if reached.indices.numel() >= self.enough * k:
-                return SparseVector(reached.indices, reached.values, size).top(k)
-        positions = kernels.top(accumulated, k)
-        return SparseVector(positions, accumulated[positions], size)
+            reached = reaching(accumulated, key)
+            if reached is not None and reached.nnz >= self.enough * k:
+                return reached.top(k)
+        return largest(accumulated, k)
 
     def _thresholds(self, accumulated: Tensor, k: int, calls: int) -> Iterator[int]:
         """Yield keys that about k, 2 k, 4 k, ... entries reach; none if it takes all n to tell."""
@@ -102,7 +100,7 @@ class Sampled(Selector):
         if count >= size:
             return
         # drawn on the CPU, so that every device samples the same positions
-        generator = torch.Generator().manual_seed(self.seed + calls)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, calls))
         positions = torch.randint(size, (count,), generator=generator).to(accumulated.device)
         sample = kernels.magnitude_keys(accumulated[positions]).sort(descending=True).values
         rank = max(round(k * count / size), 1)

@@ -2,7 +2,7 @@
 
 Each ``check_*`` raises ``AssertionError`` with the case that failed.  The ``exercise_*`` coroutines
 are the same checks for one rank of any ``Communicator``: drive them with ``sparsync.simulate`` or, on
-a real transport, with ``sparsync.transports.base.run``; they return digests, equal on every transport.
+a real transport, with ``sparsync.transports.driver.run``; they return digests, equal on every transport.
 """
 
 from sparsync.testing.algorithms import check_algorithm, exercise_algorithm

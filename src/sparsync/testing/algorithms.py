@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import NonFiniteGradientError
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import Algorithm
-from sparsync.reducer import Reducer
 from sparsync.testing.cases import STEPS, WORLD_SIZES, Case, cases, digest, noise, same, within
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import simulate
 from sparsync.units import Slot, Unit
 
@@ -61,17 +61,16 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     lost = torch.zeros_like(gradient)  # it did not arrive, and nobody keeps it: the law counts it
     for vector in reducer.lost:
         lost = lost + vector.to_dense()
+    mine = torch.stack([before + gradient, after, lost])
+    gathered = torch.stack(await comm.allgather(mine, "verify"))
+    accumulated, residuals, losses = gathered.unbind(1)
     world_size = comm.world_size
-    accumulated = await comm.allgather(before + gradient, "verify")
-    residuals = await comm.allgather(after, "verify")
-    losses = torch.stack(await comm.allgather(lost, "verify")).double()
     divisor = world_size if reducer.algorithm.average else 1
+    left = accumulated.double().sum(0)
     total = average.to_dense().double() * divisor
-    left = torch.stack(accumulated).double().sum(0)
-    right = total + torch.stack(residuals).double().sum(0) + losses.sum(0)
+    right = total + residuals.double().sum(0) + losses.double().sum(0)
     # a codec may deliver more than an entry has (a mean): the residual's rounding is relative to it
-    kept_by_all = torch.stack(residuals).abs()
-    scale = torch.stack(accumulated).abs().maximum(kept_by_all).sum(0) + losses.abs().sum(0)
+    scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
     # one more rounding than in the law: the average was divided by P
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)

@@ -11,7 +11,7 @@ from sparsync.collectives.base import Collective, Reduced
 from sparsync.selection import Everything, Exact, Selector
 from sparsync.sparse import SparseVector
 from sparsync.testing.cases import STEPS, WORLD_SIZES, cases, digest, within
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import simulate
 
 __all__ = ["check_collective", "exercise_collective"]
@@ -20,17 +20,15 @@ __all__ = ["check_collective", "exercise_collective"]
 def check_collective(
     make: Callable[[], Collective],
     *,
-    dense: bool = False,
-    rank_ordered: bool = True,
     rounding: bool = False,
     world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> None:
     """Check a collective on the simulator, for every case and world size.
 
+    Its ``order`` says whether sums are checked bit for bit, its ``result`` whether it gets whole vectors.
+
     Args:
         make: builds one collective; called once per rank and case.
-        dense: it takes dense vectors.
-        rank_ordered: its sums are left folds in rank order, so they can be checked bit for bit.
         rounding: what its codec rounds away is delivered by nobody: sums are checked to rounding.
         world_sizes: the numbers of virtual ranks.
 
@@ -41,9 +39,7 @@ def check_collective(
     for world_size in world_sizes:
 
         async def program(comm: Communicator) -> list[str]:
-            return await exercise_collective(
-                comm, make, dense=dense, rank_ordered=rank_ordered, rounding=rounding
-            )
+            return await exercise_collective(comm, make, rounding=rounding)
 
         digests = simulate(program, world_size).results
         assert all(d == digests[0] for d in digests), f"P = {world_size}: totals differ"
@@ -53,13 +49,11 @@ async def exercise_collective(
     comm: Communicator,
     make: Callable[[], Collective],
     *,
-    dense: bool = False,
-    rank_ordered: bool = True,
     rounding: bool = False,
 ) -> list[str]:
     """Run every case on this rank and check it; return one digest of the total per case and step."""
     digests = []
-    selector: Selector = Everything() if dense else Exact()
+    selector: Selector = Everything() if make().result == "whole" else Exact()
     wide = [replace(case, dtype=torch.float64) for case in cases()[:2]]
     for case in [*cases(), *wide]:
         collective = make()
@@ -70,7 +64,7 @@ async def exercise_collective(
             before = selected.to_dense().clone()
             reduced = await collective.reduce(comm, selected, case.k, step)
             assert torch.equal(selected.to_dense(), before), f"{where}: the input was modified"
-            exact = not rounding and (rank_ordered or case.exact)
+            exact = not rounding and (collective.order == "rank" or case.exact)
             await _check_law(comm, reduced, where, exact)
             digests.append(digest(reduced.total))
     return digests
@@ -81,11 +75,12 @@ async def _check_law(comm: Communicator, reduced: Reduced, where: str, exact: bo
     total = reduced.total.to_dense()
     if isinstance(reduced.total, SparseVector):
         reduced.total.check()
-    for theirs in await comm.allgather(total.clone(), "verify"):
-        assert torch.equal(theirs, total), f"{where}: totals differ between ranks"
-    shares = await comm.allgather(reduced.delivered.to_dense().clone(), "verify")
     lost = torch.zeros_like(total) if reduced.lost is None else reduced.lost.to_dense()
-    losses = await comm.allgather(lost, "verify")
+    mine = torch.stack([total, reduced.delivered.to_dense(), lost])
+    totals, shares, losses = torch.stack(await comm.allgather(mine, "verify")).unbind(1)
+    assert all(torch.equal(other, total) for other in totals), (
+        f"{where}: totals differ between ranks"
+    )
     summed = torch.zeros_like(total)
     for share, loss in zip(shares, losses, strict=True):
         summed = summed + (share - loss)
@@ -94,5 +89,5 @@ async def _check_law(comm: Communicator, reduced: Reduced, where: str, exact: bo
             f"{where}: the total is not the sum of what was delivered"
         )
     else:
-        scale = torch.stack([*shares, *losses]).abs().sum(0)
+        scale = shares.abs().sum(0) + losses.abs().sum(0)
         assert within(summed - total, scale, comm.world_size), f"{where}: the sum is off"

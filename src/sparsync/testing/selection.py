@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from sparsync import kernels
 from sparsync.selection import Selector
+from sparsync.selection.base import reaching
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.testing.cases import STEPS, cases, noise, same
 
@@ -30,17 +30,17 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
         for step in range(STEPS):
             accumulated = case.make(0, 2, step)
             before = accumulated.clone()
-            watch, state = first.watch(case.k, step, accumulated.dtype), first.state
+            collect, state = first.collect_from(case.k, step, accumulated.dtype), first.state
             selected = first.select(accumulated, case.k, step)
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"
             assert selected.size == case.size, f"{where}: wrong size"
-            if watch is not None:
-                found = kernels.find(accumulated, watch.key, watch.limit)
+            if collect is not None:
+                collected = reaching(accumulated, *collect)
                 other = make()
                 other.state = state
-                again = other.select(accumulated, case.k, step, found)
-                assert same(again, selected), f"{where}: what was watched changed the selection"
+                again = other.select(accumulated, case.k, step, collected)
+                assert same(again, selected), f"{where}: what was collected changed the selection"
             if isinstance(selected, DenseVector):
                 continue
             selected.check()

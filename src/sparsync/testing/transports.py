@@ -11,15 +11,16 @@ import torch
 from sparsync.errors import CommunicationError
 from sparsync.sparse import SparseVector
 from sparsync.testing.cases import WORLD_SIZES
-from sparsync.transports.base import Communicator, run
-from sparsync.transports.framing import Raw
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import simulate
 from sparsync.wire.base import MessageFraming
 from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
 
-_LATEST = 10.0  # seconds behind a deadline: a loaded machine wakes threads late
+_LATEST = 10.0  # seconds after a deadline: a loaded machine wakes threads late
 
 
 def check_communicator(
@@ -31,7 +32,7 @@ def check_communicator(
 
     Args:
         world_sizes: the numbers of ranks.
-        connect: makes the communicators of a group of so many ranks; a thread drives each, and they
+        connect: makes the communicators of a group of this many ranks; a thread drives each, and they
             are closed in the end.  None: the simulator's are checked.
 
     A transport between processes runs ``exercise_communicator`` on every rank.
@@ -41,7 +42,7 @@ def check_communicator(
         CommunicationError: what the transport raised, of the first rank that did.
 
     Example:
-        >>> from sparsync.transports.solo import SoloCommunicator
+        >>> from sparsync.transports.communicator import SoloCommunicator
         >>> check_communicator([1], connect=lambda world_size: [SoloCommunicator()])
     """
     for world_size in world_sizes:
@@ -66,7 +67,7 @@ def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
         connect: makes the communicators of two ranks with a short deadline.
 
     Raises:
-        AssertionError: the error came late, or does not name rank, step and phase; or none came.
+        AssertionError: the error came late, or does not name rank, step and phase; or there is none.
 
     Cost: the deadline.
     """
@@ -78,7 +79,7 @@ def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
         missing = [word for word in ("rank 0", "step 0", "check") if word not in str(error)]
         assert not missing, f"the error does not name {', '.join(missing)}: {error}"
     else:
-        raise AssertionError("a message came that nobody sent")
+        raise AssertionError("a message arrived that nobody sent")
     finally:
         waiting.close()
         silent.close()

@@ -14,7 +14,9 @@ __all__ = ["check_codec"]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def check_codec(codec: Codec, *, contractive: bool = True, spreading: bool = False) -> None:
+def check_codec(
+    codec: Codec[SparseVector], *, contractive: bool = True, spreading: bool = False
+) -> None:
     """Check a codec: round trips, exact sizes, budgets, refusal of every truncated message.
 
     What ``decode`` returns must be ``decoded``: for an exact dtype the vector itself; else no finite
@@ -38,7 +40,7 @@ def check_codec(codec: Codec, *, contractive: bool = True, spreading: bool = Fal
     _check_budgets(codec, size=1000)
 
 
-def _check(codec: Codec, vector: SparseVector, where: str, contractive: bool) -> None:
+def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contractive: bool) -> None:
     dtype = vector.values.dtype
     encoded = codec.encode(vector)
     assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
@@ -64,7 +66,7 @@ def _check(codec: Codec, vector: SparseVector, where: str, contractive: bool) ->
         raise AssertionError(f"{where}: {length} of {nbytes} bytes were accepted")
 
 
-def _check_extremes(codec: Codec, dtype: torch.dtype, spreading: bool) -> None:
+def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
     """Ranks refuse a step together because NaN and Inf arrive, and only where they were sent."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
@@ -79,7 +81,7 @@ def _check_extremes(codec: Codec, dtype: torch.dtype, spreading: bool) -> None:
         assert alike, f"{where}: not finite alike"
 
 
-def _check_budgets(codec: Codec, size: int) -> None:
+def _check_budgets(codec: Codec[SparseVector], size: int) -> None:
     """``nbytes`` grows with the entries, and ``entries_within`` is its inverse."""
     sizes = [codec.nbytes(nnz, size) for nnz in range(size + 1)]
     assert sizes == sorted(sizes), f"{codec!r}: fewer entries take more bytes"

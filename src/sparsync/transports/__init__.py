@@ -1,1 +1,1 @@
-"""Who carries the bytes: the ``Communicator`` seam, its adapters (torch, zmq, sim, a world of one)."""
+"""Transports carry bytes: the ``Communicator`` seam, its drivers, and its adapters."""

@@ -1,9 +1,8 @@
-"""What answers messages whatever its rank computes: an ``Actor``, and the ``Host`` that runs it.
+"""Actors answer messages whatever their rank computes; a host runs one and carries its messages.
 
 An actor is a state machine without threads, sockets and clocks of its own: it is told what arrives
-and what time it is, and says what to send.  So the same actor runs on a thread beside a training
-(``ThreadHost`` over a transport's ``Line``) and in the simulator, where every interleaving can be
-replayed.
+and what time it is, and says what to send.  So the same actor runs on a thread next to a training
+(``ThreadHost``) and in the simulator, where every interleaving can be replayed.
 """
 
 from __future__ import annotations
@@ -13,51 +12,37 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
 
-from sparsync.errors import CommunicationError, DeadlineError
-from sparsync.transports.base import Operation
+from sparsync.errors import CommunicationError, DeadlineError, DeadlockError
+from sparsync.transports.driver import Finished, Operation
 
-__all__ = ["Actor", "Host", "Line", "Port", "Signal", "ThreadHost"]
+__all__ = [
+    "Actor",
+    "Host",
+    "Reply",
+    "SoloHost",
+    "ThreadHost",
+]
+
+Reply = Callable[[Any], None]  # ends what a rank awaits of its actor; called once
 
 _NAP = 0.5  # seconds between looks at deaths while nothing comes and nothing is due
 _NAMED = 4  # ranks in a message, those first that have been silent for longest
 
 
-class Port(ABC):
-    """What an actor may do.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        survives: when a peer dies, the others can still be reached.
-    """
-
-    rank: int
-    world_size: int
-    survives: bool = True
-
-    @property
-    @abstractmethod
-    def now(self) -> float:
-        """Seconds, by a clock that never goes back."""
-
-    @abstractmethod
-    def send(self, dest: int, payload: Tensor) -> None:
-        """Send a message and return at once; the payload must not change any more."""
-
-
 class Actor(ABC):
-    """What a host runs: one call at a time, none of which may wait.
+    """A state machine that a host runs: one call at a time, none of which may wait.
 
     Attributes:
-        port: set by the host before the first call.
-        due: when ``tick`` is to be called, by the port's clock; None: not at all.
+        host: set by the host before the first call.
+        due: when ``tick`` is to be called, by the host's clock; None: not at all.
     """
 
-    port: Port
+    host: Host
     due: float | None = None
 
     @abstractmethod
@@ -73,40 +58,100 @@ class Actor(ABC):
         """Learn that a peer is gone for ever."""
 
 
-class Signal(Operation):
-    """What a rank awaits of its actor, which sets it once."""
+class Host(ABC):
+    """Runs one actor on one rank.
 
-    value: Any = None
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        survives: when a peer dies, the others can still be reached.
+    """
+
+    rank: int
+    world_size: int
+    survives: bool = True
+
+    @property
+    def now(self) -> float:
+        """Seconds, by a clock that never goes back."""
+        return time.monotonic()
 
     @abstractmethod
-    def set(self, value: Any) -> None:
-        """End the wait; called by the actor."""
-
-
-class Host(Port):
-    """Runs one actor on one rank."""
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Send a message of the actor's and return at once; the payload must not change any more."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` between the actor's calls, soon; returns at once."""
 
     @abstractmethod
-    def signal(self, where: Callable[[], str]) -> Signal:
-        """Return a signal to await; ``where`` says, for errors, what the wait is for."""
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Run ``function(reply)`` as ``call`` does; await the result for what ``reply`` is given.
+
+        Args:
+            function: may call ``reply`` at once, or keep it for a later call of the actor.
+            where: says what the wait is for, in errors.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """End the actor."""
 
 
-class Line(ABC):
-    """A transport's way to carry an actor's messages; all but ``wake`` are called on its thread."""
+@final
+class SoloHost(Host):
+    """Calls the actor of a world of one at once; nobody writes to it."""
 
-    survives: bool = True
+    rank, world_size = 0, 1
 
-    @abstractmethod
+    def __init__(self, actor: Actor) -> None:
+        actor.host = self
+
     def send(self, dest: int, payload: Tensor) -> None:
-        """Send and return at once; to a dead peer: do nothing."""
+        """Never reached."""
+        raise AssertionError("a world of one sends nothing")
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call at once."""
+        function()
+
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Call at once; nothing that comes later could answer."""
+        answers: list[Any] = []
+        function(answers.append)
+        if not answers:
+            raise DeadlockError(f"{where()} waits for itself")
+        return Finished(answers[0])
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class ThreadHost(Host):
+    """Runs an actor on a daemon thread; a transport's own host adds how messages travel.
+
+    The rank hands work over through a queue and waits on an event: it never holds a lock that the
+    actor needs, nor the other way round.  All methods but ``call``, ``ask``, ``wake`` and ``close``
+    are called on the thread.
+
+    Args:
+        actor: to run.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: seconds that a rank waits for an answer.
+    """
+
+    def __init__(self, actor: Actor, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._actor, self._timeout = actor, timeout
+        self._calls: deque[Callable[[], None]] = deque()
+        self._asked: list[_Asked] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._gone: dict[int, str] = {}
+        self._heard = {peer: self.now for peer in range(world_size) if peer != rank}
+        actor.host = self
+        self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
 
     @abstractmethod
     def take(self, seconds: float) -> tuple[int, Tensor] | None:
@@ -124,68 +169,29 @@ class Line(ABC):
         """Let ``take`` return; from any thread."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Let the last messages leave, and end."""
-
-
-@final
-class ThreadHost(Host):
-    """Runs an actor on a daemon thread over a line.
-
-    The rank hands work over through a queue and waits on an event: it never holds a lock that the
-    actor needs, nor the other way round.
-
-    Args:
-        actor: to run.
-        line: of a communicator of its own.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: seconds that a rank waits for a signal.
-    """
-
-    def __init__(
-        self, actor: Actor, line: Line, rank: int, world_size: int, timeout: float
-    ) -> None:
-        self.rank, self.world_size, self.survives = rank, world_size, line.survives
-        self._actor, self._line, self._timeout = actor, line, timeout
-        self._calls: deque[Callable[[], None]] = deque()
-        self._signals: list[_Event] = []
-        self._error: BaseException | None = None
-        self._closing = False
-        self._gone: dict[int, str] = {}
-        self._heard = {peer: self.now for peer in range(world_size) if peer != rank}
-        actor.port = self
-        self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
-        self._thread.start()
-
-    @property
-    def now(self) -> float:
-        """Read the monotonic clock."""
-        return time.monotonic()
-
-    def send(self, dest: int, payload: Tensor) -> None:
-        """Send on the line."""
-        self._line.send(dest, payload)
+    def leave(self) -> None:
+        """Let the last messages leave, and close what carries them."""
 
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        self._line.wake()
+        self.wake()
 
-    def signal(self, where: Callable[[], str]) -> Signal:
-        """Return an event; it ends in an error if the actor fails or the timeout passes."""
-        event = _Event(where, self._timeout, self._silent)
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
+        asked = _Asked(where, self._timeout, self._silent)
+        # known to the thread before its error is looked at: a failure in between ends the wait, too
+        self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
-            event.fail(self._error)
-        self._signals = [one for one in self._signals if not one.done]
-        self._signals.append(event)
-        return event
+            asked.fail(self._error)
+        self.call(partial(function, asked.answer))
+        return asked
 
     def close(self) -> None:
         """End the thread."""
         self._closing = True
         if self._thread.is_alive():
-            self._line.wake()
+            self.wake()
             self._thread.join()
 
     def _work(self) -> None:
@@ -194,22 +200,21 @@ class ThreadHost(Host):
                 self._turn()
         except BaseException as error:
             self._error = error
-            for event in self._signals:
-                event.fail(error)
+            for asked in self._asked:
+                asked.fail(error)
         finally:
-            self._line.close()
+            self.leave()
 
     def _turn(self) -> None:
         """Do what is there, then wait for the next message, at most until a tick is due."""
         while self._calls:
             self._calls.popleft()()
         due = self._actor.due
-        seconds = _NAP if due is None else min(max(due - self.now, 0.0), _NAP)
-        message = self._line.take(seconds)
+        message = self.take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         if message is not None:
             self._receive(*message)
-        deaths = self._line.deaths()
-        while deaths and (message := self._line.take(0.0)) is not None:
+        deaths = self.deaths()
+        while deaths and (message := self.take(0.0)) is not None:
             self._receive(*message)  # its last words come first
         for peer, reason in deaths:
             self._gone[peer] = reason
@@ -231,24 +236,24 @@ class ThreadHost(Host):
 
 
 @final
-class _Event(Signal):
-    """A signal that a thread waits for; ``silent`` says who has not been heard of."""
+class _Asked(Operation):
+    """A wait for an actor on its thread; ``silent`` says who has not been heard of."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent
         self.error: BaseException | None = None
-        self._set = threading.Event()
+        self._over = threading.Event()
 
-    def set(self, value: Any) -> None:
-        self.value = value
-        self._set.set()
+    def answer(self, value: Any) -> None:
+        self.result = value
+        self._over.set()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self._set.set()
+        self._over.set()
 
     def wait(self) -> None:
-        if not self._set.wait(self.timeout):
+        if not self._over.wait(self.timeout):
             raise DeadlineError(
                 f"{self.where()} did not complete within {self.timeout:g} s; {self.silent()} "
                 "Raise timeout= if it is only slow"
@@ -262,6 +267,6 @@ class _Event(Signal):
         self.done = True
 
     def poll(self, seconds: float) -> bool:
-        if not self.done and self._set.wait(seconds):
+        if not self.done and self._over.wait(seconds):
             self.wait()
         return self.done

@@ -1,4 +1,4 @@
-"""Which transport carries the bytes of a process group."""
+"""Choose the transport that carries the bytes of a process group."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports.base import Communicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.torch import TorchCommunicator
+from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.store import store_of
 
 __all__ = ["TRANSPORTS", "check_transport", "connect_group"]
 
@@ -36,16 +37,27 @@ def connect_group(
 
     Raises:
         ConfigurationError: an unknown transport, or keys for one that does not encrypt.
+        DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, curve_keys)
     over_torch = TorchCommunicator(group, timeout=timeout)
-    if transport == "torch" or over_torch.world_size == 1:
+    rank, world_size = over_torch.rank, over_torch.world_size
+    if transport == "torch" or world_size == 1:
         return over_torch
     if transport == "mpi":
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    from sparsync.transports.zmq import ZmqCommunicator  # opens sockets only where it is wanted
+    # pyzmq is imported when it is needed
+    from sparsync.transports.zmq import ZmqCommunicator
+    from sparsync.transports.zmq.rendezvous import choose_interface, group_route
 
-    return ZmqCommunicator.over(over_torch, timeout=timeout, curve_keys=curve_keys)
+    return ZmqCommunicator(
+        rank,
+        world_size,
+        store=store_of(group),
+        interface=choose_interface(*group_route()),
+        timeout=timeout,
+        curve_keys=curve_keys,
+    )
 
 
 def check_transport(transport: str, curve_keys: Path | str | None) -> None:
@@ -57,5 +69,5 @@ def check_transport(transport: str, curve_keys: Path | str | None) -> None:
     if curve_keys is not None and transport in ("torch", "mpi"):
         other = "gloo" if transport == "torch" else "MPI"
         raise ConfigurationError(
-            f"curve_keys go with transport='zmq'; {other} neither encrypts nor authenticates"
+            f"curve_keys work with transport='zmq'; {other} neither encrypts nor authenticates"
         )

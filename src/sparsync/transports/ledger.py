@@ -1,17 +1,24 @@
-"""The ledger: every byte that a rank sends or receives, by phase and by step.
+"""Count every byte that a rank sends or receives, by phase and by step, and say what it is for.
 
-It counts payload bytes handed to the transport, headers of the wire format included (a transport's
-own framing, TCP's for one, is not), and never synchronises with a device or a peer.
+The ledger counts payload bytes handed to the transport, headers of the wire format included (a
+transport's own framing, TCP's for one, is not), and never synchronises with a device or a peer.
 """
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, final
 
-__all__ = ["STAGES", "Ledger", "Parts", "Traffic"]
+from torch import Tensor
 
-STAGES = ("mask", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
+from sparsync.errors import WireFormatError
+
+__all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic"]
+
+STAGES = ("accumulate", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,72 @@ class Parts:
     def nbytes(self) -> int:
         """All bytes of the payload."""
         return self.header + self.index + self.value + self.control
+
+
+class Framing(ABC):
+    """Length and parts of payloads.  ``variable``: the receiver knows only an upper bound before."""
+
+    variable: bool
+
+    @abstractmethod
+    def length(self, buffer: Tensor) -> int:
+        """Return the bytes of the payload at the start of ``buffer`` (which may be longer)."""
+
+    @abstractmethod
+    def parts(self, payload: Tensor) -> Parts:
+        """Split the length of a whole payload by purpose."""
+
+
+@final
+class Raw(Framing):
+    """Bytes whose exact number both sides know; ``kind`` is where the ledger books them."""
+
+    variable = False
+
+    def __init__(self, kind: Literal["value", "control"]) -> None:
+        self.kind = kind
+
+    def length(self, buffer: Tensor) -> int:
+        """Return the length of the whole buffer."""
+        return buffer.numel()
+
+    def parts(self, payload: Tensor) -> Parts:
+        """Book all bytes under ``kind``."""
+        nbytes = payload.numel()
+        return Parts(value=nbytes) if self.kind == "value" else Parts(control=nbytes)
+
+
+@final
+class Several(Framing):
+    """Messages one after the other, each at most as long as its capacity (fixed ones: exactly)."""
+
+    def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
+        self.framing, self.capacities, self.variable = framing, capacities, framing.variable
+
+    def cut(self, buffer: Tensor) -> list[Tensor]:
+        """Cut the messages apart (views)."""
+        blocks, at = [], 0
+        for capacity in self.capacities:
+            length = self.framing.length(buffer[at:]) if self.variable else capacity
+            if length > min(capacity, buffer.numel() - at):
+                raise WireFormatError(
+                    f"a message claims {length} bytes where at most "
+                    f"{min(capacity, buffer.numel() - at)} can be; the sender is corrupt or hostile"
+                )
+            blocks.append(buffer[at : at + length])
+            at += length
+        return blocks
+
+    def length(self, buffer: Tensor) -> int:
+        """Sum the lengths of the messages."""
+        return sum(block.numel() for block in self.cut(buffer))
+
+    def parts(self, payload: Tensor) -> Parts:
+        """Sum the parts of the messages."""
+        total = Parts()
+        for block in self.cut(payload):
+            total = total + self.framing.parts(block)
+        return total
 
 
 @dataclass
@@ -80,6 +153,8 @@ class Ledger:
         self.step = 0
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
+        self._booked: dict[int, float] = {}  # seconds of all stages, by thread
+        self._lock = threading.Lock()  # stages of autograd's and of the engine's thread overlap
         self.last_step = Traffic()
         self.sent_max = 0  # bytes, over finished steps
         self.received_max = 0
@@ -104,6 +179,14 @@ class Ledger:
         """Record what this rank received."""
         self._of(phase).add(Traffic(received=nbytes, messages_received=messages))
 
+    def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
+        """Record a native allreduce: 2 n (P - 1) / P sent and received."""
+        nbytes = -(-2 * tensor.numel() * tensor.itemsize * (world_size - 1) // world_size)
+        parts = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
+        messages = 2 * (world_size - 1).bit_length()
+        self.sent(phase, nbytes, parts, messages)
+        self.received(phase, nbytes, messages)
+
     def take(self, other: Ledger) -> None:
         """Add what another one recorded in its current step."""
         for phase, traffic in other.phases.items():
@@ -111,12 +194,15 @@ class Ledger:
 
     def spent(self, stage: str, seconds: float) -> None:
         """Record time: of the machine, or virtual in the simulator."""
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+        thread = threading.get_ident()
+        with self._lock:
+            self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+            self._booked[thread] = self._booked.get(thread, 0.0) + seconds
 
     @property
     def booked(self) -> float:
-        """Seconds of all stages."""
-        return sum(tuple(self.stages.values()))  # another thread may add a stage meanwhile
+        """Seconds of all stages of this thread; those of others pass at the same time."""
+        return self._booked.get(threading.get_ident(), 0.0)
 
     def current_step(self) -> Traffic:
         """Sum the current step over its phases."""

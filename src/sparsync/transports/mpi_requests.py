@@ -1,22 +1,30 @@
-"""What MPI has under way: requests that are tested, with a deadline, and that keep their buffers."""
+"""Requests of MPI, tested until a deadline; they keep their buffers."""
 
 from __future__ import annotations
 
 import atexit
 import importlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.base import Operation, ReduceOp
+from sparsync.transports.actors import Actor, ThreadHost
+from sparsync.transports.communicator import ReduceOp
+from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Ledger
 
-__all__ = ["Patience", "Request", "Session", "load_mpi", "native_type"]
+__all__ = ["MpiHost", "Request", "Session", "load_mpi", "native_type"]
+
+_NAP: Final = 0.125  # of the time waited so far, slept between looks: a wait ends at most that late
+_LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only when it is called
+_LOOK: Final = 0.001  # seconds between looks for an actor's messages; a wake ends a nap
+_LINGER: Final = 5.0  # seconds that a host gives the last messages to leave
 
 
 def load_mpi() -> Any:
@@ -49,41 +57,18 @@ def native_type(mpi: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
     return {**integers, **floats}.get(dtype)
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How a wait looks for its end; MPI itself would spin, which starves ranks that share cores.
-
-    Attributes:
-        spin: seconds of looking again and again, letting others run in between.  Ours: about what a
-            small message takes among more ranks than cores.
-        nap: then it sleeps this fraction of the time waited so far, so it ends at most that late.
-        longest: seconds of the longest sleep; MPI moves large messages only when it is called.
-    """
-
-    spin: float = 0.0002
-    nap: float = 0.125
-    longest: float = 0.0005
-
-    def rest(self, waited: float, left: float) -> None:
-        """Let others run, when ``waited`` seconds are over and ``left`` are to come."""
-        if waited < self.spin:
-            time.sleep(0)
-        else:
-            time.sleep(max(0.0, min(waited * self.nap, self.longest, left)))
-
-
 @dataclass(eq=False)
 class Session:
-    """What a communicator and its channels share.
+    """The state that a communicator and its channels share.
 
     Attributes:
         mpi: the module ``mpi4py.MPI``.
-        comm: a communicator of our own, so that no message meets the caller's.
+        comm: a communicator of the library's own, so that no message meets the caller's.
         rank: this rank in it.
         ledger: of all channels.
         timeout: seconds that any wait may take.
-        patience: how waits look.
-        contexts: per channel, a communicator for its native collectives.
+        spin: seconds of looking again and again before a wait sleeps between looks.
+        contexts: per channel, a communicator for its native allreduce.
         pending: requests that MPI has not ended: it reads or writes their buffers until then.
         closed: nothing may be started any more.
     """
@@ -93,13 +78,18 @@ class Session:
     rank: int
     ledger: Ledger
     timeout: float
-    patience: Patience
+    spin: float
     contexts: dict[int, Any] = field(default_factory=dict)
     pending: dict[int, Request] = field(default_factory=dict)
     closed: bool = False
 
+    def rest(self, waited: float, left: float) -> None:
+        """Let others run between looks; MPI itself would spin, which starves ranks that share cores."""
+        nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
+        time.sleep(max(nap, 0.0))
+
     def close(self, linger: float = 1.0) -> None:
-        """Give what was sent ``linger`` seconds to leave, drop the receives, free what is ours."""
+        """Give what was sent ``linger`` seconds to leave, drop the receives, free the communicators."""
         if self.closed or self.mpi.Is_finalized():
             self.closed = True
             return
@@ -110,7 +100,7 @@ class Session:
         while self.pending and time.monotonic() < until:
             for request in list(self.pending.values()):
                 request.drain()
-            self.patience.rest(self.patience.spin, until)
+            self.rest(self.spin, until)
         if self.pending:  # MPI may use their buffers until it ends, so these must not be reused
             atexit.register(list, self.pending.values())
         for comm in (*self.contexts.values(), self.comm):
@@ -169,7 +159,7 @@ class Request(Operation):
             self.waiting_since = now
         deadline = self.waiting_since + session.timeout
         if any(other.tag != self.tag for other in session.pending.values()):
-            seconds = min(seconds, session.patience.longest)
+            seconds = min(seconds, _LONGEST_NAP)
         until = min(now + seconds, deadline)
         while not self._ended():
             now = time.monotonic()
@@ -181,7 +171,7 @@ class Request(Operation):
                 )
             if now >= until:
                 break
-            session.patience.rest(now - self.waiting_since, until - now)
+            session.rest(now - self.waiting_since, until - now)
         return self.done
 
     def wait(self) -> None:
@@ -196,7 +186,7 @@ class Request(Operation):
             self.drain()
 
     def drain(self) -> None:
-        """See whether MPI is through with the buffers; what came is not looked at any more."""
+        """See whether MPI is through with the buffers; nobody looks at what arrived."""
         try:
             ended = self.native.Test()
         except self.session.mpi.Exception:
@@ -205,25 +195,35 @@ class Request(Operation):
             self.session.pending.pop(id(self), None)
 
     def _begin(self) -> None:
-        with _Named(self):
+        try:
             self.native = self.start()
+        except self.session.mpi.Exception as error:
+            raise self._failure(error) from error
         self.session.pending[id(self)] = self
 
     def _ended(self) -> bool:
         if self.done or self.native is None:
             return self.done
         try:
-            with _Named(self):
-                if not self.native.Test(self.status):
-                    return False
-        except PeerError:
+            if not self.native.Test(self.status):
+                return False
+        except self.session.mpi.Exception as error:
             self.session.pending.pop(id(self), None)
-            raise
+            raise self._failure(error) from error
         self.session.pending.pop(id(self), None)
         if self.finish is not None:
             self.result = self.finish(self.status)
         self.done = True
         return True
+
+    def _failure(self, error: Any) -> PeerError:
+        if error.Get_error_class() == self.session.mpi.ERR_TRUNCATE:
+            return PeerError(
+                f"{self._place} is longer than it can be here; do the ranks disagree on size, k, codec "
+                "or version?"
+            )
+        first_line = (str(error) or "no message").splitlines()[0]
+        return PeerError(f"{self._place} failed: the peer is gone or broke off ({first_line})")
 
     @property
     def _place(self) -> str:
@@ -231,24 +231,60 @@ class Request(Operation):
 
 
 @final
-class _Named:
-    """Turns what mpi4py raises into an error that names rank, phase and step."""
+class MpiHost(ThreadHost):
+    """Carries an actor's messages over an MPI communicator of its own: probed for, with naps.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    Args:
+        actor: to run.
+        session: of the communicator whose rank this is.
+        comm: used by nobody else; freed at the end.
+    """
 
-    def __enter__(self) -> None:
-        pass
+    survives = False  # MPI ends with its first dead rank
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        mpi = self.request.session.mpi
-        if not isinstance(error, mpi.Exception):
-            return
-        place = self.request._place
-        if error.Get_error_class() == mpi.ERR_TRUNCATE:
-            raise PeerError(
-                f"{place} is longer than it can be here; do the ranks disagree on size, k, codec or "
-                "version?"
-            ) from error
-        first_line = (str(error) or "no message").splitlines()[0]
-        raise PeerError(f"{place} failed: the peer is gone or broke off ({first_line})") from error
+    def __init__(self, actor: Actor, session: Session, comm: Any) -> None:
+        super().__init__(actor, session.rank, comm.Get_size(), session.timeout)
+        self._mpi, self._comm = session.mpi, comm
+        self._awake = threading.Event()
+        self._sending: list[tuple[Any, Tensor]] = []  # MPI reads the memory until a request is done
+        self._thread.start()
+
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Start ``Isend`` from the payload's own memory."""
+        self._sending = [pair for pair in self._sending if not pair[0].Test()]
+        payload = payload.contiguous()
+        request = self._comm.Isend([payload.numpy(), self._mpi.BYTE], dest)
+        self._sending.append((request, payload))
+
+    def take(self, seconds: float) -> tuple[int, Tensor] | None:
+        """Look for a message until one is there."""
+        until, status = time.monotonic() + seconds, self._mpi.Status()
+        while True:
+            message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
+            if message is not None:
+                body = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8)
+                message.Recv([body.numpy(), self._mpi.BYTE])
+                return status.Get_source(), body
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            if self._awake.wait(min(left, _LOOK)):
+                self._awake.clear()
+                return None
+
+    def deaths(self) -> list[tuple[int, str]]:
+        """Return nothing: MPI ends the job itself."""
+        return []
+
+    def wake(self) -> None:
+        """End a nap."""
+        self._awake.set()
+
+    def leave(self) -> None:
+        """Let the last messages leave."""
+        until = time.monotonic() + _LINGER
+        while self._sending and time.monotonic() < until:
+            self._sending = [pair for pair in self._sending if not pair[0].Test()]
+            time.sleep(_LOOK)
+        if not self._sending and not self._mpi.Is_finalized():
+            self._comm.Free()

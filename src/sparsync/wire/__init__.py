@@ -1,4 +1,4 @@
-"""As what bytes: one codec per file, all with the same 8-byte self-describing header."""
+"""Wire formats: one codec per file; every message describes itself by the same header."""
 
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
@@ -7,12 +7,11 @@ from sparsync.wire.qsgd import Qsgd, SparseQsgd
 from sparsync.wire.sign_mean import SignMean
 from sparsync.wire.signs import Signs
 from sparsync.wire.streams import StreamCodec
-from sparsync.wire.whole import DenseCodec, Whole
+from sparsync.wire.whole import Whole
 
 __all__ = [
     "Codec",
     "Coo",
-    "DenseCodec",
     "Encoded",
     "Packed",
     "Qsgd",

@@ -1,4 +1,4 @@
-"""The seam of the wire formats: ``Codec``, and the 8-byte header of self-describing messages.
+"""The seam of the wire formats: ``Codec``, and the header that every message starts with.
 
 See ``docs/wire-format.md`` for the bytes.
 """
@@ -11,99 +11,103 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol, final
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.sparse import SparseVector
-from sparsync.transports.framing import Framing
-from sparsync.transports.ledger import Parts
+from sparsync.sparse import Vector
+from sparsync.transports.ledger import Framing, Parts
 
-__all__ = [
-    "HEADER_BYTES",
-    "Codec",
-    "Encoded",
-    "Header",
-    "Measuring",
-    "MessageFraming",
-    "first_bytes",
-    "pack_header",
-    "parse_header",
-]
+__all__ = ["HEADER_BYTES", "LONG_HEADER_BYTES", "Codec", "Encoded", "Header", "MessageFraming"]
 
 HEADER_BYTES = 8
+LONG_HEADER_BYTES = 16  # with the region's size and the codec's detail
 _MAGIC = 0x51  # '5parsync', version 1
-_HEADER = struct.Struct("<4BI")
+_SHORT, _LONG = struct.Struct("<4BI"), struct.Struct("<4BIQ")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})
+_SIZE_LIMIT = 1 << 32
+_SIZE_BITS = 48
+
+V = TypeVar("V", bound=Vector)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The first 8 bytes of every message.
+class Header(NamedTuple):
+    """The first 8 or 16 bytes of a message.
 
     Attributes:
-        format: which codec wrote the message.
+        format: number of the codec that wrote the message.
         dtype: of the decoded values.
-        count: number of entries.
+        entries: number of entries.
         option: the codec's own; 0 where it has none.
+        size: elements of the region; None in a header of 8 bytes.
+        detail: 16 bits of the codec's own, e.g. the length of its blocks.
     """
 
     format: int
     dtype: torch.dtype
-    count: int
+    entries: int
     option: int = 0
+    size: int | None = None
+    detail: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Length of the header."""
+        return HEADER_BYTES if self.size is None else LONG_HEADER_BYTES
 
-def pack_header(header: Header) -> bytes:
-    """Return the header's 8 bytes: magic, format, dtype, option, count (u32, little-endian).
+    def pack(self) -> bytes:
+        """Return the bytes, little-endian: magic, format, dtype, option, count; size and detail.
 
-    Example:
-        >>> list(pack_header(Header(1, torch.float32, 258)))
-        [81, 1, 1, 0, 2, 1, 0, 0]
-    """
-    if header.count >= 1 << 32:
-        raise ConfigurationError(f"{header.count} entries exceed one message; use smaller units")
-    if header.dtype not in _CODE_OF:
-        known = ", ".join(str(dtype) for dtype in _CODE_OF)
-        raise ConfigurationError(f"values of {header.dtype} have no wire format; choose {known}")
-    return _HEADER.pack(_MAGIC, header.format, _CODE_OF[header.dtype], header.option, header.count)
+        Raises:
+            ConfigurationError: a dtype without a code, or more entries than 32 bits count.
 
+        Example:
+            >>> list(Header(1, torch.float32, 258).pack())
+            [81, 1, 1, 0, 2, 1, 0, 0]
+        """
+        if self.entries >= 1 << 32:
+            raise ConfigurationError(
+                f"{self.entries} entries exceed one message; use smaller units"
+            )
+        if self.dtype not in _CODE_OF:
+            known = ", ".join(str(dtype) for dtype in _CODE_OF)
+            raise ConfigurationError(f"values of {self.dtype} have no wire format; choose {known}")
+        first = (_MAGIC, self.format, _CODE_OF[self.dtype], self.option, self.entries)
+        if self.size is None:
+            return _SHORT.pack(*first)
+        return _LONG.pack(*first, self.size | self.detail << _SIZE_BITS)
 
-def parse_header(raw: bytes) -> Header:
-    """Read the header at the start of ``raw``.
+    @staticmethod
+    def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and there.
 
-    Raises:
-        WireFormatError: too short, wrong magic or version, unknown dtype.
-    """
-    if len(raw) < HEADER_BYTES:
-        raise WireFormatError(f"{len(raw)} bytes cannot hold a message header of {HEADER_BYTES}")
-    magic, format_, code, option, count = _HEADER.unpack_from(raw)
-    if magic != _MAGIC:
-        raise _foreign(raw)
-    if not 1 <= code <= len(_DTYPES):
-        raise WireFormatError(f"unknown value dtype {code} in a message header")
-    return Header(format_, _DTYPES[code - 1], count, option)
-
-
-def _foreign(raw: bytes) -> WireFormatError:
-    return WireFormatError(
-        f"a message starts with {raw[:4].hex()}, not with {_MAGIC:02x} (version 1); "
-        "do all ranks run the same version of sparsync?"
-    )
-
-
-def first_bytes(buffer: Tensor, nbytes: int) -> bytes:
-    """Copy the first bytes of a uint8 tensor to the host (fewer if it is shorter)."""
-    # slicing the array, not the tensor, and one copy: a rank reads dozens of headers per step
-    host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
-    return host.numpy()[:nbytes].tobytes()
+        Raises:
+            WireFormatError: too short, wrong magic or version, unknown dtype.
+        """
+        # slicing the array, not the tensor, and one copy: a rank reads dozens of headers per step
+        host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
+        raw = host.numpy()[:nbytes].tobytes()
+        if len(raw) < HEADER_BYTES:
+            raise WireFormatError(
+                f"{len(raw)} bytes cannot hold a message header of {HEADER_BYTES}"
+            )
+        magic, format_, code, option, count = _SHORT.unpack_from(raw)
+        if magic != _MAGIC:
+            raise _foreign(raw)
+        if not 1 <= code <= len(_DTYPES):
+            raise WireFormatError(f"unknown value dtype {code} in a message header")
+        if len(raw) < LONG_HEADER_BYTES:
+            return Header(format_, _DTYPES[code - 1], count, option)
+        word = int.from_bytes(raw[HEADER_BYTES:], "little")
+        size, detail = word & ((1 << _SIZE_BITS) - 1), word >> _SIZE_BITS
+        return Header(format_, _DTYPES[code - 1], count, option, size, detail)
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class Encoded(Generic[V]):
     """An encoded vector.
 
     Attributes:
@@ -112,55 +116,81 @@ class Encoded:
     """
 
     payload: Tensor
-    decoded: SparseVector
+    decoded: V
 
 
-class Codec(ABC):
-    """Turns sparse vectors into bytes and back.  Stateless.
+class Codec(ABC, Generic[V]):
+    """Turns vectors into bytes and back.  Stateless.
 
-    ``format`` is the codec's number in the message header, ``options`` are the values of its option
-    byte; ``exact`` says that nothing is rounded, whatever the dtype.  A message never gets shorter by
-    more entries.
+    ``V`` says which vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  A message
+    describes itself by its header and never gets shorter by more entries.
+
+    Attributes:
+        format: the codec's number in the header.
+        exact: no value is ever rounded; a codec that rounds takes floating values only.
+        options: the legal values of the header's option.
+        header_bytes: 8, or 16 with size and detail.
     """
 
     format: ClassVar[int]
-    exact: ClassVar[bool]
+    exact: bool = False
     options: ClassVar[tuple[int, ...]] = (0,)
+    header_bytes: ClassVar[int] = HEADER_BYTES
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
 
-    def seeded(self, rank: int, step: int) -> Codec:
-        """Return the codec for one message source and step: itself, unless it draws random numbers."""
-        return self
-
-    def for_layers(self, sizes: Sequence[int]) -> Codec:
-        """Return the codec for vectors of layers of these sizes: itself, unless layers matter."""
-        return self
-
     @abstractmethod
-    def encode(self, vector: SparseVector) -> Encoded:
+    def encode(self, vector: V) -> Encoded[V]:
         """Encode a vector of any number of entries, 0 included."""
 
     @abstractmethod
-    def decode(self, payload: Tensor, size: int) -> SparseVector:
+    def decode(self, payload: Tensor, size: int) -> V:
         """Decode one whole message as a vector of ``size`` elements; checks every byte it uses."""
 
     @abstractmethod
-    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return the exact bytes of a message, by purpose, without encoding it."""
+    def layout(self, header: Header) -> Parts:
+        """Return the exact bytes of the message that starts with ``header``, by purpose."""
 
-    @abstractmethod
-    def measure(self, buffer: Tensor) -> Parts:
-        """Return the bytes of the message at the start of ``buffer``, read from its header."""
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message."""
+        return Header(
+            self.format, dtype, nnz, size=size if self.header_bytes > HEADER_BYTES else None
+        )
+
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether this codec writes such headers; format, option and count have been checked."""
+        return True
+
+    def seeded(self, rank: int, step: int) -> Codec[V]:
+        """Return the codec for one message source and step: itself, unless it draws random numbers."""
+        return self
+
+    def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
+        """Return the codec for vectors of layers of these sizes: itself, unless layers matter."""
+        return self
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Tell whether values of ``dtype`` arrive as they are."""
         return self.exact
 
+    # ---- sizes ----
+
+    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
+        """Return the exact bytes of a message, by purpose, without encoding it."""
+        return self.layout(self.header(nnz, size, dtype))
+
     def nbytes(self, nnz: int, size: int, dtype: torch.dtype = torch.float32) -> int:
         """Return the exact bytes of a message without encoding it."""
         return self.parts(nnz, size, dtype).nbytes
+
+    def measure(self, buffer: Tensor) -> Parts:
+        """Return the bytes of the message at the start of ``buffer``, read from its header.
+
+        Raises:
+            WireFormatError: the buffer does not start with a header of this codec.
+        """
+        return self.layout(self.read_header(buffer))
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
         """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``.
@@ -178,29 +208,86 @@ class Codec(ABC):
             )
         return fitting - 1
 
-    def check_header(self, raw: bytes) -> Header:
-        """Read the header of a message that must be of this format.
+    # ---- for implementations ----
+
+    def start(self, vector: V) -> bytes:
+        """Return the packed header of a vector's message.
 
         Raises:
-            WireFormatError: not a header, or of another format.
+            ConfigurationError: a vector that this codec does not take.
         """
-        header = parse_header(raw)
+        values, size = vector.values, vector.size
+        name = type(self).__name__
+        if values.dim() != 1:
+            raise ConfigurationError(f"{name}: values of shape {tuple(values.shape)}; flatten them")
+        if not (self.exact or values.dtype.is_floating_point):
+            raise ConfigurationError(
+                f"{name} rounds values and takes floats, not {values.dtype}; use Coo or Whole for "
+                "integers"
+            )
+        if not vector.nnz <= size <= _SIZE_LIMIT:
+            raise ConfigurationError(
+                f"{name} takes regions of up to 2^32 elements and no more entries than elements, not "
+                f"{vector.nnz} of {size}; use smaller units or more regions"
+            )
+        return self.header(vector.nnz, size, values.dtype).pack()
+
+    @staticmethod
+    def message(start: bytes, *pieces: Tensor) -> Tensor:
+        """Return a whole message: its header, and the bytes of 1-D tensors of any dtype."""
+        header = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        raw = [piece.contiguous().view(-1, 1).view(torch.uint8).flatten() for piece in pieces]
+        return torch.cat([header.to(raw[0].device), *raw])
+
+    def read_header(self, buffer: Tensor) -> Header:
+        """Read the header of a message that must be of this codec.
+
+        Raises:
+            WireFormatError: not a header, of another format, or one that this codec never writes.
+        """
+        header = Header.read(buffer, self.header_bytes)
+        name = type(self).__name__
         if header.format != self.format:
-            name = type(self).__name__.lower()
             raise WireFormatError(
-                f"a message has format {header.format}, expected {name} ({self.format}); "
-                "do all ranks use the same codec?"
+                f"a message has format {header.format}, expected {name} ({self.format}); do all ranks "
+                "use the same codec?"
             )
         if header.option not in self.options:
-            raise _foreign(raw)
+            raise _foreign(
+                _SHORT.pack(_MAGIC, header.format, _CODE_OF[header.dtype], header.option, 0)
+            )
+        if header.nbytes < self.header_bytes:
+            raise WireFormatError(
+                f"{buffer.numel()} bytes cannot hold the header of {name}, {self.header_bytes} bytes"
+            )
+        count, size = header.entries, header.size
+        sound = size is None or count <= size <= _SIZE_LIMIT
+        if not (sound and (self.exact or header.dtype.is_floating_point) and self.is_legal(header)):
+            raise WireFormatError(
+                f"a message claims {count} entries of {size} elements of {header.dtype}, option "
+                f"{header.option}, detail {header.detail}, which {name} never writes; it is corrupt"
+            )
         return header
 
+    def body(self, payload: Tensor, size: int) -> tuple[Header, Tensor]:
+        """Check header and length of a whole message for ``size`` elements; return header and rest.
 
-class Measuring(Protocol):
-    """What can tell the bytes of a message from its start: a ``Codec``, a ``StreamCodec``."""
-
-    def measure(self, buffer: Tensor) -> Parts:
-        """Return the bytes of the message at the start of ``buffer``, by purpose."""
+        Raises:
+            WireFormatError: as ``read_header``; of another length than it says, or for another region.
+        """
+        header = self.read_header(payload)
+        expected = self.layout(header).nbytes
+        if payload.numel() != expected:
+            raise WireFormatError(
+                f"a message of {payload.numel()} bytes says that it has {header.entries} entries, "
+                f"which take {expected} bytes; it is truncated or corrupt"
+            )
+        if header.size not in (None, size):
+            raise WireFormatError(
+                f"a message is for a region of {header.size} elements, expected {size}; do all ranks "
+                "cut the same regions?"
+            )
+        return header, payload[header.nbytes :]
 
 
 @final
@@ -209,7 +296,7 @@ class MessageFraming(Framing):
 
     variable = True
 
-    def __init__(self, codec: Measuring) -> None:
+    def __init__(self, codec: Codec[Any]) -> None:
         self.codec = codec
 
     def length(self, buffer: Tensor) -> int:
@@ -219,3 +306,10 @@ class MessageFraming(Framing):
     def parts(self, payload: Tensor) -> Parts:
         """Read the parts from the header."""
         return self.codec.measure(payload)
+
+
+def _foreign(raw: bytes) -> WireFormatError:
+    return WireFormatError(
+        f"a message starts with {raw[:4].hex()}, not with {_MAGIC:02x} (version 1); "
+        "do all ranks run the same version of sparsync?"
+    )

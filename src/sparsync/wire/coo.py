@@ -7,19 +7,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.errors import WireFormatError
+from sparsync.kernels.packing import view_as
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header, first_bytes, pack_header
+from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header
 
-__all__ = ["Coo"]
+__all__ = ["INDEX_BYTES", "Coo", "pack_words", "unpack_words"]
 
-_INDEX_BYTES = 4
-_INDEX_LIMIT = 1 << 32
+INDEX_BYTES = 4
 
 
 @final
-class Coo(Codec):
+class Coo(Codec[SparseVector]):
     """Header, then all indices (u32, ascending), then all values: the papers' format.
 
     Cost: 8 + 8 nnz bytes for float32.   State: none.
@@ -37,19 +37,10 @@ class Coo(Codec):
     format = 1
     exact = True
 
-    def encode(self, vector: SparseVector) -> Encoded:
+    def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` is the vector itself."""
-        if vector.size > _INDEX_LIMIT:
-            raise ConfigurationError(
-                f"coo indices have 32 bits but the region has {vector.size} elements; "
-                "use smaller units or more regions"
-            )
-        header = pack_header(Header(self.format, vector.values.dtype, vector.nnz))
-        start = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        indices = _to_unsigned(vector.indices).view(torch.uint8)
-        values = vector.values.contiguous().view(-1, 1).view(torch.uint8).flatten()
-        payload = torch.cat([start.to(values.device), indices, values])
-        return Encoded(payload, vector)
+        start = self.start(vector)
+        return Encoded(self.message(start, pack_words(vector.indices), vector.values), vector)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode and check count, order and range.
@@ -57,46 +48,29 @@ class Coo(Codec):
         Raises:
             WireFormatError: the payload is not a coo message for ``size`` elements.
         """
-        header = self.check_header(first_bytes(payload, HEADER_BYTES))
-        expected = self.nbytes(header.count, size, header.dtype)
-        if payload.numel() != expected:
-            raise WireFormatError(
-                f"a message of {payload.numel()} bytes says that it has {header.count} entries, "
-                f"which take {expected} bytes; it is truncated or corrupt"
-            )
-        middle = HEADER_BYTES + _INDEX_BYTES * header.count
-        body = payload.clone() if payload.storage_offset() % 8 else payload  # align the views
-        indices = _from_unsigned(body[HEADER_BYTES:middle].view(torch.int32))
-        values = _aligned(body[middle:], header.dtype)
-        if header.count and (int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
-            raise WireFormatError(
-                f"a message's indices are not strictly ascending within [0, {size})"
-            )
-        return SparseVector(indices, values, size)
+        header, body = self.body(payload, size)
+        middle = INDEX_BYTES * header.entries
+        indices = unpack_words(body[:middle], size)
+        return SparseVector(indices, view_as(body[middle:], header.dtype), size)
 
-    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
+    def layout(self, header: Header) -> Parts:
         """Return 8 bytes of header, 4 per index, the dtype's width per value."""
-        return Parts(header=HEADER_BYTES, index=_INDEX_BYTES * nnz, value=dtype.itemsize * nnz)
-
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count and dtype.
-
-        Raises:
-            WireFormatError: the buffer does not start with a coo header.
-        """
-        header = self.check_header(first_bytes(buffer, HEADER_BYTES))
-        return self.parts(header.count, 0, header.dtype)
+        count = header.entries
+        return Parts(HEADER_BYTES, INDEX_BYTES * count, header.dtype.itemsize * count)
 
 
-def _to_unsigned(indices: Tensor) -> Tensor:
-    """Wrap int64 in [0, 2^32) to the int32 of the same bits."""
-    return torch.where(indices >= 1 << 31, indices - _INDEX_LIMIT, indices).to(torch.int32)
+def pack_words(indices: Tensor) -> Tensor:
+    """Return int64 indices below 2^32 as u32."""
+    return indices.to(torch.uint32)
 
 
-def _from_unsigned(bits: Tensor) -> Tensor:
-    return bits.to(torch.int64) & (_INDEX_LIMIT - 1)
+def unpack_words(raw: Tensor, size: int) -> Tensor:
+    """Read u32 indices as int64.
 
-
-def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as ``dtype``, copying where the offset does not suit it (8-byte values)."""
-    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
+    Raises:
+        WireFormatError: they do not ascend strictly within ``[0, size)``.
+    """
+    indices = view_as(raw, torch.uint32).to(torch.int64)
+    if indices.numel() and (int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
+        raise WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
+    return indices

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from types import MappingProxyType
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.errors import ConfigurationError
 from sparsync.kernels import packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header, first_bytes, pack_header
+from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header
 
 __all__ = ["Packed"]
 
@@ -25,26 +24,12 @@ _EXACT = MappingProxyType(
         "fp32": (torch.float32, torch.bfloat16, torch.float16),
     }
 )
-_SHAPE = struct.Struct("<Q")  # the size in 48 bits, the block in 16
-_START_BYTES = HEADER_BYTES + _SHAPE.size
-_SIZE_LIMIT = 1 << 32
 _BLOCK_LIMIT = 1 << 16
 
 
-class _Shape(NamedTuple):
-    """What the first 16 bytes say."""
-
-    header: Header
-    size: int
-    block: int
-
-    def parts(self) -> Parts:
-        return _parts(self.header.count, self.size, self.header.option, self.block)
-
-
 @final
-class Packed(Codec):
-    """Header, shape, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
+class Packed(Codec[SparseVector]):
+    """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
 
     Values of every floating dtype are sent as
 
@@ -55,6 +40,10 @@ class Packed(Codec):
 
     ``decoded`` holds what the receiver sees, in the dtype that was given, zeros that rounding made
     included: what is missing is the caller's to keep in the residual.
+
+    Args:
+        values: how values are rounded.
+        block: entries that share a scale under int8, 1 to 65535.
 
     Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits of indices, l = floor(log2(size / nnz)); 16, 8
     (and 32 per block) or 32 bits per value.   State: none.
@@ -70,17 +59,12 @@ class Packed(Codec):
     """
 
     format = 2
-    exact = False
     options = tuple(_FORMS.values())
+    header_bytes = LONG_HEADER_BYTES
 
     def __init__(
         self, values: Literal["bf16", "int8", "fp32"] = "bf16", *, block: int = 128
     ) -> None:
-        """Set how values are rounded, and the number of entries that share a scale under int8.
-
-        Raises:
-            ConfigurationError: an unknown form of values, or a block that 16 bits do not hold.
-        """
         if values not in _FORMS:
             raise ConfigurationError(
                 f"values={values!r} is unknown; use one of {', '.join(_FORMS)}"
@@ -90,7 +74,6 @@ class Packed(Codec):
                 f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
             )
         self.values, self.block = values, block
-        self._form = _FORMS[values]
 
     def __repr__(self) -> str:
         return f"Packed(values={self.values!r}, block={self.block})"
@@ -99,39 +82,12 @@ class Packed(Codec):
         """Tell whether values of ``dtype`` arrive as they are."""
         return dtype in _EXACT[self.values]
 
-    def encode(self, vector: SparseVector) -> Encoded:
+    def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and rounded values."""
-        values, size = vector.values, vector.size
-        if not values.dtype.is_floating_point:
-            raise ConfigurationError(
-                f"packed rounds values and takes floats, not {values.dtype}; use Coo for integers"
-            )
-        if not vector.nnz <= size <= _SIZE_LIMIT:
-            raise ConfigurationError(
-                f"packed takes regions of up to 2^32 elements and no more entries than elements, "
-                f"not {vector.nnz} of {size}; use smaller units or more regions"
-            )
-        start = self.start(vector.nnz, size, values.dtype)
-        payload, rounded = packing.pack(start, vector.indices, values, size, *self.form_and_block)
+        start, size = self.start(vector), vector.size
+        style = _FORMS[self.values], self.block
+        payload, rounded = packing.pack(start, vector.indices, vector.values, size, *style)
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
-
-    @property
-    def form_and_block(self) -> tuple[int, int]:
-        """How values are packed, for the kernels; blocks matter to int8 alone."""
-        return self._form, self.block if self._form == packing.INT8 else 0
-
-    def start(self, nnz: int, size: int, dtype: torch.dtype) -> bytes:
-        """Return the first 16 bytes of a message."""
-        header = pack_header(Header(self.format, dtype, nnz, self._form))
-        return header + _SHAPE.pack(size | self.form_and_block[1] << 48)
-
-    def style(self, size: int) -> tuple[int, int, int, int, int]:
-        """Return what the kernels need to write and read messages of float32 values.
-
-        These are the first 16 bytes without a count, as two numbers, form, block and the region's size.
-        """
-        first, second = struct.unpack("<2Q", self.start(0, size, torch.float32))
-        return first, second, *self.form_and_block, size
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode and check every bit but the values', which may be anything.
@@ -139,61 +95,25 @@ class Packed(Codec):
         Raises:
             WireFormatError: the payload is not a packed message for ``size`` elements.
         """
-        header, block = self._checked(payload, size)
-        body = payload[_START_BYTES:]
-        indices, values = packing.unpack(body, header.count, size, header.option, block)
+        header, body = self.body(payload, size)
+        indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
 
-    def _checked(self, payload: Tensor, size: int) -> tuple[Header, int]:
-        """Read what stands before the values, and check it against the payload."""
-        header, sender_size, block = shape = self._shape(payload)
-        expected = shape.parts().nbytes
-        if payload.numel() != expected:
-            raise WireFormatError(
-                f"a message of {payload.numel()} bytes says that it has {header.count} entries, "
-                f"which take {expected} bytes; it is truncated or corrupt"
-            )
-        if sender_size != size:
-            raise WireFormatError(
-                f"a message is for a region of {sender_size} elements, expected {size}; "
-                "do all ranks cut the same regions?"
-            )
-        return header, block
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message: the form of values as option, int8's block as detail."""
+        form = _FORMS[self.values]
+        return Header(
+            self.format, dtype, nnz, form, size, self.block if form == packing.INT8 else 0
+        )
 
-    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return 16 bytes of header and shape, and the bytes of values and indices."""
-        return _parts(nnz, size, self._form, self.block)
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether there is a block length exactly where values are int8."""
+        return (header.detail > 0) == (header.option == packing.INT8)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count, size and form.
-
-        Raises:
-            WireFormatError: the buffer does not start with a packed header.
-        """
-        return self._shape(buffer).parts()
-
-    def _shape(self, buffer: Tensor) -> _Shape:
-        raw = first_bytes(buffer, _START_BYTES)
-        header = self.check_header(raw)
-        if len(raw) < _START_BYTES:
-            raise WireFormatError(f"{len(raw)} bytes cannot hold a packed header of {_START_BYTES}")
-        (word,) = _SHAPE.unpack_from(raw, HEADER_BYTES)
-        size, block = word & ((1 << 48) - 1), word >> 48
-        if not header.count <= size <= _SIZE_LIMIT:
-            raise WireFormatError(
-                f"a message claims {header.count} entries of {size} elements; it is corrupt"
-            )
-        if not header.dtype.is_floating_point or (block > 0) != (header.option == packing.INT8):
-            raise WireFormatError(
-                f"a message of {header.dtype} has value form {header.option} with blocks of {block}, "
-                "which packed never writes; it is corrupt"
-            )
-        return _Shape(header, size, block)
-
-
-def _parts(nnz: int, size: int, form: int, block: int) -> Parts:
-    return Parts(
-        header=_START_BYTES,
-        index=(packing.index_bits(nnz, size) + 7) // 8,
-        value=packing.value_bytes(nnz, form, block),
-    )
+    def layout(self, header: Header) -> Parts:
+        """Return 16 bytes of header, and the bytes of indices and values."""
+        _, _, nnz, form, size, block = header
+        assert size is not None
+        return Parts(
+            LONG_HEADER_BYTES, packing.index_bytes(nnz, size), packing.value_bytes(nnz, form, block)
+        )

@@ -3,40 +3,83 @@
 from __future__ import annotations
 
 import copy
-import struct
-from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar, final
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from typing import Final, Literal, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import packing
-from sparsync.sparse import SparseVector
+from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import (
-    HEADER_BYTES,
-    Codec,
-    Encoded,
-    Header,
-    first_bytes,
-    pack_header,
-    parse_header,
-)
-from sparsync.wire.quantiser import BITS, Quantiser
-from sparsync.wire.whole import DenseCodec, EncodedDense
+from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, V
 
-__all__ = ["Qsgd", "SparseQsgd"]
+__all__ = ["Qsgd", "Quantiser", "SparseQsgd"]
 
-_SHAPE = struct.Struct("<Q")  # the size in 48 bits, the block in 16
-_START_BYTES = HEADER_BYTES + _SHAPE.size
-_SIZE_LIMIT = 1 << 32
-AnyQsgd = TypeVar("AnyQsgd", "Qsgd", "SparseQsgd")
-_OPTIONS = tuple(bits + flags for bits in BITS for flags in (0, 16, 32, 48))
+_BITS: Final = (2, 4, 8)
+_BLOCK_LIMIT: Final = 1 << 16
+_SCALE_BYTES: Final = 4
+_MAX_SCALED, _SHRUNK = 16, 32  # bits of the option byte, above the number of bits
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class _Quantised(Codec[V]):
+    """The part of both codecs that does not depend on where the values stand."""
+
+    options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
+    header_bytes = LONG_HEADER_BYTES
+
+    def __init__(
+        self,
+        bits: int = 4,
+        *,
+        block: int = 1024,
+        scale: Literal["l2", "max"] = "l2",
+        shrink: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.quantiser = Quantiser(bits, block, scale, shrink, seed)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.quantiser.arguments})"
+
+    @property
+    def contractive(self) -> bool:
+        """``E |x - Q(x)|^2 < |x|^2``: the error may be kept in the residual."""
+        return self.quantiser.contractive
+
+    def seeded(self, rank: int, step: int) -> Codec[V]:
+        """Return a copy that draws for this rank and step."""
+        twin = copy.copy(self)
+        twin.quantiser = replace(self.quantiser, rank=rank, step=step)
+        return twin
+
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message: bits, scale and shrink as option, the block as detail."""
+        return Header(self.format, dtype, nnz, self.quantiser.option, size, self.quantiser.block)
+
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether there is a block length."""
+        return header.detail > 0
+
+    def layout(self, header: Header) -> Parts:
+        """Return 16 bytes of header, and the bytes of scales and codes."""
+        count, bits = header.entries, header.option & 15
+        scales = _SCALE_BYTES * -(-count // header.detail)
+        return Parts(LONG_HEADER_BYTES, value=scales + (count * bits + 7) // 8)
+
+    def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scales and codes, and what the receiver makes of them, in the dtype of ``values``."""
+        single = packing.to_float32(values, packing.FP32)
+        raw = self.quantiser.quantise(single, torch.finfo(values.dtype).max)
+        return raw, self.quantiser.dequantise(raw, values.numel()).to(values.dtype)
 
 
 @final
-class Qsgd(DenseCodec):
+class Qsgd(_Quantised[DenseVector]):
     """Dense vectors, quantised at random: see ``docs/wire-format.md`` and ``Quantiser``.
 
     Unbiased: the expectation of what is decoded is the float32 that was given, to 2^-24 of its
@@ -56,8 +99,8 @@ class Qsgd(DenseCodec):
     Differs from the paper: codes of fixed width, not Elias's; scale "max"; shrink; NaN and Inf survive.
 
     Example:
-        >>> encoded = Qsgd(bits=4, scale="max").encode(torch.tensor([7.0, -3.0, 0.0]))
-        >>> encoded.payload[16:].tolist(), encoded.decoded.tolist()
+        >>> encoded = Qsgd(bits=4, scale="max").encode(DenseVector(torch.tensor([7.0, -3.0, 0.0])))
+        >>> encoded.payload[16:].tolist(), encoded.decoded.values.tolist()
         ([0, 0, 224, 64, 215, 0], [7.0, -3.0, 0.0])
 
     References: Alistarh et al., QSGD, NeurIPS 2017, section 3; Renggli et al., SparCML, SC 2019,
@@ -66,66 +109,33 @@ class Qsgd(DenseCodec):
 
     format = 4
 
-    def __init__(
-        self,
-        bits: int = 4,
-        *,
-        block: int = 1024,
-        scale: Literal["l2", "max"] = "l2",
-        shrink: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.quantiser = Quantiser(bits, block, scale, shrink, seed)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.quantiser.arguments})"
-
-    @property
-    def contractive(self) -> bool:
-        """``E |x - Q(x)|^2 < |x|^2``: the error may be kept in the residual."""
-        return self.quantiser.contractive
-
-    def seeded(self, rank: int, step: int) -> Qsgd:
-        """Return a copy that draws for this rank and step."""
-        return _seeded(self, rank, step)
-
-    def encode(self, values: Tensor) -> EncodedDense:
+    def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
         """Encode; the same values, seed, rank and step give the same bytes."""
-        if values.dim() != 1:
-            raise ConfigurationError(f"a dense message of shape {tuple(values.shape)}; flatten it")
-        start = _start(self.format, self.quantiser, values, values.numel())
-        raw, decoded = _quantised(self.quantiser, values)
-        return EncodedDense(torch.cat([start, raw]), decoded)
+        start = self.start(vector)
+        raw, decoded = self.round(vector.values)
+        return Encoded(self.message(start, raw), DenseVector(decoded))
 
-    def decode(self, payload: Tensor, size: int) -> Tensor:
+    def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, as the message says that it was quantised.
 
         Raises:
             WireFormatError: the payload is not a qsgd message of ``size`` elements.
         """
-        shape = _checked(payload, self.format, size)
-        values = shape.quantiser.dequantise(payload[_START_BYTES:], shape.header.count)
-        return values.to(shape.header.dtype)
+        header, body = self.body(payload, size)
+        values = Quantiser.of_message(header).dequantise(body, size)
+        return DenseVector(values.to(header.dtype))
 
-    def parts(self, size: int, dtype: torch.dtype) -> Parts:
-        """Return 16 bytes of header and shape, and the bytes of scales and codes."""
-        return Parts(header=_START_BYTES, value=self.quantiser.value_bytes(size))
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message of ``size`` values."""
+        return super().header(size, size, dtype)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count, block and option.
-
-        Raises:
-            WireFormatError: the buffer does not start with a qsgd header.
-        """
-        return _shape(buffer, self.format).parts()
-
-    def is_exact(self, dtype: torch.dtype) -> bool:
-        """Say that everything is rounded."""
-        return False
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether there is a block length, and a value per element."""
+        return super().is_legal(header) and header.entries == header.size
 
 
 @final
-class SparseQsgd(Codec):
+class SparseQsgd(_Quantised[SparseVector]):
     """Sparse vectors: values quantised at random, blocks of consecutive entries; Elias-Fano indices.
 
     Arguments and promises are those of ``Qsgd``.  Zeros that rounding made still travel.
@@ -144,39 +154,13 @@ class SparseQsgd(Codec):
     """
 
     format = 5
-    exact = False
-    options = _OPTIONS
 
-    def __init__(
-        self,
-        bits: int = 4,
-        *,
-        block: int = 1024,
-        scale: Literal["l2", "max"] = "l2",
-        shrink: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.quantiser = Quantiser(bits, block, scale, shrink, seed)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.quantiser.arguments})"
-
-    @property
-    def contractive(self) -> bool:
-        """``E |x - Q(x)|^2 < |x|^2``: the error may be kept in the residual."""
-        return self.quantiser.contractive
-
-    def seeded(self, rank: int, step: int) -> SparseQsgd:
-        """Return a copy that draws for this rank and step."""
-        return _seeded(self, rank, step)
-
-    def encode(self, vector: SparseVector) -> Encoded:
+    def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and rounded values."""
-        start = _start(self.format, self.quantiser, vector.values, vector.size)
-        raw, rounded = _quantised(self.quantiser, vector.values)
-        indices = packing.pack_indices(vector.indices.contiguous(), vector.size)
-        payload = torch.cat([start, raw, indices])
-        return Encoded(payload, SparseVector(vector.indices, rounded, vector.size))
+        start, indices, size = self.start(vector), vector.indices, vector.size
+        raw, rounded = self.round(vector.values)
+        payload = self.message(start, raw, packing.pack_indices(indices.contiguous(), size))
+        return Encoded(payload, SparseVector(indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode, as the message says that it was quantised.
@@ -184,113 +168,188 @@ class SparseQsgd(Codec):
         Raises:
             WireFormatError: the payload is not a sparse qsgd message for ``size`` elements.
         """
-        shape = _checked(payload, self.format, size)
-        count, middle = shape.header.count, _START_BYTES + shape.parts().value
-        indices = packing.unpack_indices(payload[middle:], count, size)
-        values = shape.quantiser.dequantise(payload[_START_BYTES:middle], count)
-        return SparseVector(indices, values.to(shape.header.dtype), size)
+        header, body = self.body(payload, size)
+        middle = super().layout(header).value
+        indices = packing.unpack_indices(body[middle:], header.entries, size)
+        values = Quantiser.of_message(header).dequantise(body[:middle], header.entries)
+        return SparseVector(indices, values.to(header.dtype), size)
 
-    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return 16 bytes of header and shape, and the bytes of values and indices."""
-        return _sparse_parts(self.quantiser, nnz, size)
+    def layout(self, header: Header) -> Parts:
+        """Return 16 bytes of header, and the bytes of scales, codes and indices."""
+        assert header.size is not None
+        index = packing.index_bytes(header.entries, header.size)
+        return super().layout(header) + Parts(index=index)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count, size, block and option.
+
+@dataclass(frozen=True)
+class Quantiser:
+    """Rounds values at random to multiples of a block's scale, so that the expectation is exact.
+
+    Of a block of entries with scale S, x becomes ``sign(x) S j / s`` where j is ``s |x| / S`` rounded up
+    with the probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
+
+    Attributes:
+        bits: per value, sign included: 2, 4 or 8.
+        block: consecutive entries that share a scale (QSGD's bucket), below 2^16.
+        scale: S = ``|x|_2`` of the block (QSGD's own) or ``max |x|``.
+        shrink: decoded values are multiplied by ``1 / (1 + omega)``.
+        seed: of the draws, with rank, step and the message itself: messages of one step differ.
+        rank: the source.
+        step: 0-based.
+
+    Example:
+        >>> Quantiser(bits=4).levels, Quantiser(bits=4, scale="max").omega(256)
+        (7, 0.7453996981544782)
+    """
+
+    bits: int = 4
+    block: int = 1024
+    scale: Literal["l2", "max"] = "l2"
+    shrink: bool = False
+    seed: int = 0
+    rank: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise ConfigurationError(f"bits={self.bits} per value is unknown; use 2, 4 or 8")
+        if not 1 <= self.block < _BLOCK_LIMIT:
+            raise ConfigurationError(
+                f"block={self.block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
+            )
+        if self.scale not in ("l2", "max"):
+            raise ConfigurationError(f"scale={self.scale!r} is unknown; use 'l2' or 'max'")
+
+    @staticmethod
+    def of_message(header: Header) -> Quantiser:
+        """Return the quantiser that wrote a message, but for its seed."""
+        option = header.option
+        scale: Literal["l2", "max"] = "max" if option & _MAX_SCALED else "l2"
+        return Quantiser(option & 15, header.detail, scale, bool(option & _SHRUNK))
+
+    @property
+    def arguments(self) -> str:
+        """Every argument but rank and step: ranks compare options by it."""
+        names = ("bits", "block", "scale", "shrink", "seed")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    @property
+    def option(self) -> int:
+        """The option byte: bits, plus 16 for the scale "max", plus 32 for shrink."""
+        return self.bits + _MAX_SCALED * (self.scale == "max") + _SHRUNK * self.shrink
+
+    @property
+    def levels(self) -> int:
+        """The largest code s; the one below -s is left for what is not finite."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def contractive(self) -> bool:
+        """``E |x - Q(x)|^2 < |x|^2`` for every x that is not zero, as error feedback needs."""
+        return self.shrink or self.omega(self.block) < 1
+
+    def omega(self, length: int) -> float:
+        """Bound the variance of a block of ``length`` entries: ``E |x - Q(x)|^2 <= omega |x|^2``.
+
+        "l2": ``min(length / s^2, sqrt(length) / s)`` (QSGD, Lemma 3.1).  "max": the worst block has one
+        entry S and others all at the same part of the first level, and gives, exactly,
+        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (derived here).  Both without shrink.
+        """
+        s = self.levels
+        if self.scale == "l2":
+            return min(length / s**2, math.sqrt(length) / s)
+        return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
+
+    def quantise(self, values: Tensor, largest: float) -> Tensor:
+        """Return scales and codes of float32 ``values`` as ``torch.uint8``.
+
+        Args:
+            values: `[count]`; NaN and Inf get a code of their own and leave the scale alone.
+            largest: no decoded magnitude exceeds it; at least the largest finite one of ``values``.
+        """
+        count, rows = values.numel(), self._rows(values.numel())
+        padded = values.new_zeros(rows * self.block)
+        padded[:count] = values
+        blocks = padded.view(rows, self.block)
+        finite = blocks.isfinite()
+        magnitudes = torch.where(finite, blocks.abs(), 0.0)
+        scales = self._scales(magnitudes, min(largest, _FLOAT32_MAX))
+        divisors = torch.where(scales == 0, 1.0, scales)[:, None]
+        exact = magnitudes / divisors * self.levels
+        lower = exact.floor()
+        # a draw is a multiple of 2^-24, and below 1: what lies on a level stays there
+        up = self._draws(values, rows * self.block).view_as(blocks) < exact - lower
+        codes = torch.where(blocks < 0, -(lower + up), lower + up)
+        codes = torch.where(finite, codes, float(-self.levels - 1)).to(torch.int8)
+        packed = self._pack(codes.flatten()[:count].view(torch.uint8))
+        return torch.cat([scales.view(torch.uint8), packed])
+
+    def dequantise(self, raw: Tensor, count: int) -> Tensor:
+        """Return the `[count]` float32 values of the scales and codes ``raw``.
 
         Raises:
-            WireFormatError: the buffer does not start with a sparse qsgd header.
+            WireFormatError: bits are set after the last code.
         """
-        return _shape(buffer, self.format).parts()
+        middle = _SCALE_BYTES * self._rows(count)
+        scales = raw[:middle].clone().view(torch.float32)  # a copy is aligned
+        codes = self._unpack(raw[middle:])
+        if bool(codes[count:].any()):
+            raise WireFormatError(
+                f"a message of {count} quantised values has bits set after the last; it is corrupt"
+            )
+        spread = scales.repeat_interleave(self.block, output_size=scales.numel() * self.block)
+        return self._table(count, raw.device).index_select(0, codes[:count]) * spread[:count]
 
+    def _rows(self, count: int) -> int:
+        return -(-count // self.block)
 
-class _Shape(NamedTuple):
-    """What the first 16 bytes say."""
+    def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
+        """Return one float32 per row; a scale cut to ``largest`` is above all entries all the same."""
+        if self.scale == "max":
+            return magnitudes.amax(1)
+        # squares of float32 neither overflow nor vanish in float64; pairs are added in an order that
+        # no machine changes, as ``sum`` would
+        squares = magnitudes.double().square()
+        while squares.shape[1] > 1:
+            half = (squares.shape[1] + 1) // 2
+            tail = squares[:, half:]
+            squares = squares[:, :half].contiguous()
+            squares[:, : tail.shape[1]] += tail
+        return squares[:, 0].sqrt().clamp(max=largest).to(torch.float32)
 
-    header: Header
-    size: int
-    quantiser: Quantiser
+    def _draws(self, values: Tensor, count: int) -> Tensor:
+        """Draw ``count`` numbers in [0, 1): the same on every machine, for they are drawn on the CPU."""
+        # what a rank quantises late in a step may depend on what it drew earlier in it, and equal draws
+        # would then have an expectation of their own; so the message has its part in the seed
+        content = int(values.view(torch.int32).sum(dtype=torch.int64))
+        name = f"{self.seed} {self.rank} {self.step} {values.numel()} {content}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        draws = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
+        return draws.to(values.device)
 
-    def parts(self) -> Parts:
-        if self.header.format == Qsgd.format:
-            return Parts(_START_BYTES, value=self.quantiser.value_bytes(self.header.count))
-        return _sparse_parts(self.quantiser, self.header.count, self.size)
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Pack uint8 codes, of which the lowest bits count, the first code lowest in its byte."""
+        each = 8 // self.bits
+        padded = codes.new_zeros(-(-codes.numel() // each) * each)
+        padded[: codes.numel()] = codes & ((1 << self.bits) - 1)
+        columns = padded.view(-1, each)
+        packed = columns[:, 0].clone()
+        for i in range(1, each):
+            packed |= columns[:, i] << (self.bits * i)
+        return packed
 
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """Return all codes of the bytes, as int32 in ``[0, 2^bits)``."""
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=packed.device)
+        codes = (packed[:, None] >> shifts) & ((1 << self.bits) - 1)
+        return codes.flatten().to(torch.int32)
 
-def _sparse_parts(quantiser: Quantiser, nnz: int, size: int) -> Parts:
-    return Parts(
-        header=_START_BYTES,
-        index=(packing.index_bits(nnz, size) + 7) // 8,
-        value=quantiser.value_bytes(nnz),
-    )
-
-
-def _seeded(codec: AnyQsgd, rank: int, step: int) -> AnyQsgd:
-    twin = copy.copy(codec)
-    twin.quantiser = replace(codec.quantiser, rank=rank, step=step)
-    return twin
-
-
-def _start(format_: int, quantiser: Quantiser, values: Tensor, size: int) -> Tensor:
-    """Return the first 16 bytes, on the device of ``values``; refuse what has no such message."""
-    if not values.dtype.is_floating_point:
-        raise ConfigurationError(
-            f"qsgd rounds values and takes floats, not {values.dtype}; use Coo or Whole for integers"
-        )
-    if not values.numel() <= size <= _SIZE_LIMIT:
-        raise ConfigurationError(
-            f"qsgd takes regions of up to 2^32 elements and no more entries than elements, not "
-            f"{values.numel()} of {size}; use smaller units or more regions"
-        )
-    header = pack_header(Header(format_, values.dtype, values.numel(), quantiser.option))
-    raw = bytearray(header + _SHAPE.pack(size | quantiser.block << 48))
-    return torch.frombuffer(raw, dtype=torch.uint8).to(values.device)
-
-
-def _quantised(quantiser: Quantiser, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and codes, and what the receiver makes of them, in the dtype of ``values``."""
-    single = packing.to_float32(values, packing.FP32)
-    raw = quantiser.quantise(single, torch.finfo(values.dtype).max)
-    return raw, quantiser.dequantise(raw, values.numel()).to(values.dtype)
-
-
-def _checked(payload: Tensor, format_: int, size: int) -> _Shape:
-    """Read what stands before the values, and check it against the payload."""
-    shape = _shape(payload, format_)
-    expected = shape.parts().nbytes
-    if payload.numel() != expected:
-        raise WireFormatError(
-            f"a message of {payload.numel()} bytes says that it has {shape.header.count} entries, "
-            f"which take {expected} bytes; it is truncated or corrupt"
-        )
-    if shape.size != size:
-        raise WireFormatError(
-            f"a message is for a region of {shape.size} elements, expected {size}; "
-            "do all ranks cut the same regions?"
-        )
-    return shape
-
-
-def _shape(buffer: Tensor, format_: int) -> _Shape:
-    raw = first_bytes(buffer, _START_BYTES)
-    header = parse_header(raw)
-    if header.format != format_:
-        name = "qsgd" if format_ == Qsgd.format else "sparse qsgd"
-        raise WireFormatError(
-            f"a message has format {header.format}, expected {name} ({format_}); "
-            "do all ranks use the same codec?"
-        )
-    if len(raw) < _START_BYTES:
-        raise WireFormatError(f"{len(raw)} bytes cannot hold a qsgd header of {_START_BYTES}")
-    (word,) = _SHAPE.unpack_from(raw, HEADER_BYTES)
-    size, block = word & ((1 << 48) - 1), word >> 48
-    if header.option not in _OPTIONS or block == 0 or not header.dtype.is_floating_point:
-        raise WireFormatError(
-            f"a message of {header.dtype} has option {header.option} and blocks of {block}, "
-            "which qsgd never writes; it is corrupt"
-        )
-    whole = format_ == Qsgd.format
-    if not header.count <= size <= _SIZE_LIMIT or (whole and header.count != size):
-        raise WireFormatError(
-            f"a message claims {header.count} entries of {size} elements; it is corrupt"
-        )
-    return _Shape(header, size, Quantiser.of_message(header.option, block))
+    def _table(self, count: int, device: torch.device) -> Tensor:
+        """Return what every code is multiplied with its scale as: two's complement, -s - 1 is NaN."""
+        longest = min(count, self.block)
+        factor = 1 / (1 + self.omega(longest)) if self.shrink else 1.0
+        s = self.levels
+        upper = [factor * code / s for code in range(s + 1)]
+        lower = [factor * code / s for code in range(-s, 0)]
+        return torch.tensor([*upper, math.nan, *lower], dtype=torch.float32, device=device)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -15,32 +14,19 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header, first_bytes, pack_header
+from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header
+from sparsync.wire.coo import INDEX_BYTES, pack_words, unpack_words
 
 __all__ = ["SignMean"]
 
 _FORMS = MappingProxyType({"coo": 1, "packed": 2})
-_SHAPE = struct.Struct("<Q")  # the size in 48 bits, the number of layers in 16
-_START_BYTES = HEADER_BYTES + _SHAPE.size
-_INDEX_BYTES = _COUNT_BYTES = _MEAN_BYTES = 4
-_SIZE_LIMIT = 1 << 32
+_COUNT_BYTES = _MEAN_BYTES = 4
 _LAYER_LIMIT = 1 << 16
 
 
-class _Shape(NamedTuple):
-    """What the first 16 bytes say."""
-
-    header: Header
-    size: int
-    layers: int
-
-    def parts(self) -> Parts:
-        return _parts(self.header.count, self.size, self.header.option, self.layers)
-
-
 @final
-class SignMean(Codec):
-    """Header, shape, a count and a mean per layer, indices: see ``docs/wire-format.md``.
+class SignMean(Codec[SparseVector]):
+    """Header, a count and a mean per layer, indices: see ``docs/wire-format.md``.
 
     Every entry of a layer arrives as the mean of the layer's entries, a projection:
     ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  It is small where
@@ -52,7 +38,7 @@ class SignMean(Codec):
     to zero makes explicit zeros.
 
     Args:
-        indices: "coo", as published, one word each; "packed", ours, Elias-Fano as in ``Packed``.
+        indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
         layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
 
     Cost: 16 bytes, 8 per layer; 4 nnz bytes of indices, or those of ``Packed``.   State: none.
@@ -69,8 +55,8 @@ class SignMean(Codec):
     """
 
     format = 6
-    exact = False
     options = tuple(_FORMS.values())
+    header_bytes = LONG_HEADER_BYTES
 
     def __init__(
         self, indices: Literal["coo", "packed"] = "coo", layers: Sequence[int] | None = None
@@ -93,30 +79,16 @@ class SignMean(Codec):
         """Return a codec with a mean for each layer."""
         return SignMean(self.indices, sizes)
 
-    def encode(self, vector: SparseVector) -> Encoded:
+    def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and, layer by layer, the same value."""
-        values, size = vector.values, vector.size
-        if not values.dtype.is_floating_point:
-            raise ConfigurationError(
-                f"sign-mean averages values and takes floats, not {values.dtype}; use Coo for integers"
-            )
-        if not vector.nnz <= size <= _SIZE_LIMIT:
-            raise ConfigurationError(
-                f"sign-mean takes regions of up to 2^32 elements and no more entries than elements, "
-                f"not {vector.nnz} of {size}; use smaller units or more regions"
-            )
-        counts = self._counts(vector.indices, size)
-        means = _means(values, counts)
-        form = _FORMS[self.indices]
-        header = pack_header(Header(self.format, values.dtype, vector.nnz, form))
-        start = bytearray(header + _SHAPE.pack(size | counts.numel() << 48))
-        pieces = [
-            torch.frombuffer(start, dtype=torch.uint8).to(values.device),
-            torch.stack([counts.to(torch.int32), means.view(torch.int32)], 1).view(-1),
-            _packed(vector.indices, size, form),
-        ]
-        payload = torch.cat([piece.view(torch.uint8) for piece in pieces])
-        return Encoded(payload, _spread(vector.indices, means, counts, values.dtype, size))
+        start, indices, size = self.start(vector), vector.indices, vector.size
+        counts = self._counts(indices, size)
+        means = _means(vector.values, counts)
+        table = torch.stack([counts.to(torch.int32), means.view(torch.int32)], 1).flatten()
+        packed = self.indices == "packed"
+        raw = packing.pack_indices(indices.contiguous(), size) if packed else pack_words(indices)
+        decoded = _spread(indices, means, counts, vector.values.dtype, size)
+        return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """Decode and check every bit but the means', which may be anything where entries are.
@@ -125,11 +97,19 @@ class SignMean(Codec):
             WireFormatError: the payload is not a sign-mean message for ``size`` elements in these
                 layers.
         """
-        header, _, layers = self._checked(payload, size)
-        middle = _START_BYTES + (_COUNT_BYTES + _MEAN_BYTES) * layers
-        table = _words(payload[_START_BYTES:middle]).view(-1, 2)
+        header, body = self.body(payload, size)
+        if header.detail != self._layer_count:
+            raise WireFormatError(
+                f"a message has {header.detail} layers, expected {self._layer_count}; do all ranks "
+                "fuse the same layers?"
+            )
+        middle = (_COUNT_BYTES + _MEAN_BYTES) * header.detail
+        table = packing.view_as(body[:middle], torch.uint32).view(-1, 2)
         counts, means = table[:, 0].to(torch.int64), table[:, 1].contiguous().view(torch.float32)
-        indices = _unpacked(payload[middle:], header.count, size, header.option)
+        if header.option == _FORMS["packed"]:
+            indices = packing.unpack_indices(body[middle:], header.entries, size)
+        else:
+            indices = unpack_words(body[middle:], size)
         found = self._counts(indices, size)
         if not torch.equal(found, counts):
             at = int((found != counts).nonzero()[0])
@@ -141,17 +121,23 @@ class SignMean(Codec):
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
-    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return 16 bytes of header and shape, 4 per layer's count; indices; 4 per layer's mean."""
-        return _parts(nnz, size, _FORMS[self.indices], self._layer_count)
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message: the form of indices as option, layers as detail."""
+        return Header(self.format, dtype, nnz, _FORMS[self.indices], size, self._layer_count)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count, size, form of the indices and number of layers.
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether there are layers."""
+        return header.detail > 0
 
-        Raises:
-            WireFormatError: the buffer does not start with a sign-mean header.
-        """
-        return self._shape(buffer).parts()
+    def layout(self, header: Header) -> Parts:
+        """Return 16 bytes of header, 4 per layer's count; indices; 4 per layer's mean."""
+        _, _, nnz, form, size, layers = header
+        assert size is not None
+        return Parts(
+            header=LONG_HEADER_BYTES + _COUNT_BYTES * layers,
+            index=packing.index_bytes(nnz, size) if form == _FORMS["packed"] else INDEX_BYTES * nnz,
+            value=_MEAN_BYTES * layers,
+        )
 
     @property
     def _layer_count(self) -> int:
@@ -165,48 +151,8 @@ class SignMean(Codec):
                 f"sign-mean has layers of {cuts[-1]} elements together, but the vector has {size}; "
                 "pass for_layers the sizes of the layers that travel together"
             )
-        return torch.searchsorted(indices, torch.tensor(cuts, device=indices.device)).diff()
-
-    def _checked(self, payload: Tensor, size: int) -> _Shape:
-        """Read what stands before the layers, and check it against the payload."""
-        shape = self._shape(payload)
-        expected = shape.parts().nbytes
-        if payload.numel() != expected:
-            raise WireFormatError(
-                f"a message of {payload.numel()} bytes says that it has {shape.header.count} entries "
-                f"in {shape.layers} layers, which take {expected} bytes; it is truncated or corrupt"
-            )
-        if (shape.size, shape.layers) != (size, self._layer_count):
-            raise WireFormatError(
-                f"a message is for {shape.size} elements in {shape.layers} layers, expected {size} in "
-                f"{self._layer_count}; do all ranks fuse the same layers?"
-            )
-        return shape
-
-    def _shape(self, buffer: Tensor) -> _Shape:
-        raw = first_bytes(buffer, _START_BYTES)
-        header = self.check_header(raw)
-        if len(raw) < _START_BYTES:
-            raise WireFormatError(
-                f"{len(raw)} bytes cannot hold a sign-mean header of {_START_BYTES}"
-            )
-        (word,) = _SHAPE.unpack_from(raw, HEADER_BYTES)
-        size, layers = word & ((1 << 48) - 1), word >> 48
-        if not (header.count <= size <= _SIZE_LIMIT and layers and header.dtype.is_floating_point):
-            raise WireFormatError(
-                f"a message claims {header.count} entries of {size} elements in {layers} layers of "
-                f"{header.dtype}, which sign-mean never writes; it is corrupt"
-            )
-        return _Shape(header, size, layers)
-
-
-def _parts(nnz: int, size: int, form: int, layers: int) -> Parts:
-    packed = form == _FORMS["packed"]
-    return Parts(
-        header=_START_BYTES + _COUNT_BYTES * layers,
-        index=(packing.index_bits(nnz, size) + 7) // 8 if packed else _INDEX_BYTES * nnz,
-        value=_MEAN_BYTES * layers,
-    )
+        cut = torch.tensor(cuts, device=indices.device)
+        return torch.searchsorted(indices.contiguous(), cut).diff()
 
 
 def _means(values: Tensor, counts: Tensor) -> Tensor:
@@ -224,24 +170,3 @@ def _spread(
     """Give every entry of a layer the layer's mean."""
     values = means.to(dtype).repeat_interleave(counts, output_size=indices.numel())
     return SparseVector(indices, values, size)
-
-
-def _packed(indices: Tensor, size: int, form: int) -> Tensor:
-    if form == _FORMS["packed"]:
-        return packing.pack_indices(indices.contiguous(), size)
-    return indices.to(torch.uint32)
-
-
-def _unpacked(raw: Tensor, count: int, size: int, form: int) -> Tensor:
-    """Read the indices, and check their order and range."""
-    if form == _FORMS["packed"]:
-        return packing.unpack_indices(raw, count, size)
-    indices = _words(raw).to(torch.int64)
-    if count and (int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
-        raise WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
-    return indices
-
-
-def _words(raw: Tensor) -> Tensor:
-    """View bytes as u32, copying where they do not start on a word."""
-    return (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.uint32)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Header, first_bytes, pack_header, parse_header
-from sparsync.wire.whole import DenseCodec, EncodedDense
+from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header
 
 __all__ = ["Signs"]
 
-_SHAPE = struct.Struct("<Q")  # the size in 48 bits, the block in 16
-_START_BYTES = HEADER_BYTES + _SHAPE.size
 _SCALE_BYTES = 4
 _BLOCK_LIMIT = 1 << 16
 
 
-class _Shape(NamedTuple):
-    """What the first 16 bytes say."""
-
-    header: Header
-    block: int
-
-    def parts(self) -> Parts:
-        return _parts(self.header.count, self.block)
-
-
 @final
-class Signs(DenseCodec):
-    """Header, shape, a scale per block, a bit per element: see ``docs/wire-format.md``.
+class Signs(Codec[DenseVector]):
+    """Header, a scale per block, a bit per element: see ``docs/wire-format.md``.
 
     An element arrives as its block's mean magnitude with its own sign (that of 0 is +), a projection:
     ``|x - Q(x)|^2 = |x|^2 - m scale^2`` over a block of m elements.  So no input grows by being sent,
@@ -42,16 +29,16 @@ class Signs(DenseCodec):
     Finite elements have a finite scale; NaN or Inf makes its whole block NaN or Inf.
 
     Args:
-        block: consecutive elements that share a float32 scale, 1 to 65535 (ours: 256 add an eighth to
-            the bits; the papers have a scale per column or per tensor).
+        block: consecutive elements that share a float32 scale, 1 to 65535 (256 add an eighth to the
+            bits; the papers have a scale per column or per tensor).
 
     Cost: 16 bytes, n / 8 of signs and 4 per block; about 10 passes over the values.   State: none.
     Differs from the paper: a scale per block; 1-bit SGD has two means per column, one for either sign,
     and EF-SignSGD one mean magnitude per layer.
 
     Example:
-        >>> encoded = Signs(block=2).encode(torch.tensor([1.0, -3.0, 0.5]))
-        >>> encoded.payload[16:].tolist(), encoded.decoded.tolist()
+        >>> encoded = Signs(block=2).encode(DenseVector(torch.tensor([1.0, -3.0, 0.5])))
+        >>> encoded.payload[16:].tolist(), encoded.decoded.values.tolist()
         ([0, 0, 0, 64, 0, 0, 0, 63, 2], [2.0, -2.0, 0.5])
 
     References: Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., EF-SignSGD, ICML 2019,
@@ -59,6 +46,7 @@ class Signs(DenseCodec):
     """
 
     format = 7
+    header_bytes = LONG_HEADER_BYTES
 
     def __init__(self, block: int = 256) -> None:
         if not 1 <= block < _BLOCK_LIMIT:
@@ -70,84 +58,43 @@ class Signs(DenseCodec):
     def __repr__(self) -> str:
         return f"Signs(block={self.block})"
 
-    def encode(self, values: Tensor) -> EncodedDense:
+    def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
         """Encode; the same values give the same bytes."""
-        if values.dim() != 1 or not values.dtype.is_floating_point:
-            raise ConfigurationError(
-                f"signs take a flat vector of floats, not {values.dtype} of shape "
-                f"{tuple(values.shape)}; flatten it, or use Whole for integers"
-            )
-        count = values.numel()
-        header = pack_header(Header(self.format, values.dtype, count))
-        start = bytearray(header + _SHAPE.pack(count | self.block << 48))
+        start, values = self.start(vector), vector.values
         scales, signs = _scales(values, self.block), _pack(values < 0)
-        pieces = [torch.frombuffer(start, dtype=torch.uint8).to(values.device), scales, signs]
-        payload = torch.cat([piece.view(torch.uint8) for piece in pieces])
-        return EncodedDense(payload, _unpack(scales, signs, count, self.block, values.dtype))
+        decoded = _unpack(scales, signs, values.numel(), self.block, values.dtype)
+        return Encoded(self.message(start, scales, signs), DenseVector(decoded))
 
-    def decode(self, payload: Tensor, size: int) -> Tensor:
+    def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, with blocks as long as the message says.
 
         Raises:
             WireFormatError: the payload is not a signs message of ``size`` elements.
         """
-        header, block = shape = _shape(payload)
-        parts = shape.parts()
-        if header.count != size or payload.numel() != parts.nbytes:
-            raise WireFormatError(
-                f"a signs message of {payload.numel()} bytes says that it has {header.count} values, "
-                f"expected {size}, in {parts.nbytes} bytes; it is truncated or corrupt"
-            )
-        middle = _START_BYTES + _SCALE_BYTES * -(-size // block)
-        scales = payload[_START_BYTES:middle].clone().view(torch.float32)  # a copy is aligned
+        header, body = self.body(payload, size)
+        middle = _SCALE_BYTES * -(-size // header.detail)
+        scales = body[:middle].clone().view(torch.float32)  # a copy is aligned
         if bool(scales.signbit().any()):
             raise WireFormatError("a signs message has a scale below zero; it is corrupt")
-        signs = payload[middle:]
+        signs = body[middle:]
         if size % 8 and int(signs[-1]) >> size % 8:
             raise WireFormatError(
-                f"a message of {size} signs has bits set behind the last; it is corrupt"
+                f"a message of {size} signs has bits set after the last; it is corrupt"
             )
-        return _unpack(scales, signs, size, block, header.dtype)
+        return DenseVector(_unpack(scales, signs, size, header.detail, header.dtype))
 
-    def parts(self, size: int, dtype: torch.dtype) -> Parts:
-        """Return 16 bytes of header and shape, and the bytes of scales and signs."""
-        return _parts(size, self.block)
+    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
+        """Return the header of a message, with the block as detail."""
+        return Header(self.format, dtype, size, size=size, detail=self.block)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Read count and block.
+    def is_legal(self, header: Header) -> bool:
+        """Tell whether there is a block length, and a sign per element."""
+        return header.size == header.entries and header.detail > 0
 
-        Raises:
-            WireFormatError: the buffer does not start with a signs header.
-        """
-        return _shape(buffer).parts()
-
-    def is_exact(self, dtype: torch.dtype) -> bool:
-        """Say that everything is rounded."""
-        return False
-
-
-def _parts(size: int, block: int) -> Parts:
-    return Parts(header=_START_BYTES, value=_SCALE_BYTES * -(-size // block) + (size + 7) // 8)
-
-
-def _shape(buffer: Tensor) -> _Shape:
-    raw = first_bytes(buffer, _START_BYTES)
-    header = parse_header(raw)
-    if header.format != Signs.format:
-        raise WireFormatError(
-            f"a message has format {header.format}, expected signs ({Signs.format}); "
-            "do all ranks use the same codec?"
-        )
-    if len(raw) < _START_BYTES:
-        raise WireFormatError(f"{len(raw)} bytes cannot hold a signs header of {_START_BYTES}")
-    (word,) = _SHAPE.unpack_from(raw, HEADER_BYTES)
-    size, block = word & ((1 << 48) - 1), word >> 48
-    if header.option or size != header.count or not block or not header.dtype.is_floating_point:
-        raise WireFormatError(
-            f"a message claims {header.count} of {size} values of {header.dtype} in blocks of {block} "
-            f"with option {header.option}, which signs never write; it is corrupt"
-        )
-    return _Shape(header, block)
+    def layout(self, header: Header) -> Parts:
+        """Return 16 bytes of header, and the bytes of scales and signs."""
+        count, blocks = header.entries, -(-header.entries // header.detail)
+        return Parts(LONG_HEADER_BYTES, value=_SCALE_BYTES * blocks + (count + 7) // 8)
 
 
 def _scales(values: Tensor, block: int) -> Tensor:

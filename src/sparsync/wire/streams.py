@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import final
 
 import torch
@@ -11,28 +11,15 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, first_bytes, parse_header
+from sparsync.wire.base import Codec, Encoded, Header
 from sparsync.wire.coo import Coo
-from sparsync.wire.whole import DenseCodec, Whole
+from sparsync.wire.whole import Whole
 
-__all__ = ["EncodedStream", "StreamCodec"]
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedStream:
-    """An encoded vector.
-
-    Attributes:
-        payload: `[nbytes]` with ``torch.uint8``: what travels.
-        decoded: what the receiver will see, sparse or dense as the message is.
-    """
-
-    payload: Tensor
-    decoded: Vector
+__all__ = ["StreamCodec"]
 
 
 @final
-class StreamCodec:
+class StreamCodec(Codec[Vector]):
     """A codec for sparse vectors and one for dense ones; the header says which a message is.
 
     Args:
@@ -42,7 +29,8 @@ class StreamCodec:
             message is no longer than the sparse one (coo: ``N i / (c + i)``).  Below 1 in practice,
             for sparse sums take longer (``benchmarks/streams.md`` measures it); None: always sparse.
 
-    State: the limits that were asked for.
+    Cost: that of the codec whose form the vector has.   State: none.
+    Differs from the paper: the switch follows the bytes of both codecs, whichever they are.
 
     Example:
         >>> codec = StreamCodec()
@@ -54,8 +42,8 @@ class StreamCodec:
 
     def __init__(
         self,
-        sparse: Codec | None = None,
-        dense: DenseCodec | None = None,
+        sparse: Codec[SparseVector] | None = None,
+        dense: Codec[DenseVector] | None = None,
         *,
         factor: float | None = 1.0,
     ) -> None:
@@ -65,6 +53,7 @@ class StreamCodec:
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
+        # a limit is a bisection, and every region of every step asks for one; seeded copies share them
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:
@@ -72,20 +61,16 @@ class StreamCodec:
 
     def seeded(self, rank: int, step: int) -> StreamCodec:
         """Return the codec for one message source and step."""
-        sparse, dense = self.sparse.seeded(rank, step), self.dense.seeded(rank, step)
-        if sparse is self.sparse and dense is self.dense:
-            return self
-        return StreamCodec(sparse, dense, factor=self.factor)
+        twin = copy.copy(self)
+        twin.sparse, twin.dense = self.sparse.seeded(rank, step), self.dense.seeded(rank, step)
+        return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
         """Return the most entries with which a vector of ``size`` elements stays sparse; None: all."""
         if self.factor is None:
             return None
-        if (
-            size,
-            dtype,
-        ) not in self._limits:  # a bisection, asked for by every region of every step
-            dense, limit = self.dense.nbytes(size, dtype), 0
+        if (size, dtype) not in self._limits:
+            dense, limit = self.dense.nbytes(size, size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))
             self._limits[size, dtype] = limit
@@ -95,13 +80,14 @@ class StreamCodec:
         """Tell whether values of ``dtype`` arrive as they are in both forms."""
         return self.sparse.is_exact(dtype) and self.dense.is_exact(dtype)
 
-    def encode(self, vector: Vector) -> EncodedStream:
+    def encode(self, vector: Vector) -> Encoded[Vector]:
         """Encode a vector in the form that it has."""
+        encoded: Encoded[SparseVector] | Encoded[DenseVector]
         if isinstance(vector, SparseVector):
             encoded = self.sparse.encode(vector)
-            return EncodedStream(encoded.payload, encoded.decoded)
-        payload, decoded = self.dense.encode(vector.values)
-        return EncodedStream(payload, DenseVector(decoded))
+        else:
+            encoded = self.dense.encode(vector)
+        return Encoded(encoded.payload, encoded.decoded)
 
     def decode(self, payload: Tensor, size: int) -> Vector:
         """Decode one whole message as a vector of ``size`` elements.
@@ -109,20 +95,27 @@ class StreamCodec:
         Raises:
             WireFormatError: the message is malformed or of neither codec.
         """
-        if self._is_dense(payload):
-            return DenseVector(self.dense.decode(payload, size))
-        return self.sparse.decode(payload, size)
+        return self._codec_of(Header.read(payload)).decode(payload, size)
 
-    def most_bytes(self, nnz: int, size: int, dtype: torch.dtype) -> int:
-        """Bound the bytes of a message of at most ``nnz`` entries, whichever form it has."""
+    def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
+        """Return the bytes of the longest message of at most ``nnz`` entries, whichever form it has."""
         limit = self.limit(size, dtype)
         if limit is None or nnz <= limit:
-            return self.sparse.nbytes(min(nnz, size), size, dtype)
-        return max(self.sparse.nbytes(limit, size, dtype), self.dense.nbytes(size, dtype))
+            return self.sparse.parts(min(nnz, size), size, dtype)
+        longest = self.sparse.parts(limit, size, dtype), self.dense.parts(size, size, dtype)
+        return max(longest, key=lambda parts: parts.nbytes)
 
-    def measure(self, buffer: Tensor) -> Parts:
-        """Return the bytes of the message at the start of ``buffer``, read from its header."""
-        return self.dense.measure(buffer) if self._is_dense(buffer) else self.sparse.measure(buffer)
+    def read_header(self, buffer: Tensor) -> Header:
+        """Read the header of a message in either form.
 
-    def _is_dense(self, buffer: Tensor) -> bool:
-        return parse_header(first_bytes(buffer, HEADER_BYTES)).format == self.dense.format
+        Raises:
+            WireFormatError: the buffer does not start with a header of either codec.
+        """
+        return self._codec_of(Header.read(buffer)).read_header(buffer)
+
+    def layout(self, header: Header) -> Parts:
+        """Return the exact bytes of the message that starts with ``header``."""
+        return self._codec_of(header).layout(header)
+
+    def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
+        return self.dense if header.format == self.dense.format else self.sparse

@@ -1,4 +1,4 @@
-"""The hot loops on a CUDA device: the functions of ``kernels/torch.py`` for float32, in Triton.
+"""The hot loops on a CUDA device: the functions of ``kernels/reference.py`` for float32, in Triton.
 
 Bit-equal to the specification.  Where the data decide how long a result is, the host waits once, to read
 that length; nothing else waits for the device.  Arguments are contiguous and on one device.
@@ -12,7 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sparsync.kernels.torch import Found
 from sparsync.kernels.triton import device
 from sparsync.kernels.triton.language import BLOCK, blocks_of, cover, installed, launch
 
@@ -32,13 +31,13 @@ __all__ = [
 # the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
 _RADIX: Final = 256
 _SHIFTS: Final = (24, 16, 8, 0)
-# so many programs fill a large GPU (132 multiprocessors of an H100) and few add to one histogram
+# this many programs fill a large GPU (132 multiprocessors of an H100) and few add to one histogram
 _COUNTING_PROGRAMS: Final = 512
 
 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
-) -> Found | None:
+) -> tuple[Tensor, Tensor] | None:
     """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
 
     Returns:
@@ -54,7 +53,7 @@ def accumulate_(
     return None if key is None else _compact(residual, counts, floor, limit)
 
 
-def find(x: Tensor, key: int, limit: int | None) -> Found | None:
+def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
     """Find the entries of ``magnitude_keys >= max(key, 1)``; None if there are more than ``limit``.
 
     Cost: two readings of x, one host synchronisation.
@@ -65,16 +64,18 @@ def find(x: Tensor, key: int, limit: int | None) -> Found | None:
     return _compact(x, counts, floor, limit)
 
 
-def _compact(x: Tensor, counts: Tensor, key: int, limit: int | None) -> Found | None:
+def _compact(
+    x: Tensor, counts: Tensor, key: int, limit: int | None
+) -> tuple[Tensor, Tensor] | None:
     """Collect in order what reaches the key, given how many elements of each block do."""
     n, ends = x.numel(), counts.cumsum(0)
     total = int(ends[-1]) if n else 0  # the host waits here
     if limit is not None and total > limit:
         return None
-    found = Found(x.new_empty(total, dtype=torch.int64), x.new_empty(total))
+    indices, values = x.new_empty(total, dtype=torch.int64), x.new_empty(total)
     if total:
-        cover(device.compact, n, _bits(x), ends, found.indices, _bits(found.values), n, key)
-    return found
+        cover(device.compact, n, _bits(x), ends, indices, _bits(values), n, key)
+    return indices, values
 
 
 def top(x: Tensor, k: int, *, nonzero: bool = False) -> Tensor:
@@ -139,7 +140,7 @@ def merge(
         _scatter(dense, indices, values, sign=1)
     found = find(dense, key=1, limit=None)
     assert found is not None  # without a limit, always
-    return found.indices, found.values
+    return found
 
 
 def restrict(indices: Tensor, among: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
     # a mark of 1 is, as bits of a float32, the smallest key that is not zero
     found = _compact(members.view(torch.float32), counts, key=1, limit=None)
     assert found is not None  # without a limit, always
-    return found.indices
+    return found[0]
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def _keys(bits):
 def _lower_bound(sorted_ptr, count, steps, wanted, inside):
     """For each wanted number: how many of ``count`` ascending ones are below it.
 
-    ``steps`` is ``count.bit_length()``: so many halvings close every search.
+    ``steps`` is ``count.bit_length()``: that many halvings end every search.
     """
     low = tl.zeros_like(wanted)
     high = low + count

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsync.errors import WireFormatError
 from sparsync.kernels import packing as spec
 from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
 from sparsync.kernels.triton import packing_device as device
@@ -18,7 +17,7 @@ __all__ = ["pack_indices", "pack_values", "unpack_indices", "unpack_values"]
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:
-    """Pack ascending int64 ``indices`` below ``size`` into the fewest whole bytes, uint8."""
+    """See ``packing.pack_indices``."""
     nnz = indices.numel()
     low, bits = spec.low_bits(nnz, size), spec.index_bits(nnz, size)
     words = indices.new_zeros(bits // 32 + 2, dtype=torch.int32)
@@ -27,11 +26,7 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Unpack what ``pack_indices`` packed, and check every bit.
-
-    Raises:
-        WireFormatError: not ``nnz`` strictly ascending indices below ``size``, or padding is set.
-    """
+    """See ``packing.unpack_indices``."""
     low = spec.low_bits(nnz, size)
     first, end = nnz * low, 8 * packed.numel()  # padding counts as unary, as in the specification
     counts = packed.new_empty(blocks_of(end - first), dtype=torch.int32)
@@ -41,16 +36,14 @@ def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
     disorder = (indices.diff() <= 0).sum() + (indices[-1:] >= size).sum()
     ones, wrong = torch.stack([counts.sum(), disorder]).tolist()  # the host waits here
     if ones != nnz:
-        raise WireFormatError(
-            f"a message of {nnz} entries has {ones} bits set where its indices stand; it is corrupt"
-        )
+        raise spec.miscounted(nnz, ones)
     if wrong:
-        raise WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
+        raise spec.unordered(size)
     return indices
 
 
 def pack_values(values: Tensor, form: int, block: int) -> Tensor:
-    """Pack float32 ``values`` into uint8; finite values stay finite, others non-finite."""
+    """See ``packing.pack_values``."""
     n = values.numel()
     if form == spec.FP32:
         return values.view(torch.uint8)
@@ -68,19 +61,16 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
 
 
 def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
-    """Unpack ``nnz`` float32 values; any bytes give some values, -128 of INT8 gives NaN."""
+    """See ``packing.unpack_values``."""
     if form == spec.FP32:
-        return _aligned(packed, torch.float32)
+        return spec.view_as(packed, torch.float32)
     values = packed.new_empty(nnz, dtype=torch.float32)
     if form == spec.BF16:
-        cover(device.decode_bf16, nnz, _aligned(packed, torch.int16), values.view(torch.int32), nnz)
+        rounded = spec.view_as(packed, torch.int16)
+        cover(device.decode_bf16, nnz, rounded, values.view(torch.int32), nnz)
         return values
     rows = -(-nnz // block)
-    scales, codes = _aligned(packed[: 4 * rows], torch.float32), packed[4 * rows :].view(torch.int8)
+    scales = spec.view_as(packed[: 4 * rows], torch.float32)
+    codes = packed[4 * rows :].view(torch.int8)
     cover(device.decode_int8, nnz, scales, codes, values, nnz, block, _NOT_FINITE)
     return values
-
-
-def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as ``dtype``, copying where the offset does not suit it."""
-    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)

@@ -1,9 +1,7 @@
 """Virtual ranks on a virtual network: the same algorithm code, deterministic and cheap."""
 
 from sparsync.transports.sim.communicator import Prices, SimCommunicator, Simulation, simulate
-from sparsync.transports.sim.messages import Weight
-from sparsync.transports.sim.network import Fault
-from sparsync.transports.sim.ports import Port, Usage
+from sparsync.transports.sim.network import Fault, Port, Usage, Weight
 from sparsync.transports.sim.topology import Links, Pairwise, Ports, Route, Topology, TwoLevel
 
 __all__ = [

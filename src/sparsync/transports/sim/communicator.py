@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports import primitives
-from sparsync.transports.actors import Actor, Host
-from sparsync.transports.base import Communicator, Finished, Operation
-from sparsync.transports.framing import Framing
-from sparsync.transports.ledger import Ledger
-from sparsync.transports.sim.host import SimHost
-from sparsync.transports.sim.messages import SimOperation, Weight
-from sparsync.transports.sim.network import Fault, Network
-from sparsync.transports.sim.ports import Port
+from sparsync.transports.actors import Actor, Host, Reply
+from sparsync.transports.communicator import (
+    Communicator,
+    dissemination_allgatherv,
+    ring_allgatherv,
+)
+from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.ledger import Framing, Ledger
+from sparsync.transports.sim.network import Fault, Network, Port, SimOperation, Weight
 from sparsync.transports.sim.topology import Links, PortName, Topology
 
 __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
@@ -35,7 +35,7 @@ _YOUNG = 100_000  # objects between looks for garbage: messages under way are ma
 
 @dataclass(frozen=True)
 class Prices:
-    """What messages cost beside the network: the work of those who pack and unpack them.
+    """Costs of messages besides the network: the work of those who pack and unpack them.
 
     Attributes:
         weigh: what a message counts for.
@@ -93,12 +93,12 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run a coroutine of this rank beside the present one; await what is returned for its end."""
+        """Run a coroutine of this rank next to the present one; await what is returned for its end."""
         return self.network.start(self.rank, program)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on this virtual rank."""
-        return SimHost(actor, self.network, self.rank, _ACTOR_TAG)
+        return _SimHost(actor, self.network, self.rank, _ACTOR_TAG)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to the network."""
@@ -119,16 +119,14 @@ class SimCommunicator(Communicator):
     ) -> list[Tensor]:
         """Collect one message per rank; this rank packs its own alone."""
         packed = self._with_packed(payload, framing)
-        return await primitives.dissemination_allgatherv(
-            packed, payload, capacities, phase, framing
-        )
+        return await dissemination_allgatherv(packed, payload, capacities, phase, framing)
 
     async def ring_allgatherv(
         self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
         """Collect one message per rank on a ring; this rank packs its own alone."""
         packed = self._with_packed(payload, framing)
-        return await primitives.ring_allgatherv(packed, payload, capacities, phase, framing)
+        return await ring_allgatherv(packed, payload, capacities, phase, framing)
 
     def _with_packed(self, payload: Tensor, framing: Framing) -> SimCommunicator:
         """Charge one message; return a handle that passes messages on as they are."""
@@ -166,16 +164,68 @@ class _Booked(Operation):
         return self.result
 
 
+@final
+class _SimHost(Host):
+    """Runs one virtual rank's actor on the event queue; its own work takes no time."""
+
+    def __init__(self, actor: Actor, network: Network[Any], rank: int, tag: int) -> None:
+        self.rank, self.world_size = rank, network.world_size
+        self._actor, self._network, self._tag = actor, network, tag
+        self._planned: float | None = None
+        actor.host = self
+        network.serve(rank, tag, self._receive)
+
+    @property
+    def now(self) -> float:
+        """Virtual time in seconds."""
+        return self._network.now
+
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Hand a message to the network."""
+        self._network.send(self.rank, dest, payload, "average", self._tag)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call at once: a simulation is one thread."""
+        function()
+        self._plan()
+
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Call at once; the wait is an operation of the event queue."""
+        operation = SimOperation(where())
+        self.call(lambda: function(lambda value: self._network.complete(operation, value)))
+        return operation
+
+    def close(self) -> None:
+        """Do nothing: the network ends with the simulation."""
+
+    def _receive(self, source: int, payload: Tensor) -> None:
+        self._actor.receive(source, payload)
+        self._plan()
+
+    def _plan(self) -> None:
+        due = self._actor.due
+        if due is not None and due != self._planned:
+            self._planned = due
+            self._network.at(self.rank, due, self._tick)
+
+    def _tick(self) -> None:
+        due = self._actor.due
+        if due is not None and self._network.now >= due:
+            self._actor.tick()
+        self._planned = None
+        self._plan()
+
+
 @dataclass(frozen=True)
 class Simulation(Generic[T]):
-    """What a simulated run gave.
+    """The outcome of a simulated run.
 
     Attributes:
-        results: what each rank returned, in rank order.
+        results: the value that each rank returned, in rank order.
         seconds: virtual time from the start to the last rank's end.
         ledgers: each rank's traffic.
-        sending: what each port sent, by phase.
-        receiving: what each port received.
+        sending: bytes and seconds of each port, by phase.
+        receiving: the same for what each port received.
     """
 
     results: list[T]

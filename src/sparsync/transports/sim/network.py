@@ -15,20 +15,140 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, DeadlockError
-from sparsync.transports.base import Operation
-from sparsync.transports.sim.messages import Link, Message, SimOperation, Task, Weight
-from sparsync.transports.sim.ports import Port
+from sparsync.transports.driver import Operation, Task
 from sparsync.transports.sim.topology import PortName, Topology
 
-__all__ = ["Fault", "Network"]
+__all__ = [
+    "Fault",
+    "Message",
+    "Network",
+    "Port",
+    "RankTask",
+    "SimOperation",
+    "Usage",
+    "Weight",
+]
 
 T = TypeVar("T")
+Link = tuple[int, int, int]  # source, dest, tag
+
+
+class Weight(NamedTuple):
+    """The size of a message for the network and for those who pack it.
+
+    Attributes:
+        nbytes: that the ports carry; its payload's length, unless that stands for more.
+        entries: that are packed before and unpacked after it.
+    """
+
+    nbytes: float
+    entries: float = 0.0
+
+
+@final
+class SimOperation(Operation):
+    """An operation that the event queue completes."""
+
+    def __init__(self, verb: str, peer: int | None = None, phase: str = "") -> None:
+        self.verb, self.peer, self.phase = verb, peer, phase
+        self.waiter: RankTask | None = None  # goes on when this is done
+        self.entries = 0.0
+        self.error: Exception | None = None
+
+    def poll(self, seconds: float) -> bool:
+        """Look; virtual time passes only while nobody runs."""
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    @property
+    def what(self) -> str:
+        """For the message of a deadlock."""
+        return (
+            self.verb if self.peer is None else f"{self.verb} {self.peer} in phase '{self.phase}'"
+        )
+
+    def wait(self) -> None:
+        """Blocking is impossible inside the simulator: its coroutines await."""
+        raise ConfigurationError(
+            "a simulated communicator cannot block: write an async function and pass it to "
+            "sparsync.simulate(function, world_size=...)"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message under way."""
+
+    link: Link
+    payload: Tensor
+    phase: str
+    weight: Weight
+    sent: SimOperation
+    into: PortName = 0
+    seconds: float = 0.0
+
+
+class RankTask(Task[Any]):
+    """A coroutine of a rank; ``end`` is done when it has ended."""
+
+    waits_for: SimOperation
+
+    def __init__(
+        self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
+    ) -> None:
+        super().__init__(program)
+        self.rank, self.main, self.result = rank, main, None
+        self.end = SimOperation("the end of a coroutine of rank", rank, "start")
+        self.waits_for = SimOperation("its start")
+
+
+@dataclass
+class Usage:
+    """The traffic of one phase through one port."""
+
+    messages: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0  # that the port was occupied
+
+
+@dataclass
+class Port:
+    """One direction of a rank's link, or of a node's.
+
+    Attributes:
+        free: virtual time from which it is.
+        phases: what it carried, by phase.
+    """
+
+    free: float = 0.0
+    phases: dict[str, Usage] = field(default_factory=dict)
+
+    def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
+        """Be busy for some time with one message."""
+        self.free = since + seconds
+        usage = self.phases.get(phase)
+        if usage is None:
+            usage = self.phases[phase] = Usage()
+        usage.messages += 1
+        usage.nbytes += nbytes
+        usage.seconds += seconds
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of all phases."""
+        return sum(usage.nbytes for usage in self.phases.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all phases."""
+        return sum(usage.seconds for usage in self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -59,8 +179,8 @@ class Network(Generic[T]):
         self._queued = links.ports == "single"
         self._events: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._sequence = self._open = 0
-        self._tasks: dict[int, Task] = {}  # by identity; those that have not ended
-        self._ready: deque[Task] = deque()
+        self._tasks: dict[int, RankTask] = {}  # by identity; those that have not ended
+        self._ready: deque[RankTask] = deque()
         self._last_in: dict[Link, float] = {}
         self._mail: dict[Link, deque[Message]] = {}
         self._posts: dict[Link, deque[tuple[SimOperation, int]]] = {}
@@ -129,8 +249,8 @@ class Network(Generic[T]):
         self._at(time, self._happen, (rank, event))
 
     def start(self, rank: int, program: Coroutine[Operation, None, Any]) -> SimOperation:
-        """Run a coroutine of a rank beside its others; the operation is done at its end."""
-        return self._begin(rank, program).ended
+        """Run a coroutine of a rank next to its others; the operation is done at its end."""
+        return self._begin(rank, program).end
 
     # ---- the event loop --------------------------------------------------------------------------
 
@@ -155,18 +275,17 @@ class Network(Generic[T]):
         finally:
             for task in self._tasks.values():
                 task.program.close()
-        return [task.value for task in mains]
+        return [task.result for task in mains]
 
     def _begin(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
-    ) -> Task:
-        ended = SimOperation("the end of a coroutine of rank", rank, "start")
-        task = Task(rank, program, ended, main)
+    ) -> RankTask:
+        task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
         return task
 
-    def _resume(self, task: Task) -> None:
+    def _resume(self, task: RankTask) -> None:
         """Run a coroutine to its next wait, or to its end."""
         if id(task) not in self._tasks:
             return
@@ -179,33 +298,33 @@ class Network(Generic[T]):
         if later > self.now:
             self._at(later, self._ready.append, task)
             return
-        try:
-            operation: Any = task.program.send(None)
-        except StopIteration as stop:
-            task.value = stop.value
+        task.resume(task.waits_for.error)
+        if task.ended:
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:
                 self._end(task)
             return
+        operation = task.waits_for
         if not isinstance(operation, SimOperation):
             raise ConfigurationError(
                 f"rank {rank} awaits {type(operation).__name__}; a simulated program "
                 "awaits nothing but calls of its communicator"
             )
         operation.waiter = task
-        task.waits_for = operation
+        if operation.error is not None:
+            self._ready.append(task)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: RankTask) -> None:
         if self._tasks.pop(id(task), None) is not None:
             self._open -= task.main
-            self.complete(task.ended)
+            self.complete(task.end)
 
     def _kill(self, rank: int) -> None:
         """End a rank's coroutines without a result."""
         for task in [task for task in self._tasks.values() if task.rank == rank]:
             task.program.close()
-            task.value = None
+            task.result = None
             self._end(task)
 
     def _frozen_until(self, rank: int) -> float | None:
@@ -274,27 +393,30 @@ class Network(Generic[T]):
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
             if message.payload.numel() > capacity:
-                raise ConfigurationError(
+                operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
                     f"which has {message.payload.numel()} bytes"
                 )
+                self._wake(operation)
+                continue
             operation.entries = message.weight.entries
             self.complete(operation, message.payload)
         if not mail:
             del self._mail[link]
 
-    def complete(self, operation: SimOperation, result: Tensor | None = None) -> None:
+    def complete(self, operation: SimOperation, result: Any = None) -> None:
         """End an operation; who awaits it goes on."""
         operation.done, operation.result = True, result
+        self._wake(operation)
+
+    def _wake(self, operation: SimOperation) -> None:
         if operation.waiter is not None:
             self._ready.append(operation.waiter)
 
 
-def _who_waits(tasks: Iterable[Task]) -> str:
+def _who_waits(tasks: Iterable[RankTask]) -> str:
     """Say which rank waits for what (at most eight of them)."""
-    waiting = sorted(
-        ((t.rank, t.waits_for.what) for t in tasks if t.waits_for is not None), key=lambda w: w[0]
-    )
+    waiting = sorted(((t.rank, t.waits_for.what) for t in tasks), key=lambda w: w[0])
     lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")

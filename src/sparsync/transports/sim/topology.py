@@ -1,4 +1,4 @@
-"""What a simulated network looks like: how long a message takes, and through which ports it goes.
+"""Describe simulated networks: how long a message takes, and through which ports it goes.
 
 A *port* carries one message after the other.  Every rank has one to send and one to receive; the ranks
 of a node share those of its network card.  With ``ports="unlimited"`` nobody waits for a port.
@@ -54,7 +54,7 @@ class Topology(ABC):
 @final
 @dataclass(frozen=True)
 class Links(Topology):
-    """All ranks alike, each behind a link of its own.
+    """All ranks alike, each on a link of its own.
 
     Attributes:
         alpha: latency in seconds per message.
@@ -63,7 +63,7 @@ class Links(Topology):
         ports: "single": one message at a time in each direction; "unlimited".
     """
 
-    alpha: float = 50e-6  # ours: a switched Ethernet hop with the kernel's network stack
+    alpha: float = 50e-6  # a switched Ethernet hop with the kernel's network stack
     beta: float = 8e-9  # 1 Gbit/s
     gamma: float = 0.0
     ports: Ports = "single"
@@ -90,7 +90,7 @@ class Pairwise(Topology):
     """Links of a different kind between any two ranks.
 
     Attributes:
-        between: the link from a rank to another one; a table as ``lambda s, d: table[s][d]``.  Its
+        between: the link from a rank to another one; a table, e.g. ``lambda s, d: table[s][d]``.  Its
             gamma is not used.
         gamma: seconds per byte reduced.
         ports: "single" or "unlimited", for all.
@@ -129,7 +129,7 @@ class TwoLevel(Topology):
     """
 
     ranks_per_node: int
-    inner: Links = field(default_factory=lambda: Links(alpha=5e-6, beta=1e-10))  # ours: 80 Gbit/s
+    inner: Links = field(default_factory=lambda: Links(alpha=5e-6, beta=1e-10))  # 80 Gbit/s
     outer: Links = field(default_factory=Links)
 
     def __post_init__(self) -> None:

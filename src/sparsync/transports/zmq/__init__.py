@@ -2,6 +2,6 @@
 
 from sparsync.transports.zmq.communicator import ZmqCommunicator
 from sparsync.transports.zmq.curve import make_curve_keys
-from sparsync.transports.zmq.settings import ZmqSettings
+from sparsync.transports.zmq.sockets import ZmqSettings
 
 __all__ = ["ZmqCommunicator", "ZmqSettings", "make_curve_keys"]

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, Final, final
 
 import torch
 import zmq
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Actor, Host, ThreadHost
-from sparsync.transports.base import Communicator, Finished, Operation, check_timeout
-from sparsync.transports.framing import Framing
-from sparsync.transports.ledger import Parts
-from sparsync.transports.solo import SoloHost
+from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.actors import Actor, Host, SoloHost
+from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.ledger import Framing, Ledger, Parts
+from sparsync.transports.store import gather
 from sparsync.transports.zmq import rendezvous
-from sparsync.transports.zmq.curve import CurveKeys, load_curve_keys
-from sparsync.transports.zmq.header import APART, TAGS, pack
-from sparsync.transports.zmq.incoming import Incoming
-from sparsync.transports.zmq.line import ZmqLine
-from sparsync.transports.zmq.mailbox import Expected
+from sparsync.transports.zmq.curve import load_curve_keys
+from sparsync.transports.zmq.host import ZmqHost
 from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.operations import Gathered, Receive, Send, staged
-from sparsync.transports.zmq.parcel import Parcel
-from sparsync.transports.zmq.settings import ZmqSettings
+from sparsync.transports.zmq.messages import APART, TAGS, Claim, Message, pack
+from sparsync.transports.zmq.sockets import Incoming, Link, Parcel, ZmqSettings
 
-__all__ = ["ZmqCommunicator"]
+__all__ = ["Receive", "ZmqCommunicator"]
+
+_MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
 
 
 @final
@@ -61,11 +60,11 @@ class ZmqCommunicator(Communicator):
 
     Raises:
         ConfigurationError: an argument that cannot work.
-        DeadlineError: not all ranks came within ``timeout``; names those that are missing.
+        DeadlineError: not all ranks arrived within ``timeout``; names those that are missing.
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> from sparsync.transports.base import run
+        >>> from sparsync.transports.driver import run
         >>> with ZmqCommunicator(0, 1, store=HashStore()) as comm:
         ...     run(comm.allreduce(torch.tensor([2.0]), "demo"))
         tensor([2.])
@@ -89,9 +88,13 @@ class ZmqCommunicator(Communicator):
             )
         super().__init__(rank, world_size, torch.device("cpu"))
         self.timeout = check_timeout(timeout)
-        meeting = rendezvous.meet(store, address, rank, world_size, self.timeout)
-        interface = rendezvous.choose_interface(interface, meeting.host)
-        self._join(meeting, interface, settings, curve_keys)
+        shared, host = rendezvous.open_store(store, address, rank, self.timeout)
+        interface = rendezvous.choose_interface(interface, host)
+
+        def exchange(card: bytes) -> list[bytes]:
+            return gather(shared, rank, world_size, card, self.timeout)
+
+        self._join(exchange, interface, settings, curve_keys)
 
     @classmethod
     def over(
@@ -103,7 +106,7 @@ class ZmqCommunicator(Communicator):
         curve_keys: Path | str | None = None,
         settings: ZmqSettings = ZmqSettings(),  # noqa: B008 (frozen)
     ) -> ZmqCommunicator:
-        """Build one beside another communicator of the same ranks, which carries the addresses.
+        """Build one next to another communicator of the same ranks, which carries the addresses.
 
         Args:
             comm: any communicator; all its ranks call this together.
@@ -118,31 +121,29 @@ class ZmqCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         usual, host = rendezvous.group_route()
         interface = rendezvous.choose_interface(interface or usual, host)
-        self._join(rendezvous.Over(comm), interface, settings, curve_keys)
+        self._join(rendezvous.through(comm), interface, settings, curve_keys)
         return self
 
     def _join(
         self,
-        meeting: rendezvous.Meeting,
+        exchange: rendezvous.Exchange,
         interface: str,
         settings: ZmqSettings,
         curve_keys: Path | str | None,
     ) -> None:
         """Bind, tell the others where, and learn where they are."""
         self._interface, self._curve_keys = interface, curve_keys
-        keys: CurveKeys | None = None
-        if curve_keys is not None:
-            keys = load_curve_keys(curve_keys, self.rank, self.world_size)
+        encrypted = curve_keys is not None
+        keys = load_curve_keys(curve_keys, self.rank, self.world_size) if curve_keys else None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.max_sockets = 8 + 3 * self.world_size  # per link: a socket and its monitor's pair
         try:
             incoming = Incoming(context, interface, settings, keys)
-            card = rendezvous.Card(incoming.endpoint, keys is not None, settings.max_message)
-            job, cards = rendezvous.exchange(meeting, self.rank, self.world_size, card)
+            card = rendezvous.Card(incoming.endpoint, encrypted, settings.max_message)
+            job, endpoints = rendezvous.meet(exchange, card)
         except BaseException:
             context.destroy(linger=0)
             raise
-        endpoints = [card.endpoint for card in cards]
         self.mesh = Mesh(context, incoming, endpoints, self.rank, job, settings, keys)
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
@@ -165,17 +166,16 @@ class ZmqCommunicator(Communicator):
             curve_keys=self._curve_keys,
             settings=self.mesh.settings,
         )
-        line = ZmqLine(twin)
-        return ThreadHost(actor, line, self.rank, self.world_size, self.timeout)
+        return ZmqHost(actor, twin, twin.mesh, twin.irecv_any, self.timeout)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send without waiting; a CUDA payload is staged through pinned memory."""
-        return super().isend(staged(payload), dest, phase, framing)
+        return super().isend(_staged(payload), dest, phase, framing)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Hand the payload to ZeroMQ, or queue it while the peer is slow."""
+        self.mesh.check_open()
         if payload.numel() == 0 and not framing.variable:
-            self.mesh.check_open()
             return Finished()  # both sides know that there is nothing
         (operation,) = self._send_all({dest: payload}, phase) or [Finished()]
         return operation
@@ -183,39 +183,33 @@ class ZmqCommunicator(Communicator):
     def _send_all(self, payloads: Mapping[int, Tensor], phase: str) -> list[Operation]:
         """Send each rank its payload; return the operations that are not done at once."""
         mesh, step, sending = self.mesh, self.ledger.step, list[Operation]()
-        mesh.check_open()
-        number = mesh.phases.number(phase)
+        number = mesh.mailboxes.phase_number(phase)
         last: tuple[bytes, Tensor, Parcel] | None = None
         for dest, payload in payloads.items():
             length = payload.numel()
-            self._check_length(length)
+            if length > mesh.settings.max_message:
+                raise ConfigurationError(
+                    f"a payload of {length} bytes exceeds max_message = "
+                    f"{mesh.settings.max_message}; raise it on all ranks"
+                )
             link = mesh.link(dest)
             flags = APART if length > mesh.settings.inline else 0
             sequence = link.next_sequence(self.tag)
             header = pack(flags, self.rank, mesh.job, self.tag, number, step, sequence, length)
-            if last is not None and payload is last[1] and header == last[0]:
-                parcel = last[2].again()  # often all ranks get the same
-            else:
-                parcel = Parcel.wrap(header, payload, mesh.settings)
-            last = header, payload, parcel
+            if last is None or payload is not last[1] or header != last[0]:
+                last = header, payload, Parcel(header, payload, mesh.settings)
+            parcel = copy.copy(last[2])  # often all ranks get the same
             link.send(parcel)
             if not parcel.done or link.lost:
                 where = f"step {step}: send to rank {dest} in phase '{phase}'"
-                sending.append(Send(mesh, link, parcel, where, self.timeout))
+                sending.append(_Send(mesh, link, parcel, where, self.timeout))
         return sending
-
-    def _check_length(self, nbytes: int) -> None:
-        if nbytes > self.mesh.settings.max_message:
-            raise ConfigurationError(
-                f"a payload of {nbytes} bytes exceeds max_message = "
-                f"{self.mesh.settings.max_message}; raise it on all ranks"
-            )
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Take the message if it is here, or post a receive for it."""
         if capacity == 0 and not framing.variable:
             return Finished(torch.empty(0, dtype=torch.uint8))
-        return self._post(source, capacity, phase, framing)
+        return self._receive({source: capacity}, phase, framing)
 
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
         """Receive from whoever is first on this channel, whatever the sender's step.
@@ -227,66 +221,191 @@ class ZmqCommunicator(Communicator):
             raise ConfigurationError(
                 "a world of one has nobody to receive from; ask for world_size first"
             )
-        return self._post(None, capacity, phase, framing)
+        return self._receive({None: capacity}, phase, framing)
 
-    def _post(self, source: int | None, capacity: int, phase: str, framing: Framing) -> Receive:
+    def _receive(self, capacities: Mapping[Any, int], phase: str, framing: Framing) -> Receive:
+        """Post a receive for each source."""
         self.mesh.check_open()
-        expected = self._expected(source, capacity, phase, framing)
-        return Receive(expected, self.mesh, self.ledger, self.timeout)
-
-    def _expected(
-        self, source: int | None, capacity: int, phase: str, framing: Framing
-    ) -> Expected:
-        exact = not framing.variable
-        return Expected(self.rank, source, self.tag, self.ledger.step, phase, capacity, exact)
+        step, exact = self.ledger.step, not framing.variable
+        claims = [
+            Claim(self.rank, source, self.tag, step, phase, capacity, exact)
+            for source, capacity in capacities.items()
+        ]
+        return Receive(claims, self.mesh, self.ledger, self.timeout)
 
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
         """Send to all, destinations rotated, then take what comes: one operation for all receives.
 
-        The messages are those of ``primitives.alltoallv``: a rank may take the one, its peers the
+        The messages are those of ``Communicator.alltoallv``: a rank may take the one, its peers the
         other.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
-        self.mesh.check_open()
-        arriving = Gathered(
-            [
-                self._expected(source, capacities[source], phase, framing)
-                for source in around
-                if capacities[source] or framing.variable
-            ],
-            self.mesh,
-            self.ledger,
-            self.timeout,
-        )
-        hosts = {id(payload): staged(payload) for payload in payloads}  # often all get the same
+        wanted = {r: capacities[r] for r in around if capacities[r] or framing.variable}
+        arriving = self._receive(wanted, phase, framing)
+        hosts = {id(payload): _staged(payload) for payload in payloads}  # often all get the same
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
-        wanted = {d: p for d, p in outgoing.items() if p.numel() or framing.variable}
-        sending = self._send_all(wanted, phase)
-        if outgoing:
-            self._book(outgoing.values(), phase, framing)  # while the bytes are on their way
+        given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
+        sending = self._send_all(given, phase)
+        if outgoing:  # book what was sent while the bytes are on their way
+            booked = {id(payload): framing.parts(payload) for payload in outgoing.values()}
+            parts = sum((booked[id(payload)] for payload in outgoing.values()), Parts())
+            nbytes = sum(payload.numel() for payload in outgoing.values())
+            self.ledger.sent(phase, nbytes, parts, len(outgoing))
         await arriving
         for operation in sending:
             await operation
         nothing = torch.empty(0, dtype=torch.uint8)
-        received = [arriving.payloads.get(r, nothing) for r in range(world_size)]
+        arrived = {message.source: message.payload for message in arriving.messages}
+        received = [arrived.get(r, nothing) for r in range(world_size)]
         received[rank] = hosts[id(payloads[rank])]
         return received
-
-    def _book(self, payloads: Collection[Tensor], phase: str, framing: Framing) -> None:
-        """Enter what was sent in the ledger."""
-        known: dict[int, Parts] = {}
-        parts = Parts()
-        for payload in payloads:
-            if id(payload) not in known:
-                known[id(payload)] = framing.parts(payload)
-            parts = parts + known[id(payload)]
-        nbytes = sum(payload.numel() for payload in payloads)
-        self.ledger.sent(phase, nbytes, parts, len(payloads))
 
     def close(self) -> None:
         """Deliver the last messages (see ``linger``), then close all sockets, of all channels."""
         super().close()
         self.mesh.close()
+
+
+@final
+class _Send(Operation):
+    """A message that ZeroMQ has not taken yet, or whose memory it still reads."""
+
+    def __init__(self, mesh: Mesh, link: Link, parcel: Parcel, where: str, timeout: float) -> None:
+        self.mesh, self.link, self.parcel, self.timeout = mesh, link, parcel, timeout
+        self.where = f"rank {mesh.rank}, {where}"
+        self.deadline: float | None = None  # from the first wait on
+
+    def poll(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; what arrives meanwhile is taken in."""
+        now = time.monotonic()
+        until = now + seconds
+        if seconds > 0 and self.deadline is None:
+            self.deadline = now + self.timeout
+        while not self._settled():
+            now = time.monotonic()
+            if self.deadline is not None and now >= self.deadline:
+                raise _late(self.mesh, self.where, self.timeout)
+            self.mesh.check_open()
+            if self.parcel.tracker is None:
+                self.mesh.advance(until - now)
+            else:
+                try:
+                    self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
+                except zmq.NotDone:
+                    self.mesh.advance(0.0)
+            if until <= now:
+                return self._settled()
+        return True
+
+    def wait(self) -> None:
+        """Block until the payload may change."""
+        while not self.poll(self.timeout):
+            pass
+
+    def _settled(self) -> bool:
+        if not self.done and self.link.lost:
+            raise PeerError(f"{self.where} failed: {self.link.lost}")
+        self.done = self.done or self.parcel.done
+        return self.done
+
+
+@final
+class Receive(Operation):
+    """Receives, one or several in any order, that make everything advance while they wait.
+
+    The result is the payload of the first; ``messages`` has all, in the order of ``claims``.
+    """
+
+    def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
+        self.mesh, self.ledger, self.timeout = mesh, ledger, timeout
+        self.deadline: float | None = None  # from the first wait on
+        self.messages: list[Message] = []
+        self.claims = self._waiting = claims
+        self._error: CommunicationError | None = None
+        for claim in claims:
+            mesh.mailboxes.post(claim)
+        self._settled()
+
+    @property
+    def source(self) -> int:
+        """The first sender's rank, once done."""
+        return self.messages[0].source
+
+    @property
+    def step(self) -> int:
+        """The first sender's step, once done."""
+        return self.messages[0].step
+
+    def poll(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; return earlier when another operation got its message.
+
+        So whoever drives several operations can go on with the other one.
+        """
+        if not self._settled():
+            mailboxes = self.mesh.mailboxes
+            others = mailboxes.handed + len(self._waiting)  # constant while only own ones arrive
+            now = time.monotonic()
+            until = now + seconds
+            if seconds > 0 and self.deadline is None:
+                self.deadline = now + self.timeout
+            while True:
+                self.mesh.check_open()
+                self.mesh.advance(until - now, len(self._waiting))
+                now = time.monotonic()
+                settled = self._settled()
+                if settled or until <= now or mailboxes.handed + len(self._waiting) != others:
+                    break
+            if not settled and self.deadline is not None and now >= self.deadline:
+                raise _late(self.mesh, str(self._waiting[0]), self.timeout)
+        if self._error is not None:
+            raise self._error
+        return self.done
+
+    def wait(self) -> None:
+        """Block until all is here."""
+        while not self.poll(self.timeout):
+            pass
+
+    def _settled(self) -> bool:
+        """Look at what the mailboxes have for these receives; tell whether the wait has ended."""
+        if self.done or self._error is not None:
+            return True
+        failed = [claim.error for claim in self._waiting if claim.error is not None]
+        self._waiting = [claim for claim in self._waiting if claim.message is None]
+        if failed:
+            self._error = failed[-1]
+        elif not self._waiting:
+            self.done = True
+            self.messages = [claim.message for claim in self.claims if claim.message is not None]
+            if self.messages:
+                self.result = self.messages[0].payload
+                nbytes = sum(message.payload.numel() for message in self.messages)
+                self.ledger.received(self.claims[0].phase, nbytes, len(self.messages))
+        return self.done or self._error is not None
+
+
+def _late(mesh: Mesh, where: str, seconds: float) -> DeadlineError:
+    """Say that a wait ran past its deadline, and what was refused meanwhile."""
+    refused = ", ".join(f"{count} {reason}" for reason, count in mesh.refusals().items())
+    hint = f" (refused meanwhile: {refused})" if refused else ""
+    return DeadlineError(
+        f"{where} did not complete within {seconds:g} s; is that rank alive? "
+        f"Raise timeout= if it is only slow{hint}"
+    )
+
+
+def _staged(payload: Tensor) -> Tensor:
+    """Return the payload in host memory; from CUDA through pinned memory, which torch reuses.
+
+    Waits for this payload's stream alone, not for the device.
+    """
+    if payload.device.type == "cpu":
+        return payload
+    pinned = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda)
+    pinned.copy_(payload, non_blocking=True)
+    if payload.is_cuda:
+        torch.cuda.current_stream(payload.device).synchronize()
+    return pinned

@@ -1,4 +1,4 @@
-"""Keys and their check: who may connect, and as which rank (CURVE, ZeroMQ's RFC 26, and ZAP, RFC 27)."""
+"""Check keys: who may connect, and as which rank (CURVE, ZeroMQ's RFC 26, and ZAP, RFC 27)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 
 @final
 class CurveKeys:
-    """What one rank holds: its own pair, and the public key of every rank."""
+    """The keys that one rank holds: its own pair, and the public key of every rank."""
 
     def __init__(self, public: bytes, secret: bytes, publics: Mapping[int, bytes]) -> None:
         self.public, self.secret, self.publics = public, secret, dict(publics)
@@ -45,7 +45,7 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
 
     Args:
         directory: made if missing, readable by its owner only.
-        ranks: how many ranks the job has.
+        ranks: number of ranks of the job.
 
     Returns:
         The public files, in rank order.

@@ -1,4 +1,4 @@
-"""All sockets of one rank, and the progress of everything that is under way on them."""
+"""Progress: everything that is under way on the sockets of one rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.transports.zmq.curve import CurveKeys
-from sparsync.transports.zmq.header import APART, HEADER_BYTES, HELLO, Header, Phases, pack
-from sparsync.transports.zmq.incoming import Incoming
-from sparsync.transports.zmq.link import Link
-from sparsync.transports.zmq.mailbox import Mailboxes, Message
-from sparsync.transports.zmq.settings import ZmqSettings
+from sparsync.transports.zmq.messages import (
+    APART,
+    HEADER_BYTES,
+    HELLO,
+    Header,
+    Mailboxes,
+    Message,
+    pack,
+)
+from sparsync.transports.zmq.sockets import Incoming, Link, ZmqSettings
 
 __all__ = ["Mesh"]
 
@@ -52,14 +57,13 @@ class Mesh:
         self.rank, self.job, self.settings, self.keys = rank, job, settings, keys
         self.world_size = len(self.endpoints)
         self.links: dict[int, Link] = {}
-        self.phases = Phases()
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
         self.mailboxes = Mailboxes(settings.max_unclaimed)
         self.dropped: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
         self._heard: set[int] = set()
         self._ended: set[int] = set()
-        self._came = False  # a message, since the last look at the clock
+        self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
         self._waiting_since: dict[int, float] = {}
         self.close = weakref.finalize(
@@ -97,8 +101,8 @@ class Mesh:
         elif self.incoming.socket.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
-        if self._came:  # as long as messages come, looks are rarer: they ask every socket
-            self._came = False
+        if self._busy:  # as long as messages come, looks are rarer: they ask every socket
+            self._busy = False
             self._next_look = min(
                 now + self.settings.tick, self._looked + BUSY * self.settings.tick
             )
@@ -132,7 +136,7 @@ class Mesh:
         for link in self.links.values():
             link.look()
         if self._ended:
-            self.drain()  # an end is reported behind the last message
+            self.drain()  # an end is reported after the last message
             for rank in sorted(self._ended):
                 self.lose(rank, "its connection ended; it died, or it closed its communicator")
             self._ended.clear()
@@ -186,7 +190,7 @@ class Mesh:
         """Look at a message, and give it to whom it is for."""
         if len(frames) == 1 and frames[0].buffer == self.wake_word:
             return  # another thread of this rank wants this one to look up
-        self._came = True
+        self._busy = True
         try:
             self._judge(frames)
         except WireFormatError:
@@ -220,7 +224,7 @@ class Mesh:
             self.dropped["a second time, or from a rank given up"] += 1
         elif header.sequence > due:
             self.lose(
-                source, f"its message {header.sequence} came where {due} was due: one is lost"
+                source, f"its message {header.sequence} arrived where {due} was due: one is lost"
             )
         elif not self.mailboxes.deliver(
             Message(source, header.tag, header.step, header.phase, payload)
@@ -232,14 +236,14 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Note which connection is whose: its end, in order behind its messages, is a rank's end."""
+        """Note which connection is whose: its end, in order after its messages, is a rank's end."""
         self._heard.add(source)
         descriptor = frame.get(zmq.SRCFD)
         self._ended.update(self.incoming.look())
         if descriptor in self.incoming.connected:
             self.incoming.ranks[descriptor] = source
         else:
-            self._ended.add(source)  # it came, spoke, and went
+            self._ended.add(source)  # it connected, spoke, and left
 
     def refusals(self) -> dict[str, int]:
         """Count what was refused, by reason: messages, and connections whose key is not listed."""

@@ -1,4 +1,4 @@
-"""How ranks learn each other's addresses: through a store, or through another communicator."""
+"""Rendezvous: ranks learn each other's addresses, through a store or through another communicator."""
 
 from __future__ import annotations
 
@@ -6,43 +6,37 @@ import json
 import os
 import secrets
 import socket
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Final, final
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.base import Communicator, run
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.transports.store import host_of, store_of
 
 __all__ = [
     "Card",
-    "Meeting",
-    "Over",
-    "ThroughStore",
+    "Exchange",
     "choose_interface",
-    "exchange",
     "group_route",
     "meet",
+    "open_store",
+    "through",
 ]
 
 CARD_BYTES: Final = 256  # fixed, so that an allgather of equal shapes carries it
-PREFIX: Final = "sparsync/zmq"
+Exchange = Callable[[bytes], list[bytes]]  # from this rank's card to all ranks', in rank order
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank tells the others about itself."""
+    """The facts that a rank tells the others about itself."""
 
     endpoint: str
     encrypted: bool
@@ -65,80 +59,55 @@ class Card:
             ) from error
 
 
-class Meeting(ABC):
-    """A way to exchange one card per rank, once."""
+def meet(exchange: Exchange, card: Card) -> tuple[int, list[str]]:
+    """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together.
 
-    @abstractmethod
-    def allgather(self, card: bytes, rank: int, world_size: int) -> list[bytes]:
-        """Return all ranks' cards, in rank order."""
+    Raises:
+        ConfigurationError: some encrypt and some do not, limits differ, or some rank is bound to
+            the loopback interface, which others cannot reach.
+    """
+    mine = Card(card.endpoint, card.encrypted, card.max_message, secrets.randbits(63))
+    cards = [Card.parse(raw, r) for r, raw in enumerate(exchange(mine.pack()))]
+    for name in ("encrypted", "max_message"):
+        _check_equal(name, [getattr(c, name) for c in cards], "give all ranks the same")
+    local = [c.endpoint.startswith(("tcp://127.", "tcp://[::1]")) for c in cards]
+    addresses = ", ".join(f"rank {r} {c.endpoint}" for r, c in enumerate(cards))
+    reach = ["loopback" if each else "reachable" for each in local]
+    _check_equal("interface", reach, f"give all ranks interface= ({addresses})")
+    return cards[0].job, [c.endpoint for c in cards]
 
 
-@final
-class Over(Meeting):
-    """Through another communicator."""
+def _check_equal(what: str, values: Sequence[object], remedy: str) -> None:
+    others = [r for r, value in enumerate(values) if value != values[0]]
+    if others:
+        raise ConfigurationError(
+            f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "
+            f"{values[others[0]]}; {remedy}"
+        )
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
 
-    def allgather(self, card: bytes, rank: int, world_size: int) -> list[bytes]:
-        """Run an allgather of ``CARD_BYTES`` bytes."""
+def through(comm: Communicator) -> Exchange:
+    """Exchange cards through another communicator."""
+
+    def exchange(card: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
-        cards = run(self.comm.allgather(mine, "zmq addresses"))
+        cards = run(comm.allgather(mine, "zmq addresses"))
         return [bytes(c.tolist()) for c in cards]
 
-
-@final
-class ThroughStore(Meeting):
-    """Through a ``torch.distributed`` store; every rank's n-th meeting there is the same one."""
-
-    def __init__(self, store: Store, host: str | None, timeout: float) -> None:
-        self.store, self.host, self.timeout = store, host, timeout
-
-    def allgather(self, card: bytes, rank: int, world_size: int) -> list[bytes]:
-        """Leave a card, wait for all, and let the store go only when all have read."""
-        deadline = time.monotonic() + self.timeout
-        number = self.store.add(f"{PREFIX}/meetings of {rank}", 1)
-        keys = [f"{PREFIX}/{number}/{r}" for r in range(world_size)]
-        self.store.set(keys[rank], card.decode())
-        self._wait(keys, rank, "address", deadline)
-        cards = [self.store.get(key) for key in keys]
-        done = [f"{key}/done" for key in keys]
-        self.store.set(done[rank], "1")
-        if rank == 0:  # it may be the one that serves
-            self._wait(done, rank, "word that it has read the addresses", deadline)
-        return cards
-
-    def _wait(self, keys: Sequence[str], rank: int, what: str, deadline: float) -> None:
-        for peer, key in enumerate(keys):
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                self.store.wait([key], timedelta(seconds=left))
-            except RuntimeError as error:
-                missing = [p for p in range(peer, len(keys)) if not self._has(keys[p])]
-                raise DeadlineError(
-                    f"rank {rank}, phase 'rendezvous': no {what} from ranks "
-                    f"{', '.join(map(str, missing))} within {self.timeout:g} s; are they alive, "
-                    "and do they use the same store?"
-                ) from error
-
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self.store.check([key]))
-        except RuntimeError:
-            return False
+    return exchange
 
 
-def meet(
-    store: Store | None, address: str | None, rank: int, world_size: int, timeout: float
-) -> ThroughStore:
-    """Take the given store, or serve (rank 0) or join one at ``address``."""
+def open_store(
+    store: Store | None, address: str | None, rank: int, timeout: float
+) -> tuple[Store, str | None]:
+    """Return the given store, or serve (rank 0) or join one at ``address``; and where it is."""
     if (store is None) == (address is None):
         raise ConfigurationError(
             "give either store= (a torch.distributed store) or address='host:port', not "
             + ("both" if store is not None else "neither")
         )
     if store is not None:
-        return ThroughStore(store, _host_of(store), timeout)
+        return store, host_of(store)
     assert address is not None
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -146,21 +115,21 @@ def meet(
         raise ConfigurationError(
             f"address is '{address}'; give host:port of rank 0, as in 10.0.0.1:29400"
         )
-    wait = timedelta(seconds=timeout)
+    listener = None
     try:
         if rank == 0:
             # torch would listen on all interfaces; this socket listens on the named one
-            listener = socket.create_server((host, int(port)), family=_family(host))
-            store = TCPStore(
-                host,
-                int(port),
-                is_master=True,
-                timeout=wait,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        else:
-            store = TCPStore(host, int(port), is_master=False, timeout=wait)
+            family = socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, int(port)), family=family).detach()
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        return store, host
     except (OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         if rank == 0:
@@ -172,34 +141,6 @@ def meet(
             f"rank {rank}, phase 'rendezvous': rank 0 does not answer at {address} within "
             f"{timeout:g} s ({first})"
         ) from error
-    return ThroughStore(store, host, timeout)
-
-
-def exchange(meeting: Meeting, rank: int, world_size: int, card: Card) -> tuple[int, list[Card]]:
-    """Return the job's number, drawn by rank 0, and all ranks' cards; check that they fit together.
-
-    Raises:
-        ConfigurationError: some encrypt and some do not, limits differ, or some rank is bound to
-            the loopback interface, which others cannot reach.
-    """
-    mine = Card(card.endpoint, card.encrypted, card.max_message, secrets.randbits(63))
-    raws = meeting.allgather(mine.pack(), rank, world_size)
-    cards = [Card.parse(raw, r) for r, raw in enumerate(raws)]
-    for name in ("encrypted", "max_message"):
-        _agree(name, [getattr(c, name) for c in cards], "give all ranks the same")
-    loopback = ["loopback" if _is_loopback(c.endpoint) else "reachable" for c in cards]
-    addresses = ", ".join(f"rank {r} {c.endpoint}" for r, c in enumerate(cards))
-    _agree("interface", loopback, f"give all ranks interface= ({addresses})")
-    return cards[0].job, cards
-
-
-def _agree(what: str, values: Sequence[object], remedy: str) -> None:
-    others = [r for r, value in enumerate(values) if value != values[0]]
-    if others:
-        raise ConfigurationError(
-            f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "
-            f"{values[others[0]]}; {remedy}"
-        )
 
 
 def choose_interface(interface: str | None, host: str | None) -> str:
@@ -241,21 +182,5 @@ def group_route() -> tuple[str | None, str | None]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
     host = None
     if dist.is_initialized():
-        host = _host_of(dist.distributed_c10d._get_default_store())
+        host = host_of(store_of(None))
     return interface, host or os.environ.get("MASTER_ADDR")
-
-
-def _host_of(store: Store) -> str | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, HashStore):
-        return "127.0.0.1"  # it lives in one process
-    return str(store.host) if isinstance(store, TCPStore) else None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AddressFamily(socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0][0])
-
-
-def _is_loopback(endpoint: str) -> bool:
-    return endpoint.startswith(("tcp://127.", "tcp://[::1]"))

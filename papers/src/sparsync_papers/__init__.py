@@ -1,0 +1,1 @@
+"""The papers' models, data and reproductions, as commands and workloads of ``sparsync``."""

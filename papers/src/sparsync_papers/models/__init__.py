@@ -1,0 +1,115 @@
+"""The models of the papers, each with the number of parameters that its paper states.
+
+On the meta device they cost no memory:
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     parameter_count(MODELS["bert"].build())
+    133547324
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from sparsync_papers.models.bert import Bert
+from sparsync_papers.models.encoder_decoder import EncoderDecoder
+from sparsync_papers.models.habitat import NavigationPolicy
+from sparsync_papers.models.images import alexnet, vgg16_cifar10, vgg16_imagenet
+from sparsync_papers.models.language import LstmLanguageModel
+from sparsync_papers.models.resnet import (
+    resnet18x4,
+    resnet20_cifar10,
+    resnet34x4,
+    resnet44_cifar10,
+    resnet50,
+    resnet110_cifar10,
+)
+from sparsync_papers.models.speech import SpeechLstm
+from sparsync_papers.models.transformer import Transformer
+
+__all__ = ["MODELS", "PaperModel", "megabytes", "parameter_count"]
+
+
+class PaperModel(NamedTuple):
+    """A model as a paper uses it."""
+
+    build: Callable[..., nn.Module]  # builds it; without arguments: as the paper has it
+    parameters: int  # how many are learnable
+    paper: str  # where it is used, and where its size is stated
+    stated: str  # its size there; "": nowhere
+    dataset: str  # what it is trained on there
+
+
+_ptb = partial(LstmLanguageModel, vocabulary=10_000)
+_wikitext2 = partial(LstmLanguageModel, vocabulary=33_278)
+_atis = partial(EncoderDecoder, source_vocabulary=945, target_vocabulary=128)
+_hansards = partial(EncoderDecoder, source_vocabulary=30_000, target_vocabulary=30_000)
+
+MODELS: Mapping[str, PaperModel] = {
+    "vgg16_cifar10": PaperModel(
+        vgg16_cifar10,
+        14_728_266,
+        "Ok-Topk, Table 2; RedSync, Table 1",
+        "14,728,266; 58.91 MB",
+        "CIFAR-10",
+    ),
+    "lstm_an4": PaperModel(SpeechLstm, 27_569_568, "Ok-Topk, Table 2", "27,569,568", "AN4"),
+    "bert": PaperModel(Bert, 133_547_324, "Ok-Topk, Table 2", "133,547,324", "Wikipedia"),
+    "resnet50": PaperModel(
+        resnet50,
+        25_559_081,
+        "WAGMA, 5.2; RedSync, Table 1; SparCML, 8.4",
+        "25,559,081; 103 MB; 25 M",
+        "ImageNet",
+    ),
+    "transformer_wmt17": PaperModel(
+        Transformer,
+        61_362_176,
+        "WAGMA, 5.3",
+        "61,362,176; 245 MB",
+        "WMT17 en-de",
+    ),
+    "habitat_policy": PaperModel(NavigationPolicy, 8_476_421, "WAGMA, 5.4", "8,476,421", "Habitat"),
+    "resnet44_cifar10": PaperModel(
+        resnet44_cifar10, 661_338, "RedSync, Table 1", "2.65 MB", "CIFAR-10"
+    ),
+    "alexnet": PaperModel(alexnet, 61_100_840, "RedSync, Table 1", "233 MB", "ImageNet"),
+    "vgg16_imagenet": PaperModel(
+        vgg16_imagenet, 138_357_544, "RedSync, Table 1", "528 MB", "ImageNet"
+    ),
+    "lstm_ptb": PaperModel(_ptb, 66_034_000, "RedSync, Table 1", "264 MB", "Penn Treebank"),
+    "lstm_wikitext2": PaperModel(
+        _wikitext2, 135_891_278, "RedSync, Table 1", "543 MB", "WikiText-2"
+    ),
+    "resnet20_cifar10": PaperModel(resnet20_cifar10, 272_474, "SparCML, Figure 1", "", "CIFAR-10"),
+    "resnet110_cifar10": PaperModel(resnet110_cifar10, 1_730_714, "SparCML, 8.3", "", "CIFAR-10"),
+    "encoder_decoder_lstm": PaperModel(_atis, 19_821_440, "SparCML, 8.3", "20 M; 80 MB", "ATIS"),
+    "encoder_decoder_hansards": PaperModel(_hansards, 88_048_944, "SparCML, 8.3", "", "Hansards"),
+    "resnet18x4": PaperModel(resnet18x4, 180_645_096, "SparCML, 8.4", "", "ImageNet"),
+    "resnet34x4": PaperModel(resnet34x4, 342_286_568, "SparCML, 8.4", "", "ImageNet"),
+}
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Count learnable parameters; a tied one counts once.
+
+    Example:
+        >>> parameter_count(nn.Linear(3, 2))
+        8
+    """
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def megabytes(model: nn.Module) -> float:
+    """Return the size of the learnable parameters, and so of a gradient, in 10^6 bytes.
+
+    Example:
+        >>> megabytes(nn.Linear(999, 250))
+        1.0
+    """
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 1e6

@@ -1,0 +1,458 @@
+"""Optimizers to compare with: Ok-Topk's Algorithm 2 to the letter, and variants of sparse Adam.
+
+``attach`` sees gradients, so its residual is in gradient space and keeps its meaning when the learning
+rate changes.  In update space the *update* ``lr * gradient`` is accumulated and exchanged (Ok-Topk,
+Algorithm 2): mass that waits in the residual was scaled by the learning rate of its own step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.api import connect
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.feedback.agreement import agree_on_reducer, reducer_stats, weights_digest
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import Warmup
+from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
+from sparsync.integrations.adam import check_adam
+from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.units import Unit, check_same_parameters, output_parameters, plan_units
+
+__all__ = ["ArrivalAdamW", "SecondMoment", "UpdateSpace", "UpdateSpaceAdamW", "UpdateSpaceSGD"]
+
+SecondMoment = Literal["local", "frozen", "refreshed"]
+
+
+class UpdateSpace(torch.optim.Optimizer):
+    """An optimizer whose updates are accumulated, exchanged and subtracted.
+
+    Args:
+        model: a plain module (not DDP).
+        defaults: of the parameter group, "lr" among them.
+        algorithm: see ``UpdateSpaceSGD``, as for density, comm, unit_bytes and compress.
+        warmup: the first steps.
+        agreed: more settings that must be equal on all ranks.
+        options: of the preset.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        defaults: dict[str, Any],
+        algorithm: str | Algorithm,
+        *,
+        density: float,
+        comm: Communicator | None,
+        unit_bytes: int | None,
+        compress: Callable[[str, Tensor], bool] | None,
+        warmup: Warmup,
+        agreed: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigurationError(
+                f"{name} needs local gradients but the model is wrapped in DDP, which averages "
+                "them; give it the plain module, or use sparsync.attach with any optimizer"
+            )
+        if not defaults["lr"] >= 0:
+            raise ConfigurationError(f"lr is {defaults['lr']}; give a learning rate >= 0")
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        super().__init__([p for _, p in named], defaults)
+        self._model, self._parameters = model, dict(named)
+        chosen = resolve(algorithm, **options)
+        unit_bytes = chosen.unit_bytes if unit_bytes is None else unit_bytes
+        output = output_parameters(model) if chosen.output else ()
+        comm = comm or connect()
+        self.reducer = Reducer(
+            comm,
+            plan_units(named, unit_bytes, compress or chosen.compress, output),
+            run(chosen.on(comm)),
+            check_density(density),
+            warmup,
+        )
+        agree_on_reducer(
+            self.reducer,
+            unit_bytes=unit_bytes,
+            optimizer=name,
+            initial_weights=weights_digest(self._parameters.values()),
+            **(agreed or {}),
+        )
+
+    @abstractmethod
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        """Write what is to be subtracted from a parameter that has a gradient; ``update`` is 1-D."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters that would come after the units were agreed on."""
+        if hasattr(self, "reducer"):
+            raise ConfigurationError(
+                f"{type(self).__name__} exchanges the parameters that it was built with; "
+                "build it after the model is complete"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse a GradScaler, which asks for this: an overflow would skip the step on one rank alone."""
+        raise ConfigurationError(
+            f"{type(self).__name__} takes no GradScaler: a rank that skips its step would leave the "
+            "others waiting; use bfloat16 autocast, which needs none, or sparsync.attach"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Apply one exchanged update; blocks until it is there."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        check_same_parameters(self._model, self._parameters.values())
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        updates = [self._updates(unit, groups) for unit in self.reducer.units]
+        try:
+            run(self.reducer.reduce(updates))  # in place
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            raise
+        except BaseException:
+            self.reducer.refuse()
+            raise
+        for unit, flat in zip(self.reducer.units, updates, strict=True):
+            for slot in unit.slots:
+                parameter = self._parameters[slot.name]
+                update = flat[slot.start : slot.start + slot.size]
+                self._apply_(parameter, groups[parameter], update.view(parameter.shape))
+        return loss
+
+    def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        """Subtract the exchanged update: alike on all ranks."""
+        parameter.sub_(update)
+
+    def _updates(self, unit: Unit, groups: Mapping[Tensor, dict[str, Any]]) -> Tensor:
+        wide = torch.promote_types(unit.dtype, torch.float32)  # as the residual
+        flat = torch.zeros(unit.size, dtype=wide, device=unit.device)
+        for slot in unit.slots:
+            parameter = self._parameters[slot.name]
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ConfigurationError(
+                    f"the gradient of '{slot.name}' is sparse; build its embedding with sparse=False"
+                )
+            if parameter.grad is not None:
+                piece = flat[slot.start : slot.start + slot.size]
+                self._update_(parameter, groups[parameter], piece)
+        return flat
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: steps, bytes per step and phase, residual norms."""
+        return reducer_stats(self.reducer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state and, under "sparsync", this rank's reducer state."""
+        return {**super().state_dict(), "sparsync": reducer_state(self.reducer)}
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed."""
+        if "sparsync" not in state:
+            raise ConfigurationError(
+                "the saved state has no 'sparsync' part; load what this optimizer's state_dict() "
+                "returned"
+            )
+        return parse_state(self.reducer, state["sparsync"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        run(apply_state(self.reducer, self.validate(state_dict)))
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "sparsync"})
+
+
+@final
+class UpdateSpaceSGD(UpdateSpace):
+    """SGD whose updates are exchanged sparsely (Ok-Topk, Algorithm 2).  The model is not wrapped.
+
+    ::
+
+        acc = residual + lr * gradient            line 4
+        u, indexes = sparse_allreduce(acc)        line 5
+        residual = acc outside indexes            line 6
+        w = w - u / P                             line 7
+
+    Args:
+        model: a plain module, equal on all ranks (not DDP: gradients must be local).
+        lr: learning rate; schedulers may change it between steps.
+        algorithm: a preset's name or an ``Algorithm``.
+        density: fraction k / n that is exchanged.
+        comm: default ``sparsync.connect()``.
+        unit_bytes: what is selected together, as in ``sparsync.attach``.
+        compress: which parameters are exchanged sparsely, as in ``sparsync.attach``.
+        options: of the preset.
+
+    Raises:
+        ConfigurationError: lr < 0, a bad density, an unknown algorithm or option.
+        NonFiniteGradientError: from ``step``; parameters and residuals are as before.
+
+    State: the reducer's, under "sparsync" in ``state_dict()``: one per rank.
+    Differs from the paper: any preset, not only Ok-Topk; "sparcml" here is SparCML's Algorithm 1 to
+    the letter, which applies the sum instead of the mean.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
+        >>> optimizer = UpdateSpaceSGD(model, lr=0.5, density=0.5)
+        >>> model(torch.tensor([[1.0, 4.0]])).sum().backward(); optimizer.step()
+        >>> model.weight.tolist()
+        [[1.0, -1.0]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        algorithm: str | Algorithm = "oktopk",
+        *,
+        density: float = 0.01,
+        comm: Communicator | None = None,
+        unit_bytes: int | None = None,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            {"lr": lr},
+            algorithm,
+            density=density,
+            comm=comm,
+            unit_bytes=unit_bytes,
+            compress=compress,
+            warmup=Warmup(),
+            **options,
+        )
+
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        assert parameter.grad is not None
+        torch.mul(parameter.grad.reshape(-1), group["lr"], out=update)
+
+
+@final
+class UpdateSpaceAdamW(UpdateSpace):
+    """AdamW whose updates are exchanged sparsely; moments are local.  The model is not wrapped.
+
+    ::
+
+        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2       local
+        acc = residual + lr m / (sqrt(v) + eps)               with m, v corrected for bias
+        w = (1 - lr weight_decay) w - mean of what is delivered
+
+    Args:
+        model: a plain module, equal on all ranks (not DDP: gradients must be local).
+        lr: learning rate; schedulers may change it between steps.
+        algorithm: a preset's name or an ``Algorithm``.
+        betas: b1 and b2.
+        eps: added to the root.
+        weight_decay: decoupled, applied by all ranks alike.
+        second_moment: "local"; "frozen": averaged over ranks after the warm-up and kept (1-bit Adam's
+            idea; an element without any gets its tensor's mean); "refreshed": averaged then and
+            every ``refresh_period`` steps, local in between.
+        refresh_period: steps; an average is a dense allreduce of n elements.
+        warmup_steps: the first steps are exchanged dense.
+        density: as for ``UpdateSpaceSGD``, and so are comm, unit_bytes, compress and options.
+        comm: see there.
+        unit_bytes: see there.
+        compress: see there.
+        options: of the preset.
+
+    Raises:
+        ConfigurationError: bad arguments; "frozen" without a warm-up.
+        NonFiniteGradientError: from ``step``; parameters and residuals are as before, and so are the
+            moments of a parameter whose local gradient was not finite.
+
+    State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
+    gradients under Adam.  ``LocalUpdates`` is what keeps up with dense training (``benchmarks/adam.md``).
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
+        >>> optimizer = UpdateSpaceAdamW(model, lr=0.5, density=0.5, weight_decay=0.0)
+        >>> model(torch.tensor([[1.0, 4.0]])).sum().backward(); optimizer.step()
+        >>> model.weight.tolist()
+        [[0.5, 1.0]]
+
+    References: Tang et al., 1-bit Adam, ICML 2021.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        algorithm: str | Algorithm = "oktopk",
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        second_moment: SecondMoment = "local",
+        refresh_period: int = 100,
+        warmup_steps: int = 0,
+        density: float = 0.01,
+        comm: Communicator | None = None,
+        unit_bytes: int | None = None,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        if second_moment not in ("local", "frozen", "refreshed"):
+            raise ConfigurationError(
+                f"second_moment is {second_moment!r}; choose local, frozen or refreshed"
+            )
+        if second_moment == "frozen" and not warmup_steps:
+            raise ConfigurationError(
+                "a frozen second moment needs warmup_steps > 0, in which it is learned"
+            )
+        if refresh_period < 1:
+            raise ConfigurationError(f"refresh_period is {refresh_period}; give at least 1 step")
+        self.second_moment, self.refresh_period = second_moment, refresh_period
+        super().__init__(
+            model,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            algorithm,
+            density=density,
+            comm=comm,
+            unit_bytes=unit_bytes,
+            compress=compress,
+            warmup=Warmup(warmup_steps),
+            agreed={"second_moment": second_moment, "refresh_period": refresh_period},
+            **options,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Apply one exchanged update; average the second moment when that is due."""
+        loss = super().step(closure)
+        since = self.reducer.step - self.reducer.warmup.steps
+        wanted = 0 if since < 0 else 1
+        if since >= 0 and self.second_moment == "refreshed":
+            wanted += since // self.refresh_period
+        counted = self.param_groups[0]  # saved with the state
+        if self.second_moment != "local" and counted.get("averages", 0) < wanted:
+            counted["averages"] = wanted
+            self._average_second_moments()
+        return loss
+
+    def _average_second_moments(self) -> None:
+        """Average over ranks, parameter by parameter in one order on all of them."""
+        comm, frozen = self.reducer.comm, self.second_moment == "frozen"
+        beta2 = self.param_groups[0]["betas"][1]
+        for unit in self.reducer.units:
+            for slot in unit.slots:
+                parameter = self._parameters[slot.name]
+                state = self._state_of(parameter)
+                square = state["exp_avg_sq"]
+                if frozen and state["step"]:
+                    square = square / (1 - beta2 ** state["step"])
+                flat = run(comm.allreduce(square.reshape(-1), "second moment")) / comm.world_size
+                if frozen:  # without a floor, what was never seen would make giant steps
+                    floor = flat.mean() if bool(flat.any()) else torch.ones(())
+                    flat = torch.where(flat > 0, flat, floor)
+                state["exp_avg_sq"].copy_(flat.view(square.shape))
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+        return state
+
+    def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not bool(torch.isfinite(gradient).all()):  # all ranks will refuse: keep the moments
+            update.fill_(torch.nan)
+            return
+        state = self._state_of(parameter)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"].lerp_(gradient, 1 - beta1), state["exp_avg_sq"]
+        unbiased = 1.0
+        if self.second_moment != "frozen" or not self.param_groups[0].get("averages", 0):
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            unbiased = 1 - beta2 ** state["step"]
+        root = (square / unbiased).sqrt_().add_(group["eps"])
+        rate = group["lr"] / (1 - beta1 ** state["step"])
+        torch.mul((mean / root).reshape(-1), rate, out=update)
+
+    def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
+
+
+@final
+class ArrivalAdamW(torch.optim.Optimizer):
+    """AdamW that updates moments and weights only where a gradient arrived, i.e. is not zero.
+
+    For the sparse averages of ``sparsync.attach``: an entry that arrives every 100th step is not taken
+    for one that is 100 times smaller.  Every element counts its own arrivals for the bias correction.
+    It is one of the variants of ``benchmarks/adam.md``, and not the best one.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: b1 and b2, per arrival.
+        eps: added to the root.
+        weight_decay: decoupled, of all elements on every step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> optimizer = ArrivalAdamW([weight], lr=0.5, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([2.0, 0.0]); optimizer.step(); weight.detach().round(decimals=4)
+        tensor([0.5000, 1.0000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _step_(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def _step_(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    if not state:
+        wide = torch.promote_types(parameter.dtype, torch.float32)  # 16 bits do not count far
+        for name in ("exp_avg", "exp_avg_sq", "arrivals"):
+            state[name] = torch.zeros_like(parameter, dtype=wide)
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    arrived = gradient != 0
+    beta1, beta2 = group["betas"]
+    count = state["arrivals"][arrived] + 1
+    g = gradient[arrived].to(count.dtype)
+    mean = state["exp_avg"][arrived] * beta1 + g * (1 - beta1)
+    square = state["exp_avg_sq"][arrived] * beta2 + g * g * (1 - beta2)
+    state["arrivals"][arrived] = count
+    state["exp_avg"][arrived], state["exp_avg_sq"][arrived] = mean, square
+    root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+    update = group["lr"] * mean / (1 - beta1**count) / root
+    parameter[arrived] -= update.to(parameter.dtype)

@@ -1,0 +1,217 @@
+"""Reproduce tables and figures of the papers: ``sparsync reproduce NAME``.
+
+::
+
+    Artifact.run(Settings) --> Outcome(rows, comparisons, settings, differs, panels)
+                                  |
+        report: console, CSV, JSON, PNG       page: one HTML page of all
+
+A new artifact is a function with the decorator ``artifact`` and a row in ``catalogue``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+from sparsync.errors import ConfigurationError
+
+T = TypeVar("T")
+
+Cell = str | int | float | bool | None
+Row = Mapping[str, Cell]
+Points = Sequence[tuple[float | str, float]]
+
+_PAPERS = MappingProxyType(
+    {"oktopk": "Ok-Topk", "redsync": "RedSync", "sparcml": "SparCML", "wagma": "WAGMA"}
+)
+
+
+def _nothing(total: int | None) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an artifact is run."""
+
+    seed: int = 0  # of models, data and inputs
+    quick: bool = False  # scaled down until it takes seconds: a test of the code, not of the paper
+    # called after every piece of work with the number of all pieces
+    advance: Callable[[int | None], None] = _nothing
+
+    def pick(self, whole: T, quick: T) -> T:
+        """Return the first, or the second in a quick run.
+
+        Example:
+            >>> Settings(quick=True).pick((8, 16, 32), (4,))
+            (4,)
+        """
+        return quick if self.quick else whole
+
+    def track(self, pieces: Iterable[T]) -> Iterator[T]:
+        """Yield the pieces and report progress after each."""
+        pieces = list(pieces)
+        for piece in pieces:
+            yield piece
+            self.advance(len(pieces))
+
+
+@dataclass(frozen=True)
+class Stated:
+    """One figure of a paper, read from its text; what only a plot shows is not known."""
+
+    what: str  # of which it is a figure
+    says: str  # in the paper's words or numbers
+    where: str  # section, figure or table
+    numbers: tuple[float, ...] = ()  # those to compare with, in the unit of ``says``
+
+    def compare(
+        self, ours: str, same: bool, otherwise: str = "", *, remark: str = ""
+    ) -> Comparison:
+        """Compare it with this run's figure.
+
+        Args:
+            ours: this run's figure and its unit.
+            same: it leads to the conclusion that the paper draws.
+            otherwise: the reason, where it does not.
+            remark: what is worth knowing where it does.
+        """
+        return Comparison(self, ours, same, remark if same else otherwise)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paper's figure and this run's; see ``Stated.compare``."""
+
+    stated: Stated
+    ours: str
+    same: bool
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.same and not self.why:
+            raise ConfigurationError(f"{self.stated.what}: the conclusion is another one; say why")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: curves, or bars in groups or stacks.  ``drawing`` draws it."""
+
+    title: str  # above it
+    x: str  # label of the axis; of bars: what the groups are
+    y: str  # label of the axis, with the unit
+    # by name: points ``(x, y)`` of a curve; of bars, ``(group, height)``
+    series: Mapping[str, Points]
+    kind: Literal["curves", "bars", "stacks"] = "curves"  # of plot
+    log: Literal["", "x", "y", "xy"] = ""  # axes that are logarithmic: "", "x", "y" or "xy"
+    level: float | None = None  # height of a thin line across, None for none
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run."""
+
+    rows: Sequence[Row]  # the numbers, equal keys in all rows
+    comparisons: Sequence[Comparison]  # with the paper's figures
+    settings: Mapping[str, Cell]  # of this run, by name
+    differs: str  # what is not as in the paper, in a sentence or two
+    panels: Sequence[Panel] = ()  # plots, side by side
+
+
+Run = Callable[[Settings], Outcome]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A table or figure of a paper that is reproduced here."""
+
+    name: str  # as ``sparsync reproduce`` knows it; begins with the paper's short name
+    title: str  # what it shows
+    conclusion: str  # of the paper's authors, which is what is compared
+    minutes: float  # that a run takes on two cores, about
+    run: Run  # runs it
+    own_progress: bool = False  # the code that it runs shows progress of its own
+
+    @property
+    def paper(self) -> str:
+        """The paper's name."""
+        return _PAPERS[self.name.split("-")[0]]
+
+
+def artifact(
+    name: str, conclusion: str, *, minutes: float, own_progress: bool = False
+) -> Callable[[Run], Artifact]:
+    """Make an artifact of the function that runs it, whose docstring is the title.
+
+    Example:
+        >>> @artifact("oktopk-half", "a half is 0.5", minutes=0.1)
+        ... def half(settings):
+        ...     "Halves."
+        ...     stated = Stated("half of 1", "0.5", "section 1", (0.5,))
+        ...     return Outcome([{"half": 0.5}], [stated.compare("0.5", same=True)], {}, "nothing")
+        >>> half.paper, half.title, half.run(Settings()).rows
+        ('Ok-Topk', 'halves', [{'half': 0.5}])
+    """
+
+    def make(run: Run) -> Artifact:
+        title = (run.__doc__ or "").removesuffix(".")
+        return Artifact(name, title[:1].lower() + title[1:], conclusion, minutes, run, own_progress)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A table or figure that is not reproduced."""
+
+    what: str  # table or figure
+    paper: str  # its short name
+    reason: str  # in a sentence
+
+
+class Table(list[Row]):
+    """Rows whose columns can be drawn and compared.
+
+    Example:
+        >>> table = Table([{"P": 2, "s": 0.5, "of": "a"}, {"P": 2, "s": 0.7, "of": "b"}])
+        >>> table.column("s"), table.points("P", "s", {"of": "b"})
+        ([0.5, 0.7], [(2.0, 0.7)])
+        >>> table.curves("P", "s", by="of")
+        {'a': [(2.0, 0.5)], 'b': [(2.0, 0.7)]}
+    """
+
+    def where(self, cells: Row) -> Table:
+        """Return the rows that have these cells."""
+        return Table(row for row in self if all(row[key] == v for key, v in cells.items()))
+
+    def column(self, key: str) -> list[float]:
+        """Return the numbers of a column."""
+        values = [row[key] for row in self]
+        assert all(isinstance(value, int | float) for value in values), f"{key}: {values}"
+        return [float(value or 0) for value in values]
+
+    def points(self, x: str, y: str, where: Row | None = None) -> list[tuple[float, float]]:
+        """Return two columns of the rows that have the cells of ``where``."""
+        rows = self.where(where or {})
+        return list(zip(rows.column(x), rows.column(y), strict=True))
+
+    def curves(
+        self, x: str, y: str, by: str, where: Row | None = None
+    ) -> dict[str, list[tuple[float, float]]]:
+        """Return the points of every value of the column ``by``, in the order of the rows."""
+        rows = self.where(where or {})
+        names = dict.fromkeys(row[by] for row in rows)
+        return {str(name): rows.points(x, y, {by: name}) for name in names}
+
+
+def joined(values: Iterable[float], form: str = ".2f") -> str:
+    """Write numbers in a sentence.
+
+    Example:
+        >>> joined([0.5, 2])
+        '0.50 and 2.00'
+    """
+    return " and ".join(f"{value:{form}}" for value in values)

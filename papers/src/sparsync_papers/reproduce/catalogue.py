@@ -1,0 +1,97 @@
+"""List the artifacts, and what cannot be reproduced: a new artifact is a function and a row here."""
+
+from __future__ import annotations
+
+from sparsync_papers.reproduce import (
+    Artifact,
+    Unavailable,
+    oktopk_balance,
+    oktopk_convergence,
+    oktopk_scaling,
+    oktopk_selection,
+    oktopk_table1,
+    oktopk_xi,
+    redsync_model,
+    redsync_selection,
+    redsync_training,
+    sparcml_fill_in,
+    sparcml_linear,
+    sparcml_reduction,
+    sparcml_training,
+    wagma_imbalance,
+    wagma_throughput,
+    wagma_training,
+)
+
+ARTIFACTS: tuple[Artifact, ...] = (
+    sparcml_fill_in.figure_1,
+    sparcml_reduction.figure_3,
+    sparcml_training.figure_4,
+    sparcml_training.figure_5,
+    sparcml_training.figure_6,
+    sparcml_fill_in.figure_7,
+    sparcml_linear.table_2,
+    sparcml_linear.scd,
+    redsync_selection.figure_3,
+    redsync_model.figure_5,
+    redsync_training.figure_6_table_1,
+    redsync_model.figure_7,
+    redsync_model.figures_8_9,
+    redsync_model.figure_10,
+    redsync_training.table_2,
+    oktopk_table1.table_1,
+    oktopk_selection.figure_4,
+    oktopk_xi.figure_5,
+    oktopk_selection.figure_6,
+    oktopk_balance.figure_7,
+    oktopk_scaling.figure_8,
+    oktopk_convergence.figure_9,
+    oktopk_scaling.figure_10,
+    oktopk_convergence.figure_11,
+    oktopk_scaling.figure_12,
+    oktopk_convergence.figure_13,
+    oktopk_xi.fill_in,
+    wagma_throughput.figure_4,
+    wagma_throughput.control,
+    wagma_training.figure_5,
+    wagma_training.ablations,
+    wagma_imbalance.figure_6,
+    wagma_throughput.figure_7,
+    wagma_training.figure_8,
+    wagma_imbalance.figure_9,
+    wagma_throughput.figure_10,
+    wagma_training.figure_11,
+)
+
+UNAVAILABLE: tuple[Unavailable, ...] = (
+    Unavailable(
+        "speedups of Figures 4 to 6 and of ImageNet in hours and days",
+        "SparCML",
+        "they are times of 8 to 128 GPUs; the accuracies are compared on small models",
+    ),
+    Unavailable(
+        "Figure 6b, scaling of speech training",
+        "SparCML",
+        "model and 30,000 hours of speech are not public, and it needs 32 to 128 GPUs",
+    ),
+    Unavailable(
+        "Table 2, Webspam and 32 nodes; the comparison with Spark",
+        "SparCML",
+        "the data sets are not at hand (sparsync linear trains on them: --data FILE); no Spark",
+    ),
+    Unavailable(
+        "Table 1, ImageNet and Wiki2 rows; Figure 6, ResNet-50",
+        "RedSync",
+        "days of training on several GPUs, and data that must be downloaded",
+    ),
+    Unavailable(
+        "Figures 7 to 9, measured",
+        "RedSync",
+        "they need 8 GPUs in a server and 128 on Piz Daint; the paper's cost model stands in",
+    ),
+    Unavailable(
+        "Figures 5, 8 and 11 at their size",
+        "WAGMA",
+        "ImageNet, WMT17 and Habitat for days on 16 to 64 GPUs; small models and tasks stand in",
+    ),
+)

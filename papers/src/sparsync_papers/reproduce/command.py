@@ -1,0 +1,122 @@
+"""The command ``sparsync reproduce``."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from sparsync.cli.output import progress
+from sparsync.errors import ConfigurationError
+from sparsync_papers.reproduce import Artifact, Settings
+from sparsync_papers.reproduce.catalogue import ARTIFACTS, UNAVAILABLE
+from sparsync_papers.reproduce.drawing import png
+from sparsync_papers.reproduce.page import page
+from sparsync_papers.reproduce.report import Finished, catalogue, shown, write_files
+
+_Names = Annotated[list[str] | None, typer.Argument(help="What to reproduce; see --list.")]
+_List = Annotated[bool, typer.Option("--list", help="Show what there is, and what cannot be.")]
+_All = Annotated[bool, typer.Option("--all", help="Run all; with --out also one HTML page.")]
+_Out = Annotated[Path | None, typer.Option(help="Folder for CSV, JSON, PNG and the page.")]
+_Quick = Annotated[
+    bool, typer.Option("--quick", help="Scaled down to seconds: tries the code, not the paper.")
+]
+_Seed = Annotated[int, typer.Option(help="Of models, data and inputs.")]
+
+
+def command(
+    names: _Names = None,
+    list_: _List = False,
+    all_: _All = False,
+    out: _Out = None,
+    quick: _Quick = False,
+    seed: _Seed = 0,
+) -> None:
+    """Reproduce tables and figures of the papers: their figures, this run's, and what differs.
+
+    An artifact that fails does not stop the others; the exit code is then 1.
+    """
+    console = Console()
+    if list_:
+        console.print(catalogue(ARTIFACTS, UNAVAILABLE))
+        return
+    if bool(names) == all_:
+        raise ConfigurationError("give names or --all, one of both; --list shows the names")
+    wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+
+    def tell(path: Path) -> None:
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+    def show(finished: Finished) -> None:
+        console.print(shown(finished))
+        for path in write_files(finished, out) if out is not None else ():
+            tell(path)
+
+    finished = reproduce(wanted, seed=seed, quick=quick, draw=out is not None, after=show)
+    if all_ and out is not None:
+        path = out / "index.html"
+        path.write_text(page(finished, UNAVAILABLE), encoding="utf-8")
+        tell(path)
+    failed = [run.artifact.name for run in finished if run.outcome is None]
+    if failed:
+        Console(stderr=True).print(f"failed: {', '.join(failed)}", highlight=False)
+        raise typer.Exit(1)
+
+
+def reproduce(
+    artifacts: list[Artifact],
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    draw: bool = False,
+    after: Callable[[Finished], None] = lambda finished: None,
+) -> list[Finished]:
+    """Run artifacts one after the other, on one thread; failures are noted and do not stop them."""
+    done, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # virtual ranks take turns
+    try:
+        for artifact in artifacts:
+            done.append(_run(artifact, seed, quick=quick, draw=draw))
+            after(done[-1])
+    finally:
+        torch.set_num_threads(threads)
+    return done
+
+
+def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
+    """Return an artifact by its name.
+
+    Raises:
+        ConfigurationError: there is none; names those that are spelt alike.
+
+    Example:
+        >>> find("oktopk-table1").paper
+        'Ok-Topk'
+    """
+    by_name = {artifact.name: artifact for artifact in artifacts}
+    if name in by_name:
+        return by_name[name]
+    close = difflib.get_close_matches(name, by_name, n=4, cutoff=0.5)
+    cure = f"did you mean {' or '.join(close)}?" if close else "--list shows the names"
+    raise ConfigurationError(f"unknown artifact {name!r}; {cure}")
+
+
+def _run(artifact: Artifact, seed: int, *, quick: bool, draw: bool) -> Finished:
+    started = time.perf_counter()
+    outcome, error, picture = None, "", None
+    with progress(shown=not artifact.own_progress) as row, row(artifact.name) as bar:
+        try:
+            outcome = artifact.run(Settings(seed, quick, bar))
+            picture = png(outcome.panels) if draw and outcome.panels else None
+        except Exception as failure:  # whatever it is, the others are run
+            outcome, error = None, f"{type(failure).__name__}: {failure}".splitlines()[0]
+    seconds = time.perf_counter() - started
+    return Finished(artifact, outcome, seconds, seed, quick, error, picture)

@@ -1,0 +1,223 @@
+"""Simulate the stages of a RedSync step, and predict them: select, mask, pack, communicate, unpack.
+
+The real collectives exchange real messages of the models' layers on the simulator; its clock charges
+the network and, by the constants of ``Machine`` and ``Kernels``, the GPU's work before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sparsync.collectives import Allgather, Budgeted
+from sparsync.collectives.base import Collective
+from sparsync.selection import BySize
+from sparsync.sparse import SparseVector
+from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync.wire.sign_mean import SignMean
+from sparsync_papers.redsync_costs import (
+    PLAIN,
+    QUANTIZED,
+    SelectionTimes,
+    Timing,
+    equation_1,
+    equation_2,
+)
+
+STAGES = ("select", "mask", "pack", "communicate", "unpack")
+DENSITY = 0.001
+SHRINK = 16  # layers and bandwidths are divided by it: the same seconds, in less memory
+_WORD_BYTES = 4
+
+
+class Kernels(NamedTuple):
+    """A stage's work on one layer: kernels started, and how often its bytes pass through memory."""
+
+    launches: float
+    passes: float
+
+    def __str__(self) -> str:
+        return f"kernels: {self.launches:g}, passes: {self.passes:g}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of Piz Daint."""
+
+    alpha: float = 1.5e-6  # seconds per message (assumed: MPI on Aries)
+    # seconds per byte: 1.5 GB/s between GPU memories (section 6.1, Figure 5)
+    beta: float = 1 / 1.5e9
+    launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
+    # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
+    memory: float = 1 / 550e9
+    # passes per byte of a message that is added at its indices: every 4 bytes of it read and write
+    # a sector of 32
+    scattered: float = 16.0
+
+    def seconds(self, kernels: Kernels, elements: int) -> float:
+        """Return the seconds of a stage on a layer of this many elements."""
+        passed = self.memory * kernels.passes * _WORD_BYTES * elements
+        return self.launch * kernels.launches + passed
+
+
+# Algorithm 4: U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
+MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
+MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
+PACK = Kernels(2, 0)  # the values; then count, indices and values in one message
+CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by the sizes of its parameter tensors, in registration order, and how they are masked."""
+
+    name: str
+    sizes: tuple[int, ...]
+    mask: Kernels
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to exchange, and how many kernels add the received messages, by layers and ranks."""
+
+    name: str
+    collective: Collective
+    unpacking: Callable[[int, int], int]
+
+
+RGC = Scheme("RGC", Allgather(), lambda layers, ranks: layers * ranks)
+QUANTISED_RGC = Scheme("quantised RGC", Allgather(SignMean()), lambda layers, ranks: layers * ranks)
+SCHEMES = (
+    RGC,
+    QUANTISED_RGC,
+    Scheme("RGC, one kernel per message", Allgather(), lambda layers, ranks: ranks),
+    # one kernel per message of either phase; then the total, layer by layer
+    Scheme("budgeted", Budgeted(), lambda layers, ranks: 2 * ranks + layers),
+)
+
+
+def resnet50(classes: int = 1000) -> Model:
+    """Return ResNet-50: 161 tensors, 25,557,032 elements (1,001 classes: 25,559,081)."""
+    sizes, channels = [64 * 3 * 7 * 7, 64, 64], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = (width * channels, 9 * width * width, width * 4 * width)
+            for size, out in zip(convolutions, (width, width, 4 * width), strict=True):
+                sizes += [size, out, out]  # and its batch norm
+            if block == 0:
+                sizes += [4 * width * channels, 4 * width, 4 * width]
+            channels = 4 * width
+    return Model("ResNet-50", (*sizes, channels * classes, classes), MOMENTUM_MASK)
+
+
+def lstm(hidden: int = 1500, vocabulary: int = 10_000) -> Model:
+    """Return the 2-layer language model of section 6.2: weights not tied, SGD without momentum."""
+    layer, words = 2 * (4 * hidden * hidden,) + 2 * (4 * hidden,), vocabulary * hidden
+    return Model("LSTM 2 x 1500", (words, *layer, *layer, words, vocabulary), MASK)
+
+
+def phases(
+    model: Model,
+    scheme: Scheme,
+    ranks: int,
+    shrink: int = SHRINK,
+    machine: Machine = Machine(),
+) -> dict[str, float]:
+    """Return the virtual seconds of every stage of one step, on the mean of the ranks.
+
+    Nothing overlaps.  Layers below 128 KB are sent dense, in one allreduce; the others of a model in
+    one message, the output layer apart and plain where the scheme quantises (section 5.2.3).
+    """
+    groups, small = _groups(model, scheme)
+
+    async def program(comm: SimCommunicator) -> None:
+        generator = torch.Generator().manual_seed(comm.rank)
+        for exchanging, group in groups:
+            with comm.stage("select"):
+                await comm.compute(sum(_select(n, exchanging) for n in group))
+            with comm.stage("mask"):
+                await comm.compute(sum(machine.seconds(model.mask, n) for n in group))
+            with comm.stage("pack"):
+                await comm.compute(sum(machine.seconds(PACK, n) for n in group))
+            widths = [-(-n // shrink) for n in group]
+            mine = _selected(widths, generator)
+            with comm.stage("communicate"):  # and what the collective books itself as unpacking
+                collective = exchanging.collective.for_layers(widths)
+                await collective.reduce(comm, mine, mine.nnz, step=0)
+            with comm.stage("unpack"):
+                await comm.compute(sum(machine.seconds(CLEAR, n) for n in group))
+                await comm.compute(machine.launch * exchanging.unpacking(len(group), ranks))
+        with comm.stage("communicate"):
+            await comm.allreduce(torch.zeros(small // shrink), "dense")
+
+    links = Links(machine.alpha, machine.beta * shrink, machine.memory * machine.scattered * shrink)
+    ledgers = simulate(program, ranks, links=links).ledgers
+    return {stage: sum(t.stages[stage] for t in ledgers) / ranks for stage in STAGES}
+
+
+def predicted_phases(
+    model: Model,
+    scheme: Scheme,
+    ranks: int,
+    machine: Machine = Machine(),
+) -> dict[str, float]:
+    """Return the same in closed form, layer by layer: Equation 1, and Equation 2 where dense.
+
+    Headers are ignored, and messages that are larger than the mean.  For "RGC" and "quantised RGC".
+    """
+    groups, small = _groups(model, scheme)
+    found = dict.fromkeys(STAGES, 0.0)
+    for exchanging, group in groups:
+        words = QUANTIZED if exchanging is QUANTISED_RGC else PLAIN
+        transfer = equation_1(
+            ranks, DENSITY, alpha=0.0, beta=machine.beta, words_per_entry=words
+        )  # one message carries all layers, so its latency is added once
+        added = Timing(machine.launch, machine.memory * machine.scattered * words * DENSITY)
+        rounds = (ranks - 1).bit_length()
+        found["communicate"] += rounds * machine.alpha
+        for n in group:
+            nbytes = _WORD_BYTES * n
+            found["select"] += _select(n, exchanging)
+            found["mask"] += machine.seconds(model.mask, n)
+            found["pack"] += machine.seconds(PACK, n)
+            found["communicate"] += transfer.seconds(nbytes)
+            found["unpack"] += machine.seconds(CLEAR, n) + ranks * added.seconds(nbytes)
+    whole = equation_2(ranks, alpha=machine.alpha, beta=machine.beta)
+    found["communicate"] += whole.seconds(_WORD_BYTES * small)
+    return found
+
+
+def _groups(model: Model, scheme: Scheme) -> tuple[list[tuple[Scheme, list[int]]], int]:
+    """Return the layers that share a message, and the number of elements that are sent dense."""
+    method = BySize().method
+    sizes = [n for n in model.sizes if method(_WORD_BYTES * n) != "dense"]
+    small = sum(model.sizes) - sum(sizes)
+    if scheme is QUANTISED_RGC:
+        return [(scheme, sizes[:-1]), (RGC, sizes[-1:])], small
+    return [(scheme, sizes)], small
+
+
+def _select(
+    n: int,
+    scheme: Scheme,
+    times: SelectionTimes = SelectionTimes(),  # noqa: B008 (frozen)
+) -> float:
+    """Return the seconds of selecting from a layer of n elements."""
+    searching = times.search if scheme is QUANTISED_RGC else times.searched
+    trimmed = BySize().method(_WORD_BYTES * n) == "trimmed"
+    return (times.trimmed if trimmed else searching).seconds(_WORD_BYTES * n)
+
+
+def _selected(widths: Sequence[int], generator: torch.Generator) -> SparseVector:
+    """Return k of n entries of every layer, one at a random place in each of k equal stretches."""
+    indices, start = [], 0
+    for width in widths:
+        k = max(1, round(DENSITY * width))
+        places = (torch.arange(k) + torch.rand(k, generator=generator)) * (width / k)
+        indices.append(start + places.long().clamp(max=width - 1))
+        start += width
+    chosen = torch.cat(indices)
+    return SparseVector(chosen, torch.ones(chosen.numel()), start)

@@ -1,0 +1,198 @@
+"""Train data-parallel in one process: P gradients of one model, exchanged by P real reducers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.cli.workloads import Evaluation, Workload
+from sparsync.cli.workloads.byte_transformer import BytesWorkload
+from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
+from sparsync.cli.workloads.lstm import LstmWorkload
+from sparsync.feedback.correction import Correction
+from sparsync.feedback.reducer import Reducer
+from sparsync.presets import Algorithm, preset
+from sparsync.sparse import Vector
+from sparsync.transports.sim import SimCommunicator, simulate
+from sparsync.units import output_parameters, plan_units
+from sparsync_papers.reproduce import Panel, Settings
+
+_MOMENTUM = 0.9  # of all recipes (RedSync, SparCML and Ok-Topk train with it)
+_RAMP = 15  # the learning rate grows over this part of the steps (a choice made here)
+
+Choice = Callable[[str, Tensor], bool]  # of parameters, by name and value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how it is trained: SGD with momentum."""
+
+    name: str  # for tables
+    workload: Workload  # data and loss
+    make_model: Callable[[int], nn.Module]  # from a seed
+    lr: float  # learning rate; for all algorithms that of dense
+    batch_size: int  # samples per rank and step
+    clip: float | None = None  # largest norm of the averaged gradient; None: any
+
+    def score(self, evaluation: Evaluation) -> float:
+        """Return the accuracy of a classifier, the loss of other models."""
+        return evaluation.accuracy if self.workload.classifies else evaluation.loss
+
+
+def digits_recipe(batch_size: int = 16, hidden: int = 256) -> Recipe:
+    """Return a small VGG on images of digits: 50,730 parameters, two milliseconds on half a core."""
+
+    def make(seed: int) -> nn.Module:
+        return SmallVgg(channels=((8, 16), (32, 32)), hidden=hidden, seed=seed)
+
+    return Recipe("small VGG, digits", DigitsWorkload(), make, lr=0.1, batch_size=batch_size)
+
+
+def text_recipe(batch_size: int = 8) -> Recipe:
+    """Return a transformer of 133,760 parameters on Python's own source text."""
+    workload = BytesWorkload(context=32, width=64, layers=2)
+    return Recipe("transformer, text", workload, workload.make_model, 0.1, batch_size)
+
+
+def lstm_recipe(batch_size: int = 4) -> Recipe:
+    """Return an LSTM of 177,920 parameters on Python's own source text."""
+    workload = LstmWorkload(context=32, width=96)
+    return Recipe("LSTM, text", workload, workload.make_model, 4.0, batch_size, clip=0.25)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a whole training."""
+
+    losses: list[float]  # per step, mean over ranks
+    evaluation: Evaluation  # on held-out data
+    bytes_sent: float  # per step, mean of the rank that sent most
+    # held-out accuracy or loss, ``(step, value)``, if it was followed
+    curve: list[tuple[float, float]]
+
+
+@final
+class SimulatedTraining:
+    """A training step by step that can be inspected between ``gradients`` and ``apply``.
+
+    All replicas are equal on every step, so one model stands for them.
+
+    Attributes:
+        model: after the last step.
+        losses: per step, mean over ranks.
+        bytes_sent: per step, of the rank that sent most.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        *,
+        ranks: int,
+        density: float,  # k / n of every unit
+        steps: int,  # of the whole training: the learning rate grows over the first fifteenth
+        seed: int = 0,  # of weights and data
+        compress: Choice | None = None,  # what is exchanged sparsely; None: as the algorithm says
+        model: nn.Module | None = None,  # to continue with; None: a new one
+    ) -> None:
+        self.recipe, self.ranks, self.steps, self.seed = recipe, ranks, steps, seed
+        self.model = recipe.make_model(seed) if model is None else model
+        self.parameters = dict(self.model.named_parameters())
+        output = output_parameters(self.model) if algorithm.output else ()
+        self.units = plan_units(
+            self.parameters.items(), algorithm.unit_bytes, compress or algorithm.compress, output
+        )
+        corrects = preset(algorithm.name).corrects
+        correction = Correction(momentum=_MOMENTUM, clip=recipe.clip) if corrects else None
+
+        async def make(comm: SimCommunicator) -> Reducer:
+            return Reducer(comm, self.units, algorithm, density, correction=correction)
+
+        self.reducers = simulate(make, ranks).results
+        self.clip = None if corrects else recipe.clip
+        self.lr = recipe.lr if algorithm.average else recipe.lr / ranks  # a sum is P means
+        self.ramp = max(steps // _RAMP, 1)
+        momentum = 0.0 if corrects else _MOMENTUM
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=momentum)
+        self.losses: list[float] = []
+        self.bytes_sent: list[int] = []
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Return every rank's flat gradient of every unit, at the present weights."""
+        losses, gradients = [], []
+        for rank in range(self.ranks):
+            inputs, targets = self.recipe.workload.batch(
+                seed=self.seed,
+                step=len(self.losses),
+                rank=rank,
+                world_size=self.ranks,
+                batch_size=self.recipe.batch_size,
+            )
+            self.optimizer.zero_grad()
+            loss = self.recipe.workload.loss(self.model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            gradients.append([self._flat(slot.name for slot in u.slots) for u in self.units])
+        self.losses.append(fmean(losses))
+        return gradients
+
+    def accumulated(self, gradients: Sequence[Sequence[Tensor]], unit: int = 0) -> list[Tensor]:
+        """Return what every rank will select from in one unit: its residual and its gradient."""
+        kept = [reducer.residuals[unit].value for reducer in self.reducers]
+        mine = [units[unit] for units in gradients]
+        return [g.clone() if r is None else r + g for r, g in zip(kept, mine, strict=True)]
+
+    def apply(self, gradients: Sequence[list[Tensor]]) -> list[Vector]:
+        """Exchange (the gradients are overwritten by the average) and step; return the averages."""
+
+        async def program(comm: SimCommunicator) -> list[Vector]:
+            reducer = self.reducers[comm.rank]
+            reducer.comm = comm
+            return await reducer.reduce(gradients[comm.rank])
+
+        simulation = simulate(program, self.ranks)
+        self.bytes_sent.append(max(ledger.total().sent for ledger in simulation.ledgers))
+        for unit, average in zip(self.units, gradients[0], strict=True):
+            for slot in unit.slots:
+                parameter = self.parameters[slot.name]
+                part = average[slot.start : slot.start + slot.size]
+                parameter.grad = part.view_as(parameter).clone()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(len(self.losses) / self.ramp, 1.0)
+        self.optimizer.step()
+        return simulation.results[0]
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on all held-out data."""
+        return self.recipe.workload.evaluate(self.model)
+
+    def run(
+        self, settings: Settings, *, pieces: int | None = None, evaluations: int = 0
+    ) -> Trained:
+        """Train from the first step to the last; ``pieces``: of the whole artifact, for the progress."""
+        every = max(self.steps // evaluations, 1) if evaluations else self.steps + 1
+        curve = []
+        for step in range(1, self.steps + 1):
+            self.apply(self.gradients())
+            settings.advance(pieces or self.steps)
+            if step % every == 0:
+                curve.append((float(step), self.recipe.score(self.evaluate())))
+        return Trained(self.losses, self.evaluate(), fmean(self.bytes_sent), curve)
+
+    def _flat(self, names: Iterable[str]) -> Tensor:
+        parameters = [self.parameters[name] for name in names]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        return torch.cat([grad.flatten() for grad in grads])
+
+
+def learning_curves(recipe: Recipe, found: dict[str, Trained]) -> Panel:
+    """Draw the held-out accuracy or loss of several trainings over their steps."""
+    value = "held-out accuracy" if recipe.workload.classifies else "held-out loss"
+    return Panel(recipe.name, "step", value, {name: run.curve for name, run in found.items()})

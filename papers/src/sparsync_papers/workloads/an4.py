@@ -1,0 +1,305 @@
+"""AN4, where people spell names and addresses, and the LSTM that hears letters in it.
+
+Two layouts are read: that of CMU (``etc/an4_train.fileids`` and ``.transcription``, sound below
+``wav``) and lists of "sound file,text file" (``an4_train_manifest.csv``), as Ok-Topk's experiments
+had them.
+"""
+
+from __future__ import annotations
+
+import re
+import wave
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.base import (
+    Batch,
+    Defaults,
+    Evaluation,
+    Objective,
+    Tensors,
+    outputs_of,
+)
+from sparsync.cli.workloads.metrics import Mean
+from sparsync.errors import ConfigurationError
+from sparsync_papers.models.speech import SpeechLstm
+from sparsync_papers.workloads.folders import FolderWorkload, seeded
+from sparsync_papers.workloads.samples import Samples, existing, padded, read_lines
+
+LETTERS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # the first is CTC's blank (Deep Speech 2)
+BLANK = 0
+
+_RATE = 16_000  # samples per second
+_ADVICE = "unpack AN4 (CMU's raw archive) there"
+_SUFFIXES = (".wav", ".raw")
+
+
+Utterance = tuple[Path, str]  # its sound, and what is said
+Words = Sequence[Hashable]
+
+
+@final
+class Spoken(Samples):
+    """Utterances; sound is read on demand."""
+
+    def __init__(self, utterances: list[Utterance]) -> None:
+        self.utterances = utterances
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.utterances)
+
+    def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
+        """See ``Samples``.
+
+        Returns:
+            Spectrograms `[batch, 1, 161, frames]`, short ones padded with 0; letters `[batch, longest]`,
+            padded with ``BLANK``, how many they are `[batch]`, and how many frames `[batch]`.
+        """
+        utterances = [self.utterances[number] for number in chosen.tolist()]
+        heard = [spectrogram(read_sound(sound)).T for sound, _ in utterances]
+        said = [spelled(text, sound) for sound, text in utterances]
+        frames, letters = (torch.tensor([len(row) for row in rows]) for rows in (heard, said))
+        inputs = padded(heard, 0.0).transpose(1, 2)[:, None].contiguous()
+        return inputs, (padded(said, BLANK), letters, frames)
+
+
+def _of_cmu(names: Path) -> list[Utterance]:
+    root, texts = names.parent.parent, names.with_suffix(".transcription")
+    files, lines = list(read_lines(names)), list(read_lines(texts))
+    if len(files) != len(lines):
+        raise ConfigurationError(
+            f"{names} has {len(files)} lines, and {texts} has {len(lines)}; {_ADVICE} again"
+        )
+    found = []
+    for file, line in zip(files, lines, strict=True):
+        sounds = [f"wav/{file.strip()}{suffix}" for suffix in _SUFFIXES]
+        sound = existing(root, sounds, what="an utterance of AN4", advice=_ADVICE)
+        text = re.sub(r"</?s>|\([^()]*\)\s*$", "", line)  # <s> HELLO </s> (an4-file-name)
+        found.append((sound, text.strip()))
+    return found
+
+
+def _of_manifest(manifest: Path) -> list[Utterance]:
+    found = []
+    for number, line in enumerate(read_lines(manifest), start=1):
+        parts = [manifest.parent / part.strip() for part in line.split(",")]
+        if len(parts) != 2 or not all(part.is_file() for part in parts):
+            raise ConfigurationError(
+                f"{manifest}:{number} is {line!r}; give a sound file and a text file that exist, with a "
+                "comma"
+            )
+        found.append((parts[0], " ".join(read_lines(parts[1])).strip()))
+    return found
+
+
+def spelled(text: str, place: Path) -> Tensor:
+    """Return the numbers of a text's letters, upper case.
+
+    Raises:
+        ConfigurationError: it has another character, or none at all.
+    """
+    letters = " ".join(text.upper().split())
+    strange = sorted(set(letters) - set(LETTERS[1:]))
+    if strange or not letters:
+        why = f"has {strange[0]!r}" if strange else "is empty"
+        raise ConfigurationError(
+            f"the text of {place} {why}; write words in letters from A to Z, and apostrophes"
+        )
+    return torch.tensor([LETTERS.index(letter) for letter in letters])
+
+
+def read_sound(path: Path) -> Tensor:
+    """Read 16-bit samples at 16 kHz, one channel: a .wav file, or bare numbers in either byte order.
+
+    Returns:
+        `[samples]`, ``float32`` in [-1, 1).
+
+    Raises:
+        ConfigurationError: it is anything else.
+    """
+    advice = "convert it to 16-bit samples at 16 kHz, one channel"
+    try:
+        if path.suffix == ".raw":
+            content = path.read_bytes()
+        else:
+            with wave.open(str(path)) as file:
+                kind = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+                if kind != (1, 2, _RATE):
+                    raise ConfigurationError(
+                        f"{path} has (channels, bytes per sample, samples per second) {kind}; {advice}"
+                    )
+                content = file.readframes(file.getnframes())
+    except (OSError, EOFError, wave.Error) as error:
+        raise ConfigurationError(
+            f"cannot read the sound {path} ({error or 'it ends early'}); {advice}"
+        ) from error
+    if not content or len(content) % 2:
+        raise ConfigurationError(f"{path} has {len(content)} bytes of sound; {advice}")
+    samples = np.frombuffer(content, "<i2")
+    if path.suffix == ".raw":
+        samples = min(samples, np.frombuffer(content, ">i2"), key=_roughness)
+    return torch.from_numpy(samples.astype(np.float32) / 2**15)
+
+
+def _roughness(samples: np.ndarray) -> float:
+    """Measure jumps: sound in the wrong byte order is noise, and CMU has AN4 in both."""
+    return float(np.abs(np.diff(samples.astype(np.float64))).sum())
+
+
+def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Tensor:
+    """Return log(1 + magnitude), with mean 0 and deviation 1 over an utterance, `[bins, frames]`.
+
+    Args:
+        samples: of sound, `[samples]`.
+        window: samples of a frame: 20 ms, which have 161 frequencies.
+        stride: samples between frames: 10 ms.
+
+    References: Amodei et al., `Deep Speech 2 <https://arxiv.org/abs/1512.02595>`_, 2015.
+    """
+    shape = torch.hamming_window(window)
+    filled = F.pad(samples, (window // 2, window // 2))  # so that frames are centred
+    heard = torch.stft(filled, window, stride, window=shape, center=False, return_complex=True)
+    level = heard.abs().log1p()
+    return (level - level.mean()) / level.std().clamp(min=1e-6)
+
+
+def edit_distance(hypothesis: Words, reference: Words) -> int:
+    """Return the fewest insertions, deletions and substitutions between two sequences (Levenshtein).
+
+    Example:
+        >>> edit_distance("kitten", "sitting")
+        3
+
+    Cost: a step of Python per pair of elements.
+    """
+    row = list(range(len(reference) + 1))
+    for i, heard in enumerate(hypothesis, start=1):
+        diagonal, row[0] = row[0], i
+        for j, said in enumerate(reference, start=1):
+            substituted = diagonal + (heard != said)
+            diagonal, row[j] = row[j], min(substituted, row[j] + 1, row[j - 1] + 1)
+    return row[-1]
+
+
+def error_rate(hypotheses: Sequence[Words], references: Sequence[Words]) -> Mean:
+    """Return edits per element of the references: WER of words, CER of characters; may exceed 1.
+
+    Example:
+        >>> heard, said = "the cat sat", "a cat sat down"
+        >>> error_rate([heard.split()], [said.split()]).value  # one substituted, one missing, of 4
+        0.5
+    """
+    pairs = zip(hypotheses, references, strict=True)
+    return Mean(sum(edit_distance(h, r) for h, r in pairs), sum(map(len, references)))
+
+
+@final
+@dataclass(frozen=True)
+class Ctc(Objective):
+    """Connectionist temporal classification: nats per utterance; WER and CER of the likeliest letters.
+
+    Targets are letters `[batch, longest]`, how many they are, and how many frames an utterance has.
+    One that is too short for its letters counts as 0 nats.
+
+    References: Graves et al., `Connectionist Temporal Classification
+    <https://www.cs.toronto.edu/~graves/icml_2006.pdf>`_, 2006.
+    """
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """See ``Objective``."""
+        assert isinstance(outputs, Tensor)
+        return self._nats(outputs, targets) / len(outputs)
+
+    def judge(self, model: nn.Module, inputs: Tensors, targets: Tensors) -> Evaluation:
+        """See ``Objective``; a hit is an utterance without any error."""
+        logits, (letters, counts, frames) = outputs_of(model, inputs), targets
+        assert isinstance(logits, Tensor)
+        said = [
+            _text(row[:count]) for row, count in zip(letters.tolist(), counts.tolist(), strict=True)
+        ]
+        heard = heard_texts(logits, SpeechLstm.positions(frames))
+        hits = sum(one == other for one, other in zip(heard, said, strict=True))
+        metrics = {
+            "WER": error_rate([text.split() for text in heard], [text.split() for text in said]),
+            "CER": error_rate(heard, said),
+        }
+        return Evaluation(self._nats(logits, targets).item(), hits, len(said), metrics)
+
+    def _nats(self, logits: Tensor, targets: Tensors) -> Tensor:
+        letters, counts, frames = targets
+        return F.ctc_loss(
+            logits.log_softmax(-1).transpose(0, 1),
+            letters,
+            SpeechLstm.positions(frames),
+            counts,
+            blank=BLANK,
+            reduction="sum",
+            zero_infinity=True,
+        )
+
+
+def heard_texts(logits: Tensor, positions: Tensor) -> list[str]:
+    """Return the likeliest letter of every position, repeated ones once, without blanks.
+
+    Args:
+        logits: `[batch, positions, letters]`.
+        positions: how many count, `[batch]`.
+    """
+    texts = []
+    for row, count in zip(logits.argmax(-1), positions.tolist(), strict=True):
+        best = row[:count].unique_consecutive()
+        texts.append(_text(best[best != BLANK].tolist()))
+    return texts
+
+
+def _text(letters: list[int]) -> str:
+    return "".join(LETTERS[letter] for letter in letters)
+
+
+@final
+@dataclass(frozen=True)
+class LstmAn4(FolderWorkload[Spoken]):
+    """Ok-Topk, section 5, with the settings of its published runs (density 0.02)."""
+
+    width: int = 800  # hidden units per layer
+    layers: int = 5  # stacked LSTM layers
+
+    name: ClassVar[str] = "lstm-an4"
+    target: ClassVar[str] = "utterance"
+    classifies: ClassVar[bool] = False
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=1e-3, adam_lr=3e-4, batch_size=2)
+
+    @property
+    def objective(self) -> Ctc:
+        """See ``Workload``."""
+        return Ctc()
+
+    def find(self) -> tuple[Path, Path]:
+        """Return the lists of the training and of the held-out utterances, in either layout."""
+        names = ["etc/an4_train.fileids", "an4/etc/an4_train.fileids", "an4_train_manifest.csv"]
+        first = existing(self.data, names, what="the utterances of AN4", advice=_ADVICE)
+        others = ["an4_test.fileids"]
+        if first.suffix == ".csv":
+            others = ["an4_val_manifest.csv", "an4_test_manifest.csv"]
+        what = "the held-out utterances of AN4"
+        return first, existing(first.parent, others, what=what, advice=_ADVICE)
+
+    def load(self) -> tuple[Spoken, Spoken]:
+        """See ``FolderWorkload``."""
+        training, held_out = (
+            Spoken(_of_manifest(path) if path.suffix == ".csv" else _of_cmu(path))
+            for path in self.find()
+        )
+        return training, held_out
+
+    def make_model(self, seed: int) -> nn.Module:
+        """See ``Workload``."""
+        return seeded(SpeechLstm, seed, width=self.width, layers=self.layers)

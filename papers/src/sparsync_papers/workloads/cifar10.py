@@ -1,0 +1,223 @@
+"""CIFAR-10 and its classifiers: 60,000 colour images of 32 x 32 pixels, ten classes.
+
+The python format is a pickle.  A pickle can name any function to be called, so here every name that
+these files need stands for a class of this module, and every other is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.base import Defaults
+from sparsync.cli.workloads.digits import shifted
+from sparsync.errors import ConfigurationError
+from sparsync_papers.models.images import vgg16_cifar10
+from sparsync_papers.models.resnet import resnet20_cifar10, resnet44_cifar10, resnet110_cifar10
+from sparsync_papers.workloads.folders import FolderWorkload, seeded
+from sparsync_papers.workloads.samples import Samples, existing, flipped, normalised
+
+_PIXELS = 3 * 32 * 32
+_MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
+_FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", ".")
+_ADVICE = "unpack CIFAR-10's python or binary archive there"
+
+
+@final
+class Cifar10(Samples):
+    """Images and their classes.
+
+    Args:
+        pixels: `[n, 3, 32, 32]` with ``uint8``.
+        labels: `[n]`, ``int64``.
+
+    While training, images are shifted by up to four pixels and every other is mirrored (He et al. 2016,
+    section 4.2).
+    """
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.labels)
+
+    def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
+        """See ``Samples``: images `[batch, 3, 32, 32]`, ``float32``."""
+        images = normalised(self.pixels[chosen], _MEAN, _DEVIATION)
+        if generator is not None:
+            images = flipped(shifted(images, generator, most=4), generator)
+        return images, self.labels[chosen]
+
+
+def _defaults(batch_size: int) -> Defaults:
+    return Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=batch_size, weight_decay=1e-4)
+
+
+@dataclass(frozen=True)
+class CifarWorkload(FolderWorkload[Cifar10]):
+    """A model on CIFAR-10."""
+
+    width: int = 16  # channels of the first stage
+
+    target: ClassVar[str] = "image"
+    classifies: ClassVar[bool] = True
+    build: ClassVar[Callable[..., nn.Module]]
+
+    @final
+    def find(self) -> list[Path]:
+        """Return the five files of training images and that of test images, in either format."""
+        what = "the images of CIFAR-10"
+        names = [f"{inner}/data_batch_1{end}" for inner in _FOLDERS for end in ("", ".bin")]
+        first = existing(self.data, names, what=what, advice=_ADVICE)
+        others = [*(f"data_batch_{number}" for number in range(2, 6)), "test_batch"]
+        files = [[name + first.suffix] for name in others]
+        return [first, *(existing(first.parent, f, what=what, advice=_ADVICE) for f in files)]
+
+    @final
+    def load(self) -> tuple[Cifar10, Cifar10]:
+        """See ``FolderWorkload``."""
+        *training, test = (read_binary(f) if f.suffix else read_python(f) for f in self.find())
+        return Cifar10(*(torch.cat(parts) for parts in zip(*training, strict=True))), Cifar10(*test)
+
+    @final
+    def make_model(self, seed: int) -> nn.Module:
+        """See ``Workload``."""
+        return seeded(type(self).build, seed, width=self.width)
+
+
+@final
+@dataclass(frozen=True)
+class Vgg16Cifar10(CifarWorkload):
+    """Ok-Topk, section 5, with the settings of its published runs (lr 0.1, momentum 0.9)."""
+
+    width: int = 64
+
+    name = "vgg16-cifar10"
+    build = staticmethod(vgg16_cifar10)
+    defaults = _defaults(batch_size=16)
+
+
+@final
+class Resnet20Cifar10(CifarWorkload):
+    """SparCML, Figure 1; settings of He et al. 2016, section 4.2, batch as of ResNet-110."""
+
+    name = "resnet20-cifar10"
+    build = staticmethod(resnet20_cifar10)
+    defaults = _defaults(batch_size=32)
+
+
+@final
+class Resnet44Cifar10(CifarWorkload):
+    """RedSync, Table 1: 4 ranks with 64 images each; the rest of He et al. 2016, section 4.2."""
+
+    name = "resnet44-cifar10"
+    build = staticmethod(resnet44_cifar10)
+    defaults = _defaults(batch_size=64)
+
+
+@final
+class Resnet110Cifar10(CifarWorkload):
+    """SparCML, Table 3: 256 images on 8 ranks; the rest of He et al. 2016, section 4.2."""
+
+    name = "resnet110-cifar10"
+    build = staticmethod(resnet110_cifar10)
+    defaults = _defaults(batch_size=32)
+
+
+def read_binary(path: Path) -> tuple[Tensor, Tensor]:
+    """Read records of a byte for the class and 3,072 for the pixels: red, green, blue."""
+    content = np.fromfile(path, dtype=np.uint8)
+    if not len(content) or len(content) % (1 + _PIXELS):
+        raise ConfigurationError(
+            f"{path} has {len(content):,} bytes, which is no multiple of {1 + _PIXELS:,}; {_ADVICE} again"
+        )
+    records = content.reshape(-1, 1 + _PIXELS)
+    return _checked(path, records[:, 1:], records[:, 0])
+
+
+def read_python(path: Path) -> tuple[Tensor, Tensor]:
+    """Read the pickle of a dictionary with ``data``, `[n, 3072]`, and ``labels``; see the module."""
+    try:
+        with path.open("rb") as file:
+            content = _Unpickler(file, encoding="bytes").load()
+        pixels, labels = content[b"data"], np.array(content[b"labels"])
+        if isinstance(pixels, _Array) and labels.dtype.kind == "i":
+            return _checked(path, pixels.array(), labels)
+        why = "data is no array, or labels are no integers"
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a broken pickle raises nearly anything
+        why = f"{type(error).__name__}: {error}"
+    raise ConfigurationError(f"{path} is no batch of CIFAR-10 ({why}); {_ADVICE} again")
+
+
+def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    if pixels.shape != (len(labels), _PIXELS) or not len(labels):
+        raise ConfigurationError(
+            f"{path} has {len(labels)} labels and pixels {pixels.shape}, expected a row of {_PIXELS} "
+            f"per label; {_ADVICE} again"
+        )
+    if labels.min() < 0 or labels.max() > 9:
+        raise ConfigurationError(f"{path} has a label outside of 0 to 9; {_ADVICE} again")
+    images = torch.from_numpy(np.array(pixels, order="C")).view(-1, 3, 32, 32)
+    return images, torch.from_numpy(labels.astype(np.int64))
+
+
+class _Array:
+    """The state of a pickled numpy array."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.state = state
+
+    def array(self) -> np.ndarray:
+        """Make the array, of unsigned bytes and nothing else."""
+        _, shape, dtype, fortran, content = self.state
+        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", b"u1"):
+            raise ValueError("its array is not of unsigned bytes")
+        array = np.frombuffer(content, np.uint8)
+        return np.reshape(array, shape, order="F" if fortran else "C")
+
+
+class _Dtype:
+    """The state of a pickled numpy dtype."""
+
+    def __init__(self, code: str | bytes = "", *_: Any) -> None:
+        self.code = code
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and alignment: of bytes, nothing."""
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Stand for ``codecs.encode``, by which Python 3 writes bytes in old pickles: always in latin1."""
+    return text.encode("latin1")
+
+
+_STAND_INS = MappingProxyType(
+    {
+        ("numpy.core.multiarray", "_reconstruct"): _Array,
+        ("numpy._core.multiarray", "_reconstruct"): _Array,
+        ("numpy", "ndarray"): _Array,
+        ("numpy", "dtype"): _Dtype,
+        ("_codecs", "encode"): _encode,
+    }
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STAND_INS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is refused")
+        return _STAND_INS[module, name]

@@ -1,0 +1,167 @@
+"""Lines of unequal length in length buckets: the cost of a step differs by rank and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsync.cli.workloads.base import PADDING, Defaults, HeldInMemory
+from sparsync.cli.workloads.byte_transformer import BytesWorkload, ByteTransformer
+from sparsync.cli.workloads.text import ByteText
+from sparsync.errors import ConfigurationError
+
+_NEWLINE = 10
+
+
+def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
+    """Return the longest length of each bucket; b has those from ``b * width + 1`` on."""
+    return (lengths + width - 1) // width * width
+
+
+def draw_from_bucket(
+    padded_lengths: Tensor, generator: np.random.Generator, count: int
+) -> tuple[Tensor, int]:
+    """Draw samples of one bucket, which is drawn by how many it has: each is equally likely.
+
+    Returns:
+        Numbers of samples, `[count]`, and the bucket's padded length.
+    """
+    padded_length = padded_lengths[int(generator.integers(len(padded_lengths)))]
+    first, last = (
+        int(torch.searchsorted(padded_lengths, padded_length, right=right))
+        for right in (False, True)
+    )
+    return torch.from_numpy(generator.integers(first, last, size=count)), int(padded_length)
+
+
+@final
+class LineBuckets:
+    r"""The lines of a text, sorted by length; a bucket holds those of similar lengths.
+
+    A line is predicted whole: its tokens begin with the newline before it, its targets end with its own.
+
+    Args:
+        text: `[bytes]` with ``torch.uint8``.
+        longest: bytes of a line, its newline included; empty and longer ones are left out.
+        width: bucket b holds the lengths from ``b * width + 1`` to ``(b + 1) * width``.
+
+    Attributes:
+        starts: `[lines]`, where the tokens of every line begin in the text.
+        lengths: `[lines]`, ascending: tokens of every line, and as many targets.
+        padded_lengths: `[lines]`: the longest length of the line's bucket.
+        mean_length: of ``padded_lengths``.
+
+    Raises:
+        ConfigurationError: no line has such a length.
+
+    Example:
+        >>> text = torch.tensor(list(b"#\nif a:\n  b\n"), dtype=torch.uint8)
+        >>> buckets = LineBuckets(text, longest=7, width=4)
+        >>> buckets.lengths.tolist(), buckets.padded_lengths.tolist()
+        ([4, 6], [4, 7])
+        >>> tokens, targets = buckets.padded(torch.tensor([0]), 5)
+        >>> bytes(tokens[0].tolist()), targets[0].tolist()
+        (b'\n  b\x00', [32, 32, 98, 10, -100])
+    """
+
+    def __init__(self, text: Tensor, *, longest: int, width: int) -> None:
+        newlines = (text == _NEWLINE).nonzero().flatten()
+        lengths = newlines.diff()
+        kept = ((lengths > 1) & (lengths <= longest)).nonzero().flatten()
+        if not len(kept):
+            raise ConfigurationError(
+                f"no line of the text has 2 to {longest} bytes; give a larger context, or a Python "
+                "that has its source files"
+            )
+        kept = kept[lengths[kept].argsort(stable=True)]
+        self.text, self.starts, self.lengths = text, newlines[kept], lengths[kept]
+        self.padded_lengths = bucket_lengths(self.lengths, width).clamp(max=longest)
+        self.mean_length = self.padded_lengths.double().mean().item()
+
+    def draw(self, generator: np.random.Generator, count: int) -> tuple[Tensor, int]:
+        """Draw lines of one bucket: see ``draw_from_bucket``."""
+        return draw_from_bucket(self.padded_lengths, generator, count)
+
+    def padded(self, lines: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of lines, `[lines, length]`, padded with 0 and ``PADDING``."""
+        columns = torch.arange(length)
+        inside = columns < self.lengths[lines, None]
+        at = torch.where(inside, self.starts[lines, None] + columns, 0)
+        tokens, targets = self.text[at].long(), self.text[at + 1].long()
+        return tokens.where(inside, 0), targets.where(inside, PADDING)
+
+
+@final
+@dataclass(frozen=True)
+class LinesWorkload(HeldInMemory):
+    """The byte transformer on lines of Python's own source: WAGMA's section 5.3 at this size.
+
+    Every local batch holds equally many lines of one bucket, which each rank draws for each step: the
+    time of a step varies as that bucket's length.  A batch's loss is the mean over its bytes.
+    """
+
+    # bytes of the longest line, its newline included; 1 line of 800 is longer than 96
+    context: int = 96
+    width: int = 160  # of the residual stream, a multiple of 32: the width of a head
+    layers: int = 4  # blocks
+    bucket_width: int = 16  # difference of the lengths that share a bucket, in bytes
+    # of a local batch, padding included (the paper's); larger batches are cut so that the longest
+    # bucket's fits
+    max_tokens: int = 8192
+
+    name: ClassVar[str] = "lines"
+    target: ClassVar[str] = "byte"
+    classifies: ClassVar[bool] = False
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=16)
+
+    def __post_init__(self) -> None:
+        BytesWorkload(self.context, self.width, self.layers)  # refuses what the model cannot have
+        if self.max_tokens < self.context:
+            raise ConfigurationError(
+                f"max_tokens is {self.max_tokens}, less than a line of context {self.context}; "
+                "give at least as many"
+            )
+        if self.bucket_width < 1:
+            raise ConfigurationError(f"bucket_width is {self.bucket_width}; give at least 1")
+
+    @cached_property
+    def parts(self) -> tuple[LineBuckets, LineBuckets]:
+        """The lines to train on and those held out, read when they are first asked for."""
+        text = ByteText.of_standard_library(context=self.context)
+        return self.buckets(text.training), self.buckets(text.held_out)
+
+    def buckets(self, text: Tensor) -> LineBuckets:
+        """Sort the lines of a text."""
+        return LineBuckets(text, longest=self.context, width=self.bucket_width)
+
+    def make_model(self, seed: int) -> ByteTransformer:
+        """See ``Workload``."""
+        return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
+
+    def batch(
+        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Workload``: every rank draws from the whole text, whatever ``world_size``."""
+        count = min(batch_size, self.max_tokens // self.context)
+        generator = np.random.default_rng([seed, step, rank])
+        return self.parts[0].padded(*self.parts[0].draw(generator, count))
+
+    def held_out(self, *, lines: int = 1024) -> tuple[Tensor, Tensor]:
+        """See ``Workload``: lines of all lengths, as often as the held-out files have them."""
+        last = len(self.parts[1].lengths) - 1
+        chosen = torch.arange(lines) * last // max(lines - 1, 1)
+        return self.parts[1].padded(chosen, self.context)
+
+    def relative_cost(self, *, seed: int, step: int, rank: int) -> float:
+        """Return the tokens of a rank's padded batch, over their mean: 1 on average.
+
+        A simulator multiplies a step's computation time by it.  A function of its arguments alone.
+        """
+        training = self.parts[0]
+        _, length = training.draw(np.random.default_rng([seed, step, rank]), 1)
+        return length / training.mean_length

@@ -1,0 +1,428 @@
+"""Pairs of sentences, a line each of two files: the Transformer on WMT17, LSTMs on ATIS and Hansards."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.base import (
+    PADDING,
+    Batch,
+    CrossEntropy,
+    Defaults,
+    Evaluation,
+    Objective,
+    Tensors,
+)
+from sparsync.cli.workloads.metrics import Metric
+from sparsync.errors import ConfigurationError
+from sparsync_papers.models.encoder_decoder import EncoderDecoder
+from sparsync_papers.models.transformer import Transformer
+from sparsync_papers.workloads.folders import FolderWorkload, seeded
+from sparsync_papers.workloads.lengths import bucket_lengths, draw_from_bucket
+from sparsync_papers.workloads.samples import Samples, existing, padded, read_lines
+from sparsync_papers.workloads.words import UNKNOWN, Vocabulary
+
+PAD, START, END = "<pad>", "<s>", "</s>"
+SPECIAL = (PAD, UNKNOWN, START, END)  # the first words of every vocabulary: numbers 0 to 3
+
+Pair = tuple[Path, Path]  # sources and targets
+Vocabularies = tuple[Vocabulary, Vocabulary]  # of the source and of the target; may be the same
+_HEAD_WIDTH = 64  # of an attention head (Vaswani et al. 2017)
+_NEVER = "\0"  # an unknown word that a model writes is not the one that a person wrote
+
+
+@final
+class SentencePairs(Samples):
+    """Pairs, sorted by length; a batch is of one bucket of similar lengths.
+
+    Raises:
+        ConfigurationError: the files have unequal numbers of lines, or no pair is short enough.
+    """
+
+    def __init__(
+        self,
+        files: Pair,  # of the sources and of the targets; words are split at white space
+        vocabularies: Vocabularies,  # of the sources and of the targets
+        *,
+        # tokens of a sentence, its end included; pairs with a longer one are dropped.  None: any
+        longest: int | None,
+        bucket_width: int = 8,  # difference of the lengths that share a bucket
+        # of a batch, padding included; larger ones are cut so that the longest bucket's fits
+        max_tokens: int = 8192,
+    ) -> None:
+        self.longest, self.max_tokens = longest, max_tokens
+        tokens = (array("i"), array("i"))  # 4 bytes each: WMT17 has 300 million
+        ends = (array("q", [0]), array("q", [0]))
+        for pair in _aligned(files):
+            rows = [v.numbers(s.split()) for v, s in zip(vocabularies, pair, strict=True)]
+            if not all(0 < len(row) < (longest or len(row) + 1) for row in rows):
+                continue
+            for row, flat, end in zip(rows, tokens, ends, strict=True):
+                flat.extend(row)
+                end.append(len(flat))
+        if len(ends[0]) == 1:
+            raise ConfigurationError(
+                f"{files[0]} and {files[1]} have no pair of 1 to {longest} tokens; give others, or a "
+                "larger --context"
+            )
+        self._tokens = tuple(torch.frombuffer(flat, dtype=torch.int32) for flat in tokens)
+        self._ends = tuple(torch.frombuffer(end, dtype=torch.int64) for end in ends)
+        lengths = 1 + torch.maximum(*(end.diff() for end in self._ends))
+        self._order = lengths.argsort(stable=True)
+        self.padded_lengths = bucket_lengths(lengths[self._order], bucket_width)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._order)
+
+    def chosen(
+        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+    ) -> Tensor:
+        """Draw a rank's pairs of one bucket; every ``world_size``-th pair is the rank's (WAGMA, 5.3)."""
+        mine = self.padded_lengths[rank::world_size].contiguous()
+        if not len(mine):
+            raise ConfigurationError(
+                f"{world_size} ranks share {len(self)} pairs: rank {rank} has none; use at most "
+                f"{len(self)} ranks"
+            )
+        count = max(1, min(batch_size, self.max_tokens // int(self.padded_lengths[-1])))
+        drawn, _ = draw_from_bucket(mine, np.random.default_rng([seed, step, rank]), count)
+        return drawn * world_size + rank
+
+    def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
+        """See ``Samples``; nothing is random.
+
+        Returns:
+            Sources that end with ``END``, and targets that begin with ``START``, padded with ``PAD``;
+            and those targets with ``END``, padded with ``PADDING``: `[batch, longest]` each.
+        """
+        start, end = (torch.tensor([SPECIAL.index(word)]) for word in (START, END))
+        pairs = [self._pair(number) for number in chosen.tolist()]
+        sources = padded([torch.cat((source, end)) for source, _ in pairs], SPECIAL.index(PAD))
+        before = padded([torch.cat((start, target)) for _, target in pairs], SPECIAL.index(PAD))
+        after = padded([torch.cat((target, end)) for _, target in pairs], PADDING)
+        return (sources, before), after
+
+    def _pair(self, number: int) -> tuple[Tensor, Tensor]:
+        at = int(self._order[number])
+        source, target = (
+            flat[int(ends[at]) : int(ends[at + 1])].long()
+            for flat, ends in zip(self._tokens, self._ends, strict=True)
+        )
+        return source, target
+
+
+def _aligned(files: Pair) -> Iterator[tuple[str, str]]:
+    for number, (source, target) in enumerate(zip_longest(*map(read_lines, files)), start=1):
+        if source is None or target is None:
+            shorter = files[source is not None]
+            raise ConfigurationError(
+                f"{shorter} ends before line {number} of {files[source is None]}; give files whose "
+                "lines belong together"
+            )
+        yield source, target
+
+
+def _words(paths: Iterable[Path]) -> Iterator[str]:
+    return (word for path in paths for line in read_lines(path) for word in line.split())
+
+
+Words = Sequence[Hashable]
+
+
+@final
+@dataclass(frozen=True)
+class Bleu(Metric):
+    """Corpus BLEU, from sums over sentences.
+
+    References: Papineni et al., `BLEU: a Method for Automatic Evaluation of Machine Translation
+    <https://aclanthology.org/P02-1040>`_, 2002.
+    """
+
+    matches: tuple[int, ...]  # n-grams that a reference has too, for n = 1, 2,
+    possible: tuple[int, ...]  # n-grams of the candidates
+    length: int  # words of the candidates, c
+    reference_length: int  # words of the references nearest to them in length, r
+
+    @property
+    def value(self) -> float:
+        """The geometric mean of the precisions, times the brevity penalty: in [0, 1]; not smoothed."""
+        if not self.reference_length:
+            return math.nan
+        if not all(self.matches):
+            return 0.0
+        precisions = zip(self.matches, self.possible, strict=True)
+        mean_log = sum(math.log(m / p) for m, p in precisions) / len(self.matches)
+        brevity = min(0.0, 1 - self.reference_length / self.length)
+        return math.exp(brevity + mean_log)
+
+    def __add__(self, other: Bleu) -> Bleu:
+        """See ``Metric``."""
+        return Bleu(
+            tuple(a + b for a, b in zip(self.matches, other.matches, strict=True)),
+            tuple(a + b for a, b in zip(self.possible, other.possible, strict=True)),
+            self.length + other.length,
+            self.reference_length + other.reference_length,
+        )
+
+
+def bleu(
+    candidates: Sequence[Words], references: Sequence[Sequence[Words]], *, longest: int = 4
+) -> Bleu:
+    """Compare translations with what people wrote.
+
+    Args:
+        candidates: words of every translation; compare uncased by giving lower case.
+        references: for each of them one or several translations that are right.
+        longest: n-grams to count (the paper's N).
+
+    Example:
+        >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
+        >>> references = ["the cat is on the mat".split(), "there is a cat on the mat".split()]
+        >>> bleu([seven], [references], longest=1)
+        Bleu(matches=(2,), possible=(7,), length=7, reference_length=7)
+    """
+    matches, possible = [0] * longest, [0] * longest
+    length = reference_length = 0
+    for candidate, known in zip(candidates, references, strict=True):
+        length += len(candidate)
+        reference_length += min(
+            (len(reference) for reference in known),
+            key=lambda words: (abs(words - len(candidate)), words),
+        )
+        for n in range(1, longest + 1):
+            found = _ngrams(candidate, n)
+            allowed: Counter[tuple[Hashable, ...]] = Counter()
+            for reference in known:
+                allowed |= _ngrams(reference, n)  # the larger count of each
+            matches[n - 1] += (found & allowed).total()
+            possible[n - 1] += found.total()
+    return Bleu(tuple(matches), tuple(possible), length, reference_length)
+
+
+def _ngrams(words: Words, n: int) -> Counter[tuple[Hashable, ...]]:
+    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+@final
+@dataclass(frozen=True)
+class Translation(Objective):
+    """Cross entropy of every next word; uncased BLEU-4 of the model's translations, word by word."""
+
+    words: tuple[str, ...]  # of the target's vocabulary
+    smoothing: float = 0.0  # of the labels, while training
+    # a translation has at most this many tokens more than its source (Vaswani et al. 2017, section
+    # 6.1)
+    longer: int = 50
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """See ``Objective``."""
+        return CrossEntropy(smoothing=self.smoothing).loss(outputs, targets)
+
+    def judge(self, model: nn.Module, inputs: Tensors, targets: Tensors) -> Evaluation:
+        """See ``Objective``."""
+        assert isinstance(targets, Tensor)
+        source, before = inputs
+        known = CrossEntropy().judge_outputs(model(source, before), targets)
+        written = greedy(model, source, longest=source.shape[1] + self.longer)
+        candidates = [self._text(row, unknown=_NEVER) for row in written]
+        references = [[self._text(row[row != PADDING], unknown=UNKNOWN)] for row in targets]
+        metrics = {"BLEU": bleu(candidates, references)}
+        return Evaluation(known.loss_sum, known.hits, known.count, metrics)
+
+    def _text(self, numbers: Tensor, *, unknown: str) -> list[str]:
+        """Return the words up to the end."""
+        words = [self.words[number] for number in numbers.tolist()]
+        words = words[: words.index(END)] if END in words else words
+        return joined([unknown if word == UNKNOWN else word for word in words])
+
+
+def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
+    """Write the likeliest token after each, until every sentence has ended.
+
+    Returns:
+        `[batch, tokens]`; after an ``END`` anything.
+
+    Cost: a run of the model per token, on all tokens so far.
+    """
+    written = torch.full((len(source), 1), SPECIAL.index(START))
+    ended = torch.zeros(len(source), dtype=torch.bool)
+    for _ in range(longest):
+        best = model(source, written)[:, -1].argmax(-1)
+        written = torch.cat((written, best[:, None]), 1)
+        ended |= best == SPECIAL.index(END)
+        if ended.all():
+            break
+    return written[:, 1:]
+
+
+def joined(pieces: list[str]) -> list[str]:
+    """Return lower-case words of pieces: one that ends with "@@" goes on in the next one.
+
+    Example:
+        >>> joined(["Ein", "Ver@@", "such", "!"])
+        ['ein', 'versuch', '!']
+
+    References: Sennrich et al., `Neural Machine Translation of Rare Words with Subword Units
+    <https://arxiv.org/abs/1508.07909>`_, 2016.
+    """
+    return (" ".join(pieces) + " ").replace("@@ ", "").lower().split()
+
+
+@dataclass(frozen=True)
+class PairsWorkload(FolderWorkload[SentencePairs]):
+    """Pairs of sentences in length buckets: steps cost unequal times (WAGMA, section 5.3)."""
+
+    width: int = 768  # numbers per position, or hidden units
+    layers: int = 2  # of the encoder, and of the decoder
+    context: int = 128  # tokens of the longest sentence to train on
+
+    target: ClassVar[str] = "token"
+    classifies: ClassVar[bool] = False
+    suffixes: ClassVar[tuple[str, str]]
+    joint: ClassVar[bool] = False
+    words: ClassVar[int | None] = None
+
+    @property
+    def objective(self) -> Translation:
+        """See ``Workload``."""
+        return Translation(self.vocabularies[1].words)
+
+    @cached_property
+    def vocabularies(self) -> Vocabularies:
+        """Those of the sources and the targets: ``vocab.txt``, a word per line, or built from texts."""
+        training = self.find()[0]
+        file = self.data / "vocab.txt"
+        if self.joint and file.exists():
+            words = [word for word in read_lines(file) if word not in SPECIAL]
+            both = Vocabulary([*SPECIAL, *words])
+            return both, both
+        if self.joint:
+            both = Vocabulary.of_words(_words(training), special=SPECIAL, most=self.words)
+            return both, both
+        source, target = (
+            Vocabulary.of_words(_words([path]), special=SPECIAL, most=self.words)
+            for path in training
+        )
+        return source, target
+
+    @final
+    def find(self) -> tuple[Pair, Pair]:
+        """Return the files to train on, and the held-out ones: ``train.en`` and ``train.de``, say."""
+        advice = "put files there whose lines belong together"
+        training, held_out = (
+            [
+                existing(self.data, [f"{part}.{s}"], what="sentences", advice=advice)
+                for s in self.suffixes
+            ]
+            for part in ("train", "valid")
+        )
+        return (training[0], training[1]), (held_out[0], held_out[1])
+
+    @final
+    def load(self) -> tuple[SentencePairs, SentencePairs]:
+        """Read the pairs; of the held-out ones all lengths are kept."""
+        training, held_out = self.find()
+        return (
+            SentencePairs(training, self.vocabularies, longest=self.context),
+            SentencePairs(held_out, self.vocabularies, longest=None),
+        )
+
+    def make_model(self, seed: int) -> nn.Module:
+        """See ``Workload``; the vocabularies are those of the data."""
+        source, target = self.vocabularies
+        return seeded(
+            EncoderDecoder,
+            seed,
+            source_vocabulary=len(source),
+            target_vocabulary=len(target),
+            width=self.width,
+            layers=self.layers,
+            padding=SPECIAL.index(PAD),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class TransformerWmt17(PairsWorkload):
+    """WAGMA, section 5.3: English to German, batches of at most 8,192 tokens; else Vaswani et al. 2017.
+
+    The learning rate is the largest of theirs, which has 4,000 steps of warm-up.
+    """
+
+    width: int = 512
+    layers: int = 6
+
+    name: ClassVar[str] = "transformer-wmt17"
+    suffixes: ClassVar[tuple[str, str]] = ("en", "de")
+    joint: ClassVar[bool] = True
+    words: ClassVar[int | None] = 33_708
+    defaults: ClassVar[Defaults] = Defaults(
+        sgd_lr=0.1, adam_lr=7e-4, batch_size=64, optimizer="adam"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % _HEAD_WIDTH:
+            raise ConfigurationError(
+                f"width is {self.width}; give a multiple of {_HEAD_WIDTH}, the width of a head"
+            )
+
+    @property
+    def objective(self) -> Translation:
+        """See ``Workload``; labels are smoothed by 0.1 (Vaswani et al. 2017, section 5.4)."""
+        return Translation(self.vocabularies[1].words, smoothing=0.1)
+
+    def make_model(self, seed: int) -> nn.Module:
+        """See ``PairsWorkload``."""
+        return seeded(
+            Transformer,
+            seed,
+            vocabulary=len(self.vocabularies[0]),
+            width=self.width,
+            layers=self.layers,
+            heads=self.width // _HEAD_WIDTH,
+            inner=4 * self.width,
+            padding=SPECIAL.index(PAD),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Atis(PairsWorkload):
+    """SparCML, Table 3: 560 sentences on 8 ranks; words to their slots.  Learning rates: chosen here."""
+
+    context: int = 64
+
+    name: ClassVar[str] = "atis"
+    suffixes: ClassVar[tuple[str, str]] = ("in", "out")
+    defaults: ClassVar[Defaults] = Defaults(
+        sgd_lr=0.1, adam_lr=1e-3, batch_size=70, optimizer="adam"
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Hansards(PairsWorkload):
+    """SparCML, Table 3: 256 sentences on 8 ranks; English to French.  Learning rates: chosen here."""
+
+    context: int = 64
+
+    name: ClassVar[str] = "hansards"
+    suffixes: ClassVar[tuple[str, str]] = ("en", "fr")
+    words: ClassVar[int | None] = 30_000
+    defaults: ClassVar[Defaults] = Defaults(
+        sgd_lr=0.1, adam_lr=1e-3, batch_size=32, optimizer="adam"
+    )

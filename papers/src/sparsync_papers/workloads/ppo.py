@@ -1,0 +1,253 @@
+"""PPO on tasks whose episodes end early: ranks collect for unequal times (WAGMA, section 5.4).
+
+Their task, navigation in Habitat, is out of reach here: it needs its own simulator, and licensed scenes.
+A classic-control task of Gymnasium has the property that matters to a scheme of averaging: an episode
+ends when the agent fails, so that nobody knows ahead how long a rank collects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.metrics import Mean
+from sparsync.errors import ConfigurationError
+
+
+class ActorCritic(nn.Module):
+    """Two perceptrons of two hidden layers (Schulman et al. 2017, 6.1): actions' logits, and a value."""
+
+    def __init__(self, observations: int, actions: int, *, width: int = 64, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+            torch.manual_seed(seed)
+            self.actor = _perceptron(observations, width, actions)
+            self.critic = _perceptron(observations, width, 1)
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits `[batch, actions]` and values `[batch]` for observations `[batch, numbers]`."""
+        return self.actor(observations), self.critic(observations).squeeze(-1)
+
+
+def _perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    layers = (nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Whole episodes, one after the other."""
+
+    returns: tuple[float, ...]  # undiscounted sum of the rewards, of every episode
+    observations: Tensor  # `[steps, numbers]`
+    actions: Tensor  # `[steps]`
+    log_probabilities: Tensor  # `[steps]`, of the actions when they were taken
+    advantages: Tensor  # `[steps]`
+    targets: Tensor  # `[steps]`, of the value: advantage plus value when it was taken
+
+    @property
+    def steps(self) -> int:
+        """Steps of the environment: what collecting costs."""
+        return len(self.actions)
+
+
+def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: float) -> Tensor:
+    """Estimate the advantages of one episode's actions (GAE; Schulman et al. 2017, equation 11).
+
+    Args:
+        rewards: `[steps]`.
+        values: `[steps + 1]`: of every state and of the one after the last action, which is 0 when
+            the episode ended there, and not when it was cut.
+        discount: gamma, per step.
+        trace: lambda, per step.
+
+    Example:
+        >>> advantages_of(torch.ones(2), torch.tensor([0.0, 2.0, 0.0]), discount=0.5, trace=0.5)
+        tensor([ 1.7500, -1.0000])
+    """
+    errors = rewards + discount * values[1:] - values[:-1]
+    advantages, following = torch.empty_like(errors), torch.zeros(())
+    for step in reversed(range(len(errors))):
+        following = errors[step] + discount * trace * following
+        advantages[step] = following
+    return advantages
+
+
+def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
+    """Return the negative clipped objective (equation 7).
+
+    Example:
+        >>> doubled = torch.tensor([2.0]).log()
+        >>> clipped_loss(doubled, torch.zeros(1), torch.ones(1), clip=0.25)
+        tensor(-1.2500)
+    """
+    ratio = (new - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
+
+
+@final
+@dataclass(frozen=True)
+class Ppo:
+    """A task and how it is learned; draws depend on (seed, iteration, rank) and nothing else."""
+
+    # a Gymnasium task with discrete actions, whose observation is a vector
+    environment: str = "CartPole-v1"
+    episodes: int = 4  # whole ones that a rank collects per iteration
+    discount: float = 0.99  # gamma (the paper's)
+    trace: float = 0.95  # lambda of the advantages (the paper's)
+    clip: float = 0.2  # epsilon (the paper's)
+    # over what was collected, per iteration (the paper's: 10 with tasks like these)
+    epochs: int = 10
+    minibatch: int = 64  # steps per update (the paper's)
+    lr: float = 1e-3  # of Adam (three times the paper's)
+    value_weight: float = 0.5  # of the value's squared error (the paper gives none)
+
+    def __post_init__(self) -> None:
+        for name in ("episodes", "epochs", "minibatch"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; give at least 1")
+
+    def make_environment(self) -> Any:
+        """Make the task.
+
+        Raises:
+            ConfigurationError: no Gymnasium, no such task, or one with other actions.
+        """
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigurationError(
+                f"PPO needs Gymnasium, which is not installed ({error}): "
+                "pip install 'sparsync-papers[rl]'"
+            ) from error
+        try:
+            environment = gymnasium.make(self.environment)
+        except gymnasium.error.Error as error:
+            raise ConfigurationError(
+                f"environment {self.environment!r}: {error}; name one of Gymnasium, e.g. CartPole-v1"
+            ) from error
+        observations, actions = environment.observation_space, environment.action_space
+        if not isinstance(actions, gymnasium.spaces.Discrete) or len(observations.shape or ()) != 1:
+            raise ConfigurationError(
+                f"environment {self.environment!r} has actions {actions} and observations "
+                f"{observations}; choose one with Discrete actions and a vector, e.g. CartPole-v1"
+            )
+        return environment
+
+    def make_model(self, seed: int) -> ActorCritic:
+        """Build the model; the same seed gives the same weights."""
+        environment = self.make_environment()
+        (observations,) = environment.observation_space.shape
+        return ActorCritic(observations, int(environment.action_space.n), seed=seed)
+
+    @torch.no_grad()
+    def collect(
+        self,
+        model: ActorCritic,
+        *,
+        seed: int,
+        iteration: int,
+        rank: int,
+        episodes: int | None = None,
+    ) -> Experience:
+        """Play whole episodes, by default ``self.episodes``; its time is that of their lengths."""
+        environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
+        played = [
+            self._play(model, environment, generator) for _ in range(episodes or self.episodes)
+        ]
+        parts = zip(*(tensors for _, tensors in played), strict=True)
+        return Experience(tuple(total for total, _ in played), *(torch.cat(part) for part in parts))
+
+    def update_(
+        self,
+        model: ActorCritic,
+        optimizer: torch.optim.Optimizer,
+        experience: Experience,
+        *,
+        seed: int,
+        iteration: int,
+        rank: int,
+    ) -> None:
+        """Learn from what was collected.
+
+        State: changes ``model`` and ``optimizer``.
+        """
+        generator = _generator(seed, iteration, rank, 1)
+        for _ in range(self.epochs):
+            order = torch.randperm(experience.steps, generator=generator)
+            for chosen in torch.split(order, self.minibatch):
+                optimizer.zero_grad()
+                self._loss(model, experience, chosen).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+
+    def _play(
+        self, model: ActorCritic, environment: Any, generator: torch.Generator
+    ) -> tuple[float, tuple[Tensor, ...]]:
+        """Play one episode; return its return, and the tensors of an ``Experience``."""
+        seed = int(torch.randint(2**31, (), generator=generator))
+        state, ended, cut = environment.reset(seed=seed)[0], False, False
+        states, taken, rewards = [torch.as_tensor(state, dtype=torch.float32)], [], []
+        while not (ended or cut):
+            probabilities = model.actor(states[-1]).softmax(-1)
+            taken.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            state, reward, ended, cut, _ = environment.step(taken[-1])
+            states.append(torch.as_tensor(state, dtype=torch.float32))
+            rewards.append(float(reward))
+        observations, actions = torch.stack(states), torch.tensor(taken)
+        logits, values = model(observations)
+        values[
+            -1
+        ] *= not ended  # nothing follows a failure; an episode that is cut at the limit would go on
+        advantages = advantages_of(
+            torch.tensor(rewards), values, discount=self.discount, trace=self.trace
+        )
+        chosen = _log_probabilities(logits[:-1], actions)
+        tensors = (observations[:-1], actions, chosen, advantages, advantages + values[:-1])
+        return sum(rewards), tensors
+
+    def _loss(self, model: ActorCritic, experience: Experience, chosen: Tensor) -> Tensor:
+        """Return the loss of some steps; advantages are relative to those of all."""
+        logits, values = model(experience.observations[chosen])
+        new = _log_probabilities(logits, experience.actions[chosen])
+        every, eps = experience.advantages, torch.finfo(values.dtype).eps  # all may be equal
+        advantages = (every[chosen] - every.mean()) / (every.std(correction=0) + eps)
+        loss = clipped_loss(new, experience.log_probabilities[chosen], advantages, clip=self.clip)
+        return loss + self.value_weight * F.mse_loss(values, experience.targets[chosen])
+
+
+def _log_probabilities(logits: Tensor, actions: Tensor) -> Tensor:
+    return F.log_softmax(logits, dim=-1).gather(1, actions[:, None]).squeeze(1)
+
+
+def _generator(seed: int, iteration: int, rank: int, use: int) -> torch.Generator:
+    """Make the generator of one iteration on one rank: to collect (use 0) or to update (1)."""
+    mixed = np.random.SeedSequence([seed, iteration, rank, use]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1)))
+
+
+def success_by_path_length(
+    successes: Sequence[bool], shortest: Sequence[float], taken: Sequence[float]
+) -> Mean:
+    """Return SPL, success weighted by path length: the mean of success * shortest / max(taken, shortest).
+
+    Args:
+        successes: whether each episode reached its goal.
+        shortest: length of the shortest path to it, > 0.
+        taken: length of the agent's path.
+
+    Example:
+        >>> success_by_path_length([True, True, False], [2.0, 3.0, 1.0], [4.0, 3.0, 1.0]).value
+        0.5
+
+    References: Anderson et al., `On Evaluation of Embodied Navigation Agents
+    <https://arxiv.org/abs/1807.06757>`_, 2018.
+    """
+    episodes = zip(successes, shortest, taken, strict=True)
+    scores = [reached * best / max(path, best) for reached, best, path in episodes]
+    return Mean(sum(scores), len(scores))

@@ -1,0 +1,174 @@
+"""Texts of words, the Penn Treebank and WikiText-2, and the LSTM that predicts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.base import CrossEntropy, Defaults
+from sparsync.errors import ConfigurationError
+from sparsync_papers.models.language import LstmLanguageModel
+from sparsync_papers.workloads.folders import FolderWorkload, seeded
+from sparsync_papers.workloads.samples import Samples, existing, read_lines
+
+UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
+
+_FILES = {  # of training, and of validation
+    "ptb.train.txt": "ptb.valid.txt",
+    "wiki.train.tokens": "wiki.valid.tokens",
+    "train.txt": "valid.txt",
+}
+
+
+@final
+class Vocabulary:
+    """Words and their numbers.
+
+    Args:
+        words: distinct; a word's place is its number.
+        unknown: the one that stands for all others.
+
+    Raises:
+        ConfigurationError: a word is there twice, or ``unknown`` is not there.
+
+    Example:
+        >>> vocabulary = Vocabulary.of_words("b a b c".split(), special=["<unk>"], most=3)
+        >>> vocabulary.words, vocabulary.numbers(["a", "b", "z"])
+        (('<unk>', 'b', 'a'), [2, 1, 0])
+    """
+
+    def __init__(self, words: Sequence[str], *, unknown: str = UNKNOWN) -> None:
+        self.words = tuple(words)
+        self._number = {word: number for number, word in enumerate(self.words)}
+        if len(self._number) < len(self.words):
+            twice = Counter(self.words).most_common(1)[0][0]
+            raise ConfigurationError(f"the vocabulary has {twice!r} more than once; remove one")
+        if unknown not in self._number:
+            raise ConfigurationError(
+                f"the vocabulary has no {unknown!r}, which stands for what it has not; add it"
+            )
+        self.unknown = self._number[unknown]
+
+    def __len__(self) -> int:
+        """How many words there are."""
+        return len(self.words)
+
+    def __contains__(self, word: str) -> bool:
+        """Tell whether a word is there."""
+        return word in self._number
+
+    def numbers(self, words: Iterable[str]) -> list[int]:
+        """Return the numbers of words."""
+        return [self._number.get(word, self.unknown) for word in words]
+
+    @classmethod
+    def of_words(
+        cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
+    ) -> Vocabulary:
+        """Build it: the special words, then the others by frequency and alphabet; ``most`` in all."""
+        counts = Counter(words)
+        for word in special:
+            counts.pop(word, None)
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls([*special, *ranked][:most])
+
+
+@final
+class Windows(Samples):
+    """A long sequence of words in windows that do not overlap; each word is predicted from those before.
+
+    The rest at the end, shorter than a window, is dropped.
+
+    Raises:
+        ConfigurationError: there is no whole window.
+    """
+
+    def __init__(self, words: Sequence[str], vocabulary: Vocabulary, *, context: int) -> None:
+        if len(words) <= context:
+            raise ConfigurationError(
+                f"the text has {len(words)} words, a window of context {context} needs {context + 1}; "
+                "give a smaller --context"
+            )
+        self.numbers = torch.tensor(vocabulary.numbers(words))
+        self.vocabulary, self.context = vocabulary, context
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        return (len(self.numbers) - 1) // self.context
+
+    def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
+        """See ``Samples``: tokens and the next of each, `[batch, context]`; nothing is random."""
+        windows = self.numbers[chosen[:, None] * self.context + torch.arange(self.context + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class WordsWorkload(FolderWorkload[Windows]):
+    """RedSync, section 6.2: 4 ranks with 5 windows each, clipped gradients; perplexity is reported.
+
+    Every window starts from a state of zeros, while training and in the evaluation.  The learning
+    rate, with momentum 0.9, is that of plain SGD with 20, as is usual for this model (RedSync gives
+    none); ``--momentum 0 --lr 20`` is the paper's plain SGD.
+    """
+
+    width: int = 1500  # of the embedding, and hidden units per layer
+    layers: int = 2  # stacked LSTM layers
+    context: int = 35  # words per window (Zaremba et al. 2014: 35)
+
+    target: ClassVar[str] = "word"
+    classifies: ClassVar[bool] = False
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=2.0, adam_lr=1e-3, batch_size=5, clip=0.25)
+
+    @property
+    def objective(self) -> CrossEntropy:
+        """See ``Workload``."""
+        return CrossEntropy(perplexity=True)
+
+    @final
+    def find(self) -> tuple[Path, Path]:
+        """Return the training text and the validation text."""
+        advice = "unpack the Penn Treebank (Mikolov's) or WikiText-2 there"
+        first = existing(self.data, list(_FILES), what="the training text", advice=advice)
+        other = [_FILES[first.name]]
+        return first, existing(self.data, other, what="the validation text", advice=advice)
+
+    @final
+    def load(self) -> tuple[Windows, Windows]:
+        """Read both texts; lines are split at white space, and end with ``END_OF_LINE``."""
+        training, held_out = (
+            [word for line in read_lines(path) for word in (*line.split(), END_OF_LINE)]
+            for path in self.find()
+        )
+        vocabulary = Vocabulary.of_words(training, special=(UNKNOWN, END_OF_LINE))
+        return (
+            Windows(training, vocabulary, context=self.context),
+            Windows(held_out, vocabulary, context=self.context),
+        )
+
+    @final
+    def make_model(self, seed: int) -> nn.Module:
+        """See ``Workload``; the vocabulary is that of the training text."""
+        words = len(self.parts[0].vocabulary)
+        sizes = {"vocabulary": words, "width": self.width, "layers": self.layers}
+        return seeded(LstmLanguageModel, seed, **sizes)
+
+
+@final
+class LstmPtb(WordsWorkload):
+    """The Penn Treebank."""
+
+    name = "lstm-ptb"
+
+
+@final
+class LstmWikitext2(WordsWorkload):
+    """WikiText-2."""
+
+    name = "lstm-wikitext2"

@@ -1,0 +1,84 @@
+"""Algorithm: how gradients are averaged, a point in the space selector x collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from sparsync.collectives.base import Collective
+from sparsync.collectives.costs import Job
+from sparsync.cost.predict import Candidate
+from sparsync.errors import ConfigurationError
+from sparsync.selection.base import Selector
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.units import Unit
+
+__all__ = ["Algorithm", "check_density"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How gradients are averaged.
+
+    Attributes:
+        name: for messages and tables.
+        make_selector: builds one selector; called once per unit.
+        make_collective: builds one collective; called once per unit.
+        options: the options of a preset that were given, for ranks to compare.
+        source: paper and equation, for tables.
+        average: divide the total by world_size; SparCML applies the sum.
+        shared: several units divide the global k by where its entries lie; else each has its own.
+        unit_bytes: what is selected together where the user does not say: see ``plan_units``.
+        compress: which parameters are exchanged sparsely where the user does not say; None: all.
+        bits: of an element, where every element is exchanged; None: entries are, or whole numbers.
+        output: what the output layer is exchanged with, where that differs.
+        prepare: measures on the group what the algorithm needs to know of it, before the first step;
+            returns the algorithm for this group.  None: nothing.
+        calls: for the planner: how many times, and for which job, the collective is called in a step
+            in which this job is asked for.
+    """
+
+    name: str
+    make_selector: Callable[[], Selector]
+    make_collective: Callable[[], Collective]
+    options: tuple[tuple[str, object], ...] = ()
+    source: str = "sparsync"
+    average: bool = True
+    shared: bool = True
+    unit_bytes: int | None = None
+    compress: Callable[[str, Tensor], bool] | None = None
+    bits: float | None = None
+    output: Algorithm | None = None
+    prepare: Callable[[Communicator], Coroutine[Any, Any, Algorithm]] | None = None
+    calls: Callable[[Job], tuple[int, Job]] = lambda job: (1, job)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The algorithm as the planner sees it."""
+        return Candidate(self.name, self.make_collective, self.source, self.calls)
+
+    async def on(self, comm: Communicator) -> Algorithm:
+        """Return the algorithm for a group, whose ranks agree on it; all of them call it."""
+        await agree(comm, {"the algorithm": self.name})
+        if self.prepare is None:
+            return self
+        return replace(await self.prepare(comm), options=self.options)
+
+    def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
+        """Build the selector and the collective of one unit."""
+        chosen = self.output if unit.output and self.output else self
+        selector, collective = chosen.make_selector(), chosen.make_collective()
+        return selector.for_layers(unit.layers), collective.for_layers(unit.layers)
+
+
+def check_density(density: float) -> float:
+    """Return the density, or refuse one outside (0, 1]."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ConfigurationError(
+            f"density is {density!r}; give the fraction k / n to exchange, in (0, 1], e.g. 0.01"
+        )
+    return float(density)

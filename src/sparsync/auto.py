@@ -1,0 +1,208 @@
+"""Auto: the planner chooses the collective of each unit, and measurements correct its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, final
+
+import torch
+
+from sparsync.algorithm import Algorithm
+from sparsync.collectives.base import Collective, Reduced
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import Plan, plan
+from sparsync.cost.tracker import Tracker
+from sparsync.errors import ConfigurationError
+from sparsync.sparse import Vector
+from sparsync.state import parse_parts
+from sparsync.transports.communicator import Communicator
+
+__all__ = ["Auto", "AutoState"]
+
+
+@dataclass(frozen=True)
+class AutoState:
+    """The choice, and what measurements said of the candidates.
+
+    Attributes:
+        choice: number of the candidate in use; -1 before the first step.
+        streak: comparisons in a row that favoured another.
+        factors: measured over predicted seconds, of every candidate; None: never measured.
+        parts: the candidates' own states.
+    """
+
+    choice: int = -1
+    streak: int = 0
+    factors: tuple[float | None, ...] = ()
+    parts: tuple[Any, ...] = ()
+
+
+@final
+class Auto(Collective):
+    """The planner's choice among collectives, compared with what is measured while training.
+
+    The first step tells n, k and P: the plan is made, the same on all ranks.  Its entries are selected
+    by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on what an
+    exchange took: the least of their means, for a rank that arrives early also measures its wait for the
+    others.  ``Tracker`` turns that into a factor per candidate, and changes to another that promises
+    enough.
+
+    Args:
+        candidates: algorithms to choose from, which select k entries or everything.
+        machine: the seconds that links and ranks take.
+        budget: bytes per step, or None.
+        check_period: steps, or None.
+        gain: part of the measured time that another must save.
+        patience: comparisons in a row that must say so.
+
+    Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
+    Differs from the paper: none describes it.
+
+    Example:
+        >>> from sparsync.collectives import Allgather, Dense
+        >>> from sparsync.selection import Everything, Exact
+        >>> from sparsync.sparse import SparseVector
+        >>> from sparsync.transports.sim import simulate
+        >>> dense = Algorithm("dense", Everything, Dense)
+        >>> async def program(comm):
+        ...     mine = SparseVector.from_dense(torch.eye(9)[comm.rank])
+        ...     summed = Auto([dense, Algorithm("allgather", Exact, Allgather)])
+        ...     reduced = await summed.reduce(comm, mine, k=1, step=0)
+        ...     return reduced.total.nnz, summed.name
+        >>> simulate(program, world_size=3).results[2]
+        (3, 'allgather')
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Algorithm],
+        machine: Machine = Machine(),  # noqa: B008 (frozen)
+        budget: float | None = None,
+        check_period: int | None = 50,
+        *,
+        gain: float = 0.1,
+        patience: int = 2,
+    ) -> None:
+        if check_period is not None and check_period < 1:
+            raise ConfigurationError(
+                f"auto: check_period is {check_period}; give steps >= 1, or None"
+            )
+        self.candidates = tuple(algorithm.name for algorithm in candidates)
+        self.machine, self.budget, self.check_period = machine, budget, check_period
+        self.tracker = Tracker(self.candidates[0], gain=gain, patience=patience)
+        self._plannable = [algorithm.candidate for algorithm in candidates]
+        self._parts = [algorithm.make_collective() for algorithm in candidates]
+        self._state = AutoState(factors=(None,) * len(self.candidates))
+        self._seconds: list[float] = []  # this rank's, since the last check: no state, it differs
+        self._why = "the first step is not planned yet"
+        sparse = [i for i, part in enumerate(self._parts) if not part.whole]
+        self._first = sparse[0] if sparse else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether dense is the choice: everything is to be selected."""
+        return self._parts[self._index].whole
+
+    @property
+    def name(self) -> str:
+        """Name of the choice."""
+        return self.candidates[self._index]
+
+    def explain(self) -> str:
+        """Say what is used, and why."""
+        known = zip(self.candidates, self._state.factors, strict=True)
+        factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
+        if not factors:
+            return f"{self.name}: {self._why}"
+        return f"{self.name}: {self._why}; measured over predicted: {factors}"
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Run the choice; every ``check_period`` steps, compare it with its prediction."""
+        part = self._parts[self._index]
+        if self._state.choice < 0 and comm.world_size > 1:
+            made = self._planned(selected.size, k, comm.world_size)
+            fastest = [self._parts[self.candidates.index(p.collective)] for p in made.table]
+            part = next((p for p in fastest if p.whole == part.whole), part)
+            self._state = replace(self._state, choice=self.candidates.index(made.choice))
+        started = comm.now
+        reduced = await part.reduce(comm, selected, k, step)
+        if comm.world_size == 1:
+            return reduced
+        if part is self._parts[self._index]:
+            self._seconds.append(comm.now - started)
+        if self.check_period and (step + 1) % self.check_period == 0 and self._seconds:
+            await self._check(comm, self._planned(selected.size, k, comm.world_size))
+        return reduced
+
+    @property
+    def _index(self) -> int:
+        return self._first if self._state.choice < 0 else self._state.choice
+
+    def _planned(self, size: int, k: int, world_size: int) -> Plan:
+        made = plan(
+            size,
+            world_size,
+            self.machine,
+            k=k,
+            budget_bytes=self.budget,
+            candidates=self._plannable,
+        )
+        self._why = made.why
+        return made
+
+    async def _check(self, comm: Communicator, made: Plan) -> None:
+        """Compare the mean exchange with its prediction; change to what is better."""
+        state = self._state
+        mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
+        self._seconds.clear()
+        measured = float(await comm.allreduce(mine, "plan", op="min"))
+        local = {p.collective: p.seconds_selection for p in made.table}
+        known = zip(self.candidates, state.factors, strict=True)
+        tracker = replace(
+            self.tracker,
+            choice=self.name,
+            factors={name: factor for name, factor in known if factor is not None},
+            streak=state.streak,
+        )
+        if self.name in local:  # else the budget has ruled it out since
+            tracker = tracker.checked(made.table, measured + local[self.name])
+        else:
+            tracker = replace(tracker, choice=made.choice)
+        self._state = replace(
+            state,
+            choice=self.candidates.index(tracker.choice),
+            streak=tracker.streak,
+            factors=tuple(tracker.factors.get(name) for name in self.candidates),
+        )
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AutoState:
+        """The choice, and the states of all candidates."""
+        return replace(self._state, parts=tuple(part.state for part in self._parts))
+
+    @state.setter
+    def state(self, state: AutoState) -> None:
+        self._state = replace(state, parts=())
+        for part, its in zip(self._parts, state.parts, strict=True):
+            part.state = its
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers, and the states of all candidates."""
+        own = {**vars(self._state), "factors": list(self._state.factors)}
+        return {**own, "parts": [part.state_dict() for part in self._parts]}
+
+    def parsed_state(self, state: Mapping[str, Any]) -> AutoState:
+        """Return the state object of a saved dictionary."""
+        saved = dict(state) if isinstance(state, Mapping) else {}
+        parts = parse_parts(self, self._parts, saved.pop("parts", None))
+        own: AutoState = super().parsed_state({**saved, "parts": ()})
+        if not -1 <= own.choice < len(self.candidates) or len(own.factors) != len(self.candidates):
+            raise ConfigurationError(
+                f"the saved state of Auto has choice {own.choice} among {len(own.factors)}, this run "
+                f"{len(self.candidates)} candidates; load it with the candidates it was saved with"
+            )
+        return replace(own, parts=parts)

@@ -1,0 +1,373 @@
+"""Saved states for another number of ranks, or for other shards of the parameters.
+
+The residual is what ranks have not delivered yet.  It belongs to nobody in particular: whoever has it
+delivers it.  So its sum over ranks is kept, element by element:
+
+* fewer ranks: new rank r adds up those of the old ranks r, r + P', r + 2 P', ...;
+* more ranks: old rank r deals its elements, each of them whole, to the new ranks r, r + P, r + 2 P, ...
+
+What is dealt is not rounded; sums of whole numbers are exact, and others are rounded as in the law.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.state import STATE_VERSION
+from sparsync.state import fits
+
+__all__ = ["Conserve", "reshard", "state_like"]
+
+Conserve = Literal["sum", "average"]
+State = Mapping[str, Any]
+
+# what all ranks have in common, and what is each rank's own
+_EQUAL: Final = (
+    ("version", int),
+    ("algorithm", str),
+    ("world_size", int),
+    ("momentum", float),
+    ("scale", float),
+    ("step", int),
+    ("skipped", int),
+    ("density", float),
+)
+_OWN: Final = (
+    ("rank", int),
+    ("units", Sequence[Sequence[str]]),
+    ("sizes", Sequence[Sequence[int]]),
+    ("quotas", Sequence[int]),
+    ("residual", Mapping),
+    ("velocity", Mapping),
+    ("previous_norm", float | None),
+)
+_PIECE: Final = ("shape", "offset", "size")
+
+
+def reshard(
+    states: Sequence[State], world_size: int, *, conserve: Conserve = "sum"
+) -> list[dict[str, Any]]:
+    """Return the states of ``world_size`` ranks, made from those of all ranks before.
+
+    ========================  =====================================================================
+    residual, velocity        placed as above; nothing appears or is lost
+    thresholds, boundaries    start again: they were of other sums, and boundaries of other ranks
+    shares of units           kept: they are the same on all ranks
+    norm for clipping         the mean of all ranks'
+    step, scale, density      kept: they are the same on all ranks
+    ========================  =====================================================================
+
+    Args:
+        states: of all ranks, in any order, as ``state_dict()`` gave them; not modified.
+        world_size: the new number of ranks P'.
+        conserve: "sum": the sum over ranks of what waits.  It is divided by P' when it is delivered,
+            where it would have been divided by P.  "average": everything that waits is multiplied by
+            P' / P, so that weights move as far by it as they would have.
+
+    Returns:
+        One state per new rank; for the same shards of the parameters, if they are divided.
+
+    Raises:
+        ConfigurationError: a rank or shard is missing, states are of different steps, a residual has
+            the wrong size or holds NaN.
+
+    Cost: a few passes over the residuals of all ranks.
+
+    Example:
+        >>> import sparsync, torch
+        >>> sync = sparsync.LocalUpdates(torch.nn.Linear(2, 1, bias=False), "dense")
+        >>> saved = sync.state_dict()["sparsync"]
+        >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])
+        >>> two = reshard([saved], 2)
+        >>> [state["residual"]["weight"].tolist() for state in two]
+        [[3.0, 0.0], [0.0, 4.0]]
+        >>> reshard(two, 1)[0]["residual"]["weight"].tolist()
+        [3.0, 4.0]
+    """
+    if type(world_size) is not int or world_size < 1:
+        raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
+    _check_states(states)
+    shards = [state for state in states if state["rank"] == 0]  # one, unless parameters are divided
+    return [
+        _like({**shard, "rank": rank, "world_size": world_size}, states, conserve)
+        for rank in range(world_size)
+        for shard in shards
+    ]
+
+
+def state_like(
+    template: State, states: Sequence[State], *, conserve: Conserve = "sum"
+) -> dict[str, Any]:
+    """Return the state of one new rank, from those of all old ones.
+
+    Args:
+        template: what this rank's ``state_dict()`` returns before anything is loaded: it says which rank
+            of how many it is, its units, and which pieces of the parameters it holds.  Of an
+            optimizer of this kind, too: what is torch's (learning rate, local moments) is that of
+            old rank r modulo P.
+        states: of all old ranks; see ``reshard``.
+        conserve: see there.
+
+    Raises:
+        ConfigurationError: as ``reshard``; or a parameter of the template is in no state.
+    """
+    if "shared" in template:
+        raise ConfigurationError(
+            f"LocalUpdates: weights and residuals of {len(states)} ranks are their own, and cannot be "
+            "divided; go on with as many ranks, or call finish() before and save the model alone"
+        )
+    if "sparsync" not in template:
+        _check_states(states)
+        _check_sizes(template, states)
+        return _like(template, states, conserve)
+    inner = [cast(State, state.get("sparsync")) for state in states]
+    new = state_like(template["sparsync"], inner, conserve=conserve)
+    before = {its["rank"]: state for its, state in zip(inner, states, strict=True)}
+    return {**before[new["rank"] % len(before)], "sparsync": new}
+
+
+def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[str, Any]:
+    if conserve not in ("sum", "average"):
+        raise ConfigurationError(f"conserve is {conserve!r}; choose sum or average")
+    before, rank, world_size = states[0]["world_size"], template["rank"], template["world_size"]
+    factor = world_size / before if conserve == "average" else 1.0
+    own = {key: template[key] for key in ("rank", "world_size", "units", "sizes")}
+    new: dict[str, Any] = {**states[0], **own}
+    new.pop("pieces", None)
+    pieces = template.get("pieces", {})
+    if pieces:
+        new["pieces"] = pieces
+    for what in ("residual", "velocity"):
+        new[what] = {}
+        for names, sizes in zip(template["units"], template["sizes"], strict=True):
+            placed = [_placed(states, what, name, rank, world_size) for name in names]
+            if all(values is None for values in placed):
+                continue
+            for name, size, values in zip(names, sizes, placed, strict=True):
+                if values is None:
+                    new[what][name] = torch.zeros(size)
+                    continue
+                mine = _box(values, pieces[name]).reshape(-1) if name in pieces else values
+                new[what][name] = mine * factor if factor != 1 else mine.clone()
+    norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
+    new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
+    same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
+    new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
+    new["quota_key"] = new["selectors"] = new["collectives"] = None
+    return new
+
+
+def _placed(
+    states: Sequence[State], what: str, name: str, rank: int, world_size: int
+) -> Tensor | None:
+    """Return what of a whole parameter a new rank gets; None for zeros."""
+    before = states[0]["world_size"]
+    if world_size <= before:
+        olds = [_finite(states, what, name, r) for r in range(rank, before, world_size)]
+        parts = [old for old in olds if old is not None]
+        return functools.reduce(torch.add, parts) if parts else None
+    old = _finite(states, what, name, rank % before)
+    if old is None:
+        return None
+    heirs = len(range(rank % before, world_size, before))
+    new = torch.zeros_like(old)
+    new[rank // before :: heirs] = old[rank // before :: heirs]
+    return new
+
+
+def _finite(states: Sequence[State], what: str, name: str, rank: int) -> Tensor | None:
+    """Return a parameter's residual on one old rank, None for zeros; refuse NaN, which would stay."""
+    values = _whole(states, what, name, rank)
+    if values is not None and not bool(torch.isfinite(values).all()):
+        raise ConfigurationError(
+            f"the saved {what} of '{name}' on rank {rank} holds NaN or Inf; load another checkpoint"
+        )
+    return values
+
+
+def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor | None:
+    """Put a parameter's residual on one old rank together from its pieces; None for zeros."""
+    holders = [s for s in states if s["rank"] == rank and any(name in unit for unit in s["units"])]
+    if not holders:
+        raise ConfigurationError(
+            f"no saved state of rank {rank} has parameter '{name}'; was it saved from this model?"
+        )
+    found: dict[str, tuple[Any, Tensor | None]] = {}  # by piece: several ranks may hold the same
+    for state in holders:
+        piece, values = state.get("pieces", {}).get(name), state[what].get(name)
+        _, known = found.setdefault(str(piece), (piece, values))
+        if not _same(known, values):
+            raise ConfigurationError(
+                f"two saved states of rank {rank} differ in the {what} of '{name}'; give those of one "
+                "save"
+            )
+    if list(found) == ["None"]:
+        return found["None"][1]
+    return _joined(list(found.values()), f"'{name}' on rank {rank}")
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | None:
+    """Put the pieces of a parameter side by side; refuse a hole or an overlap."""
+    shapes = {tuple(piece["shape"]) for piece, _ in found if piece is not None}
+    size = math.prod(next(iter(shapes)))
+    present = [(piece, values) for piece, values in found if values is not None]
+    if not present:
+        return None
+    taken = torch.zeros(size, dtype=torch.uint8)
+    if len(shapes) == 1 and all(piece is not None for piece, _ in found):
+        for piece, _ in found:
+            _box(taken, piece).add_(1)
+    if not bool((taken == 1).all()):
+        raise ConfigurationError(
+            f"the saved states hold {int((taken == 1).sum())} of the {size} elements of {where} exactly "
+            "once; give those of all ranks of one save"
+        )
+    whole = torch.zeros(size, dtype=present[0][1].dtype)
+    for piece, values in present:
+        _box(whole, piece).copy_(values.view(piece["size"]))
+    return whole
+
+
+def _box(whole: Tensor, piece: Mapping[str, Sequence[int]]) -> Tensor:
+    """Return the view of a piece in a whole parameter (see ``integrations.pieces.Piece``)."""
+    box = whole.view(piece["shape"])
+    for dim, (start, length) in enumerate(zip(piece["offset"], piece["size"], strict=True)):
+        box = box.narrow(dim, start, length)
+    return box
+
+
+# ---- checks: files may come from anywhere ---------------------------------------------------------
+
+
+def _check_states(states: Sequence[State]) -> None:
+    """Refuse what is not the states of all ranks at one step, before anything is made of its size.
+
+    Raises:
+        ConfigurationError: says which state has what, and what was expected.
+    """
+    if not states:
+        raise ConfigurationError("there are no states; give those of all ranks")
+    for state in states:
+        for key, kind in (*_EQUAL, *_OWN):
+            if not isinstance(state, Mapping) or key not in state:
+                raise ConfigurationError(
+                    f"a saved state has no {key!r}; give what state_dict() of every rank returned"
+                )
+            if not fits(state[key], kind):
+                raise ConfigurationError(
+                    f"a saved state has {key} {str(state[key])[:60]}, expected "
+                    f"{getattr(kind, '__name__', kind)}; give what state_dict() of every rank returned"
+                )
+    if states[0]["version"] != STATE_VERSION:
+        raise ConfigurationError(
+            f"the saved states have version {states[0]['version']}, expected {STATE_VERSION}; load them "
+            "with the sparsync that saved them"
+        )
+    for key, _ in _EQUAL:
+        different = [s for s in states if s[key] != states[0][key]]
+        if different:
+            raise ConfigurationError(
+                f"the saved states of ranks {states[0]['rank']} and {different[0]['rank']} have {key} "
+                f"{states[0][key]} and {different[0][key]}; give those of one save"
+            )
+    _check_ranks(states)
+    for state in states:
+        _check_pieces(state)
+        for what in ("residual", "velocity"):
+            _check_tensors(state, what)
+
+
+def _check_sizes(template: State, states: Sequence[State]) -> None:
+    """Refuse checked states whose parameters, put together, are of other sizes than the template's.
+
+    Raises:
+        ConfigurationError: names the first.
+    """
+    expected = _whole_sizes(template)
+    for state in states:
+        for name, size in _whole_sizes(state).items():
+            if size != expected.get(name, size):
+                raise ConfigurationError(
+                    f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
+                    f"run's {expected[name]}; was it saved from this model?"
+                )
+
+
+def _whole_sizes(state: State) -> dict[str, int]:
+    whole = {name: math.prod(piece["shape"]) for name, piece in state.get("pieces", {}).items()}
+    return {**_sizes(state), **whole}
+
+
+def _check_ranks(states: Sequence[State]) -> None:
+    world_size, ranks = states[0]["world_size"], [state["rank"] for state in states]
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    if wrong:
+        raise ConfigurationError(
+            f"a saved state is of rank {wrong[0]} of {world_size}; give those of one save"
+        )
+    missing = next((rank for rank in range(world_size) if rank not in set(ranks)), None)
+    if missing is not None:  # the first: a damaged world_size may be any number
+        raise ConfigurationError(
+            f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"
+        )
+
+
+def _check_tensors(state: State, what: str) -> None:
+    """Refuse a residual or velocity of a wrong kind or size, or with NaN."""
+    sizes = _sizes(state)
+    for name, values in state[what].items():
+        where = f"the saved {what} of '{name}' on rank {state['rank']}"
+        plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
+        if not plain or not values.is_floating_point():
+            raise ConfigurationError(f"{where} is no tensor of floating-point numbers")
+        if values.shape != (sizes.get(name),):
+            raise ConfigurationError(
+                f"{where} has shape {tuple(values.shape)}, expected {sizes.get(name, 'none')} elements"
+            )
+
+
+def _check_pieces(state: State) -> None:
+    """Refuse pieces that are no boxes, or of other sizes than the state has."""
+    sizes, pieces = _sizes(state), state.get("pieces", {})
+    if not isinstance(pieces, Mapping):
+        raise ConfigurationError(f"the saved pieces of rank {state['rank']} are no dictionary")
+    for name, piece in pieces.items():
+        if not _is_box(piece) or math.prod(piece["size"]) != sizes.get(name):
+            raise ConfigurationError(
+                f"the saved piece of '{name}' on rank {state['rank']} is {str(piece)[:60]}, expected "
+                f"shape, offset and size of {sizes.get(name, 'no')} elements"
+            )
+
+
+def _is_box(piece: Any) -> bool:
+    """Tell whether it has a shape, and inside that an offset and a size, in as many dimensions."""
+    numbers: list[Any] = [piece.get(k) for k in _PIECE] if isinstance(piece, Mapping) else [None]
+    if not all(fits(extents, Sequence[int]) for extents in numbers):
+        return False
+    if len({len(extents) for extents in numbers}) > 1:
+        return False
+    return all(
+        0 <= start <= start + size <= whole for whole, start, size in zip(*numbers, strict=True)
+    )
+
+
+def _sizes(state: State) -> dict[str, int]:
+    """Return the number of elements of every parameter."""
+    if [*map(len, state["units"])] != [*map(len, state["sizes"])]:
+        raise ConfigurationError(
+            f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
+            "parameters"
+        )
+    pairs = zip(state["units"], state["sizes"], strict=True)
+    return {name: size for unit, its in pairs for name, size in zip(unit, its, strict=True)}

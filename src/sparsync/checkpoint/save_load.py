@@ -1,0 +1,348 @@
+"""Save and load checkpoints: on all ranks together, and on all of them or on none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import torch
+
+from sparsync.checkpoint.files import (
+    SHARED,
+    Seat,
+    await_whole,
+    first_line,
+    is_whole,
+    numbered,
+    read_file,
+    remove_folder,
+    remove_old,
+    states_in,
+    step_of,
+    whole_checkpoints,
+    write_file,
+)
+from sparsync.checkpoint.reshard import Conserve, state_like
+from sparsync.errors import CheckpointError, ConfigurationError, NoCheckpointError, SparsyncError
+from sparsync.feedback.reducer import Reducer
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+
+__all__ = ["Saveable", "load", "load_states", "save", "save_state"]
+
+_LATE: Final = 10.0  # seconds until a shared folder shows a rank what others have written
+_MOST: Final = 10**6  # checkpoints to keep
+
+T = TypeVar("T")
+
+
+class Saveable(Protocol):
+    """The handle that ``attach`` returns, or an optimizer of this library."""
+
+    reducer: Reducer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state."""
+
+    def validate(self, state: Any) -> object:
+        """Raise if a saved state does not fit, without asking other ranks; change nothing."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take a state over; all ranks call it together."""
+
+
+def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: Any) -> Path:
+    """Write a checkpoint; all ranks call it together, between two steps.
+
+    Args:
+        sync: what ``attach`` returned.
+        folder: for this run's checkpoints, which all ranks see; made if it is not there.
+        keep: number of checkpoints to keep, the newest; older ones are removed.  None: none is.
+        shared: by name, what is equal on all ranks and saved once, by rank 0: anything with a
+            ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors, numbers.  With
+            ``LocalUpdates`` models and optimizers are each rank's own, and saved by every rank.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them could not write, or does not see the others'
+            files: it names the file and why, or the value that could not be loaded again.  The
+            checkpoints of before are untouched.
+
+    Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
+
+    Example:
+        >>> import sparsync, tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> local = sparsync.LocalUpdates(model)
+        >>> folder = tempfile.mkdtemp()
+        >>> save(local, folder, model=model, epoch=3).name
+        '000001-step-00000000'
+        >>> load(local, folder, model=model)
+        {'epoch': 3}
+    """
+    if keep is not None and (type(keep) is not int or not 1 <= keep <= _MOST):
+        raise ConfigurationError(
+            f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
+        )
+    folder, seat = Path(folder), _seat_of(sync)
+    last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
+    target = folder / f"{1 + _greatest(sync, last):06d}-step-{sync.reducer.step:08d}"
+
+    def write() -> None:
+        state = sync.state_dict()
+        states = {n: v.state_dict() for n, v in shared.items() if hasattr(v, "state_dict")}
+        plain = {n: v for n, v in shared.items() if n not in states}
+        own = {"own": states} if _is_local(state) else {}
+        write_file(target / seat.name, {**state, **own})
+        if seat.place == 0:
+            write_file(target / SHARED, plain if own else {**states, **plain})
+
+    try:
+        _together(sync, write, f"write its part of {target}")
+        _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
+    except CheckpointError as error:
+        for name in [seat.name, SHARED] if seat.place == 0 else [seat.name]:
+            (target / name).unlink(missing_ok=True)
+        remove_folder(target)
+        raise CheckpointError(f"{error}; the checkpoints of before are as they were") from error
+    if keep is not None:
+        remove_old(folder, keep)
+    return target
+
+
+def load(
+    sync: Saveable,
+    folder: Path | str,
+    *,
+    step: int | None = None,
+    conserve: Conserve = "sum",
+    **shared: Any,
+) -> dict[str, Any]:
+    """Continue from the last whole checkpoint; all ranks call it together.
+
+    With as many ranks as it was saved by, training goes on bit for bit.  With another number, or with the
+    parameters divided in another way, every rank reads the files that it needs and takes its part of the
+    residuals (``reshard``).
+
+    Args:
+        sync: what ``attach`` returned, in this run.
+        folder: that was given to ``save``.
+        step: the checkpoint of this step, rather than the last one.
+        conserve: see ``reshard``; for another number of ranks.
+        shared: by name, what takes its state back: the model, the optimizer, ...
+
+    Returns:
+        What else was saved: by name, as it was given to ``save``.
+
+    Raises:
+        NoCheckpointError: there is no whole checkpoint: a ``CheckpointError``, after which to begin.
+        CheckpointError: ranks do not see the same one, a file is damaged, or holds more than tensors and
+            plain values: files are read with ``weights_only=True`` and run no code.  It says of which
+            step an older one is.
+        ConfigurationError: it does not fit this run; other ranks may raise ``CheckpointError`` instead.
+
+    If it raises, nothing was changed on any rank: what has taken its state gets the former one back.
+
+    Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies what is
+    ``shared``, to be able to go back.
+    """
+    path, older = _chosen(sync, Path(folder), step)
+    try:
+        return _loaded(sync, path, conserve, shared)
+    except CheckpointError as error:
+        if not older:
+            raise
+        raise CheckpointError(
+            f"{error}; an older checkpoint is there: load it with step={older[-1]}"
+        ) from error
+
+
+def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
+    """Return the last checkpoint that all ranks see whole, and the steps of older ones."""
+    whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
+    wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
+    number = -_greatest(sync, -max(wanted, default=0))
+    if not _greatest(sync, int(number not in whole)):
+        return whole[number], [step_of(whole[n]) for n in sorted(whole) if n < number]
+    at = "" if step is None else f" of step {step}"
+    steps = [step_of(whole[n]) for n in sorted(whole)]
+    error = CheckpointError if _greatest(sync, len(whole)) else NoCheckpointError
+    raise error(
+        f"there is no whole checkpoint{at} in {folder} (this rank sees {steps or 'none'}): every rank "
+        "must see the folder, and in it the files of all ranks"
+    )
+
+
+def _loaded(
+    sync: Saveable, path: Path, conserve: Conserve, shared: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Let everything take its state back, and return the rest; or change nothing."""
+    before, state = _read_states(sync, path, conserve)
+
+    def read() -> dict[str, Any]:
+        content = {**read_file(path / SHARED), **state.get("own", {})}
+        missing = [name for name in shared if name not in content]
+        if missing:
+            raise ConfigurationError(
+                f"the checkpoint {path} has no {missing[0]!r}, only {sorted(content)}; give load() the "
+                "names that save() was given"
+            )
+        return content
+
+    content = _together(sync, read, f"read what is shared in {path}")
+    former: dict[str, Any] = {}
+
+    def take() -> None:
+        for name, value in shared.items():
+            former[name] = copy.deepcopy(value.state_dict())
+            try:
+                value.load_state_dict(content[name])
+            except Exception as error:  # of a model RuntimeError, of an optimizer ValueError, ...
+                raise ConfigurationError(
+                    f"the saved {name!r} does not fit: {first_line(error)}; give load() what save() was "
+                    "given, set up alike"
+                ) from error
+
+    try:
+        _together(sync, take, f"take over what is shared in {path}")
+        _take_state(sync, state, before, path)
+    except SparsyncError:
+        for name, state_before in former.items():
+            shared[name].load_state_dict(state_before)
+        raise
+    return {name: value for name, value in content.items() if name not in shared}
+
+
+def _is_local(state: Mapping[str, Any]) -> bool:
+    """Tell whether ranks have weights of their own, next to the shared ones (``LocalUpdates``)."""
+    return "shared" in state
+
+
+def save_state(sync: Saveable, folder: Path, **companions: Any) -> None:
+    """Write this rank's file into a folder, without asking other ranks.
+
+    Args:
+        sync: see ``save``.
+        folder: made if it is not there.
+        companions: by name, values that ``load_states`` is to find equal.
+    """
+    write_file(folder / _seat_of(sync).name, {**sync.state_dict(), **companions})
+
+
+def load_states(
+    sync: Saveable, folder: Path, *, conserve: Conserve = "sum", **companions: Any
+) -> None:
+    """Load what ``save_state`` wrote on all ranks: this rank's file, or its part of all of them.
+
+    Args:
+        sync: see ``load``.
+        folder: that was given to ``save_state``.
+        conserve: see ``load``.
+        companions: what was saved with it; a file without them is taken.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        ConfigurationError: it does not fit this run, or something else was saved with it.
+    """
+    before, state = _read_states(sync, folder, conserve)
+
+    def compare() -> None:
+        for name, value in companions.items():
+            if state.get(name, value) != value:
+                raise ConfigurationError(
+                    f"the state in {folder} was saved with other {name}: one of them is of another step "
+                    "or run, as when a job ends between the two; resume from another checkpoint, or "
+                    "without that folder (residuals then start at zero)"
+                )
+
+    _together(sync, compare, f"load {folder}")
+    _take_state(sync, state, before, folder)
+
+
+def _read_states(
+    sync: Saveable, folder: Path, conserve: Conserve
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return this rank's present state and its saved one, which all ranks found to fit."""
+    seat, before = _seat_of(sync), sync.state_dict()
+    files = _together(sync, lambda: states_in(folder), f"list {folder}")
+
+    def mine() -> dict[str, Any] | None:
+        state = read_file(files[seat]) if seat in files else None
+        same = state is not None and state.get("pieces", {}) == before.get("pieces", {})
+        return state if same else None
+
+    def part_of_all() -> dict[str, Any]:
+        if not is_whole(list(files)):
+            raise CheckpointError(
+                f"{folder} has the files of {len(files)} ranks, which are not all of a job's; give "
+                "those of all ranks"
+            )
+        states = [read_file(file, mapped=True) for file in files.values()]
+        return state_like(before, states, conserve=conserve)
+
+    state = _together(sync, mine, f"read its file in {folder}")
+    if _greatest(sync, int(state is None)):
+        state = _together(sync, part_of_all, f"read the files in {folder}")
+    found = cast(dict[str, Any], state)
+    _together(sync, lambda: sync.validate(found), f"load its state in {folder}")
+    return before, found
+
+
+def _take_state(
+    sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], folder: Path
+) -> None:
+    """Let this rank's state be loaded; if that fails on any rank, all go back."""
+    scale = sync.reducer.scale
+    try:
+        _together(sync, lambda: sync.load_state_dict(state), f"load its state in {folder}")
+    except (CheckpointError, ConfigurationError):
+        sync.reducer.scale = scale  # to which a state is brought
+        sync.load_state_dict(before)
+        raise
+
+
+# ---- all ranks together ---------------------------------------------------------------------------
+
+
+def _communicators(sync: Saveable) -> Sequence[Communicator]:
+    """Return the replicas of this shard and, where parameters are divided, this replica's shards."""
+    found: Sequence[Communicator] = getattr(sync, "communicators", (sync.reducer.comm,))
+    return found
+
+
+def _seat_of(sync: Saveable) -> Seat:
+    """Return whose file this rank's is."""
+    outer, *inner = _communicators(sync)
+    part, parts = (inner[0].rank, inner[0].world_size) if inner else (0, 1)
+    return Seat(outer.rank, outer.world_size, part, parts)
+
+
+def _greatest(sync: Saveable, number: int) -> int:
+    """Return the greatest of all ranks' numbers."""
+    for comm in _communicators(sync):
+        mine = torch.tensor([number], dtype=torch.int64)
+        number = int(run(comm.allreduce(mine, "checkpoint", op="max")))
+    return number
+
+
+def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
+    """Return what an action returns, once all ranks have done it; raise on all if any of them fails."""
+    result: T | None = None
+    error: SparsyncError | None = None
+    try:
+        result = action()
+    except SparsyncError as caught:
+        error = caught
+    except Exception as caught:
+        error = CheckpointError(f"cannot {what}: {type(caught).__name__}: {first_line(caught)}")
+        error.__cause__ = caught
+    failed = _greatest(sync, 0 if error is None else _seat_of(sync).place + 1)
+    if failed and error is None:
+        error = CheckpointError(f"rank {failed - 1} could not {what}; it says why")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # there was no error

@@ -1,0 +1,1 @@
+"""The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``."""

@@ -1,0 +1,135 @@
+"""The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``.
+
+A command's module is imported when that command is wanted, so ``sparsync --help`` is quick.  Other
+packages add commands through entry points of the group ``sparsync.commands``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Annotated, Any, cast
+
+import typer
+
+from sparsync import __version__
+from sparsync.errors import ConfigurationError, SparsyncError
+from sparsync.transports.launchers import detect
+
+__all__ = ["COMMANDS", "exit_code", "main", "make_app"]
+
+# of every command: its module and one line of help
+COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
+    {
+        "train": (
+            "sparsync.cli.train.command",
+            "Train data-parallel: a small model on data that every machine has, or a paper's.",
+        ),
+        "bench": (
+            "sparsync.cli.bench.command",
+            "Measure collectives: time, volume against its bound, and correctness.",
+        ),
+        "linear": (
+            "sparsync.cli.linear.command",
+            "Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.",
+        ),
+        "doctor": (
+            "sparsync.cli.doctor.command",
+            "Measure the links and the ranks of a job, and check its software; a few seconds.",
+        ),
+        "plan": (
+            "sparsync.cli.plan",
+            "Predict which collective is fastest, and from which bandwidth and density on dense is.",
+        ),
+        "simulate": (
+            "sparsync.cli.simulate.command",
+            "Simulate training steps on virtual ranks, under a virtual clock.",
+        ),
+        "keys": (
+            "sparsync.cli.keys",
+            "Make one certificate per rank, for --curve-keys and curve_keys=.",
+        ),
+    }
+)
+_GROUP = "sparsync.commands"
+
+# the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
+
+
+def make_app(wanted: str | None = None) -> typer.Typer:
+    """Make the command line.
+
+    Args:
+        wanted: the command to import; the others have their line of help alone.  None: all.
+    """
+    app = typer.Typer(
+        name="sparsync",
+        help="Data-parallel training on networks too slow for dense allreduce.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name, (module, line) in COMMANDS.items():
+        if wanted in (name, None):
+            app.command(name)(importlib.import_module(module).command)
+        else:
+            app.command(name, help=line)(_nothing)
+    for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
+        if wanted in (point.name, None):
+            app.command(point.name)(point.load())
+        else:
+            package: Any = point.dist.metadata if point.dist else {}
+            app.command(point.name, help=package.get("Summary"))(_nothing)
+    return app
+
+
+def _nothing() -> None:
+    """Stand for a command that is not wanted."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
+    arguments = sys.argv[1:] or ["--help"]
+    sys.exit(exit_code(lambda: make_app(arguments[0])(arguments, standalone_mode=False)))
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Call ``run``; print one line on an error, and return the exit code."""
+    try:
+        returned = run()
+    except (ConfigurationError, _UsageError) as error:
+        here = detect()
+        if here is None or here.rank == 0:  # all ranks of a launcher got the same arguments
+            _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
+        return 2
+    except (SparsyncError, OSError) as error:
+        _complain(str(error))
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return returned if isinstance(returned, int) else 0
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")

@@ -1,0 +1,287 @@
+"""The command ``sparsync bench``: collectives, kernels or selectors, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from typer import Option
+
+from sparsync.cli.bench.cases import Case
+from sparsync.cli.bench.inputs import INPUTS, input_named
+from sparsync.cli.bench.kernels import bench_kernels, kernel_table
+from sparsync.cli.bench.measure import Measured, Pace, check_verify, measure_simulated
+from sparsync.cli.bench.processes import Team
+from sparsync.cli.bench.rows import Row, Wire, entry, summarize, tables
+from sparsync.cli.bench.selectors import (
+    DEFAULT_SIZES,
+    SELECTOR_INPUTS,
+    SelectorSettings,
+    bench_selectors,
+    parse_sizes,
+    selector_tables,
+    write_plot,
+)
+from sparsync.cli.launch import leads, on_one_thread
+from sparsync.cli.network import Connection, parse_network
+from sparsync.cli.options import (
+    CurveKeys,
+    Json,
+    Lab,
+    Network,
+    Plot,
+    Timeout,
+    TransportOrSim,
+    check,
+    check_at_least,
+    names,
+    numbers,
+    ranks_option,
+    takes,
+)
+from sparsync.cli.output import check_outputs, progress, write_json
+from sparsync.errors import ConfigurationError
+from sparsync.presets import check_density, presets, resolve
+from sparsync.transports.sim import Links
+
+__all__ = ["BenchSettings", "bench", "command"]
+
+_SIMULATED_STEPS = 20  # the virtual clock repeats itself: a short run says as much
+_SIMULATED_WARMUP = 5
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Settings of a bench: every collective at every size and density; fields with a help are options.
+
+    Attributes:
+        collectives: names of presets.
+        sizes: numbers of elements n.
+        densities: k / n asked for.
+        links: the simulated network.
+    """
+
+    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
+    ranks: Annotated[int, ranks_option(8)] = 8
+    sizes: tuple[int, ...] = (1_000_000,)
+    densities: tuple[float, ...] = (0.01,)
+    steps: Annotated[
+        int | None,
+        Option(help="Steps that are timed.", show_default="20; real ranks: 3 to 20, by speed"),
+    ] = None
+    warmup: Annotated[
+        int | None,
+        Option(
+            help="Steps before: not timed, but their volume counts.",
+            show_default="5; real ranks: 1 to 5, by speed",
+        ),
+    ] = None
+    input: Annotated[
+        str,
+        Option(
+            help=f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
+        ),
+    ] = "uniform"
+    seed: Annotated[int, Option(help="Of the gradients.")] = 0
+    transport: TransportOrSim = None
+    links: Links = field(default_factory=Links)
+    timeout: Timeout = 300.0
+    lab: Lab = None
+    curve_keys: CurveKeys = None
+    verify: Annotated[
+        str,
+        Option(
+            help="What is verified in full (the sum and the law): every step; its ends, first and "
+            "last; digest, none: ranks' totals are compared, as on all steps. auto: every step of "
+            "small vectors, the ends for large ones."
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in self.collectives:
+            resolve(name)
+        check_at_least(self, 1, "ranks", "steps")
+        check_at_least(self, 0, "warmup")
+        for size in self.sizes:
+            check("size", size, size >= 1, "at least 1")
+        for density in self.densities:
+            check_density(density)
+        input_named(self.input)
+        check_verify(self.verify)
+        self.connection()
+
+    def connection(self) -> Connection:
+        """How the ranks are connected."""
+        return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
+
+    def pace(self) -> Pace:
+        """How many steps a row takes."""
+        if not self.connection().simulated:
+            return Pace(self.steps, self.warmup)
+        return Pace(
+            _SIMULATED_STEPS if self.steps is None else self.steps,
+            _SIMULATED_WARMUP if self.warmup is None else self.warmup,
+        )
+
+    def cases(self) -> list[Case]:
+        """Return one case per row, collectives side by side."""
+        return [
+            Case(name, self.ranks, size, density, self.input, self.seed, self.links)
+            for size in self.sizes
+            for density in self.densities
+            for name in self.collectives
+        ]
+
+
+@takes(BenchSettings)
+def command(
+    collectives: Annotated[
+        str, Option(help=f"With commas: {', '.join(sorted(presets()))}.")
+    ] = "dense,allgather,oktopk,budgeted,halving",
+    size: Annotated[str, Option(help="Elements of the vector; several, with commas.")] = "1000000",
+    density: Annotated[
+        str | None,
+        Option(
+            help="k / n in (0, 1]; several, with commas (one of --selectors).",
+            show_default="0.01; --selectors: 0.001",
+        ),
+    ] = None,
+    network: Network = "1gbit,50us",
+    *,
+    kernels: Annotated[
+        bool, Option("--kernels", help="Measure the local kernels instead, one by one.")
+    ] = False,
+    selectors: Annotated[
+        bool, Option("--selectors", help="Measure the selectors instead, over sizes of residuals.")
+    ] = False,
+    sizes: Annotated[
+        str, Option(help="Of --selectors: bytes of the residual, with commas.")
+    ] = DEFAULT_SIZES,
+    device: Annotated[str, Option(help="Of --kernels and --selectors: cpu or cuda.")] = "cpu",
+    json: Json = None,
+    plot: Plot = None,
+    **fields: Any,
+) -> None:
+    """Measure collectives: time, volume against its bound, and correctness, on every step.
+
+    Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
+    commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
+    MPI's.  Ends with 1 if a result is wrong.
+    """
+    if selectors:
+        right = _show_selectors(
+            SelectorSettings(
+                parse_sizes(sizes), _one(density), fields["input"], device, fields["seed"]
+            ),
+            json,
+            plot,
+        )
+    elif plot is not None:
+        raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
+    else:
+        settings = BenchSettings(
+            collectives=names(collectives),
+            sizes=numbers("size", size, int),
+            densities=numbers("density", density or "0.01", float),
+            links=parse_network(network),
+            **fields,
+        )
+        if leads():
+            check_outputs(json)
+        right = _show_kernels(settings, device, json) if kernels else _show_rows(settings, json)
+    if not right:
+        raise typer.Exit(1)
+
+
+def _show_rows(settings: BenchSettings, json: Path | None) -> bool:
+    """Measure and report the collectives; tell whether all results are right."""
+    settings.connection().prepare()
+    rows = bench(settings)
+    if rows is None:
+        return True
+    Console().print(tables(rows), highlight=False)
+    write_json(json, [entry(row, rows) for row in rows])
+    return all(row.correct for row in rows)
+
+
+def _show_kernels(settings: BenchSettings, device: str, json: Path | None) -> bool:
+    """Measure and report the kernels; tell whether all agree with their specification."""
+    rows = []
+    for size in settings.sizes:
+        for density in settings.densities:
+            group = bench_kernels(device, size, density, seed=settings.seed)
+            Console().print(kernel_table(group), highlight=False)
+            rows += group
+    write_json(json, rows)
+    return all(row.equal for row in rows)
+
+
+def _show_selectors(settings: SelectorSettings, json: Path | None, plot: Path | None) -> bool:
+    """Measure and report the selectors; tell whether the exact ones selected the k largest."""
+    check_outputs(json, plot)
+    rows = bench_selectors(settings)
+    Console().print(selector_tables(rows), highlight=False)
+    if plot is not None:
+        write_plot(rows, plot)
+    write_json(json, rows)
+    return all(row.correct for row in rows)
+
+
+def _one(text: str | None) -> float:
+    """Return the density of --selectors."""
+    density, *more = numbers("density", text or str(SelectorSettings.density), float)
+    if more:
+        raise ConfigurationError(f"density is {text!r}; --selectors takes one, e.g. 0.001")
+    return density
+
+
+def bench(settings: BenchSettings) -> list[Row] | None:
+    """Measure everything; None on the other ranks of a launcher.
+
+    Example:
+        >>> settings = BenchSettings(("oktopk",), ranks=4, sizes=(4000,), steps=2, warmup=0)
+        >>> [row] = bench(settings)
+        >>> row.k, row.entries_min, row.wrong, row.correct
+        (40, 1.0, 0, True)
+    """
+    connection = settings.connection()
+    if connection.simulated:
+        connection.prepare()
+        measured = on_one_thread(lambda: _simulate_all(settings))
+    else:
+        measured = connection.start(_measure_all, settings.ranks, settings)
+    if measured is None:
+        return None
+    wire = None if settings.lab is None else Wire.of(settings.lab)
+    return [summarize(c, m, wire) for c, m in zip(settings.cases(), measured, strict=True)]
+
+
+def _simulate_all(settings: BenchSettings) -> list[Measured]:
+    """Measure every case on virtual ranks."""
+    pace, rows = settings.pace(), []
+    steps, warmup = pace.timed([]), pace.warmup or 0
+    with progress() as row:
+        for case in settings.cases():
+            with row(case.title) as advance:
+                rows.append(measure_simulated(case, steps, warmup, settings.verify, advance))
+    return rows
+
+
+def _measure_all(settings: BenchSettings) -> list[Measured]:
+    """Measure every case on this rank of a process group."""
+    team = Team(
+        settings.ranks,
+        max(settings.sizes),
+        settings.connection(),
+        settings.verify,
+    )
+    rows = []
+    with progress(shown=dist.get_rank() == 0) as row:
+        for case in settings.cases():
+            with row(case.title) as advance:
+                rows.append(team.measure(case, settings.pace(), advance))
+    return rows

@@ -1,0 +1,181 @@
+"""Gradients for benches and claim tests: deterministic in (seed, step, rank).
+
+Their supports differ, since a sparse collective's volume depends on them: where the large entries of
+the ranks lie, and whether they lie in the same places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.oktopk.regions import even_boundaries
+from sparsync.errors import ConfigurationError
+
+__all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
+
+_CLUSTERS = 5  # places where large entries lie
+_CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
+_OVERLAP = 1 / 64  # part of the elements that are large on all ranks
+_NOISE = 1e-3  # magnitude outside the clusters, relative to inside
+_DOMINANCE = 100.0  # how much larger the dominating rank's entries are
+_SEED_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which gradient is wanted.
+
+    Attributes:
+        size: number of elements n.
+        world_size: number of ranks P.
+        rank: whose gradient.
+        step: 0-based.
+        seed: of the whole run.
+    """
+
+    size: int
+    world_size: int
+    rank: int
+    step: int
+    seed: int
+
+    def normal(self, size: int) -> Tensor:
+        """Return `[size]` standard normal numbers, fresh per step and rank."""
+        generator = _generator("values", self.seed, self.step, self.rank)
+        return torch.randn(size, generator=generator)
+
+    def region(self, owner: int) -> slice:
+        """Return the even region ``owner`` (modulo P) of the vector."""
+        boundaries = even_boundaries(self.size, self.world_size)
+        at = owner % self.world_size
+        return slice(boundaries[at], boundaries[at + 1])
+
+
+@dataclass(frozen=True)
+class Input:
+    """A kind of gradient.
+
+    Attributes:
+        make: draws one.
+        exchangeable: permuting the ranks does not change the joint distribution; the tighter of
+            Ok-Topk's bounds is claimed for such inputs only.
+        meaning: one line for ``--help`` and tables.
+    """
+
+    make: Callable[[Draw], Tensor]
+    exchangeable: bool
+    meaning: str
+
+
+def gradient(kind: str, draw: Draw) -> Tensor:
+    """Return `[size]` with ``torch.float32``.
+
+    Example:
+        >>> gradient("matching", Draw(size=4, world_size=2, rank=1, step=0, seed=0)).count_nonzero()
+        tensor(2)
+    """
+    return input_named(kind).make(draw)
+
+
+def input_named(kind: str) -> Input:
+    """Return an input by its name.
+
+    Raises:
+        ConfigurationError: unknown name (lists the known ones).
+    """
+    if kind not in INPUTS:
+        raise ConfigurationError(f"unknown input {kind!r}; choose one of {', '.join(INPUTS)}")
+    return INPUTS[kind]
+
+
+def _generator(*key: object) -> torch.Generator:
+    """Make a generator whose stream is independent of that of every other key."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(
+        int.from_bytes(digest[:_SEED_BYTES], "little", signed=True)
+    )
+
+
+def _uniform(draw: Draw) -> Tensor:
+    return draw.normal(draw.size)
+
+
+def _heavy_tailed(draw: Draw) -> Tensor:
+    """Scale each normal number by the exponential of another one."""
+    scales = torch.randn(draw.size, generator=_generator("scales", draw.seed, draw.step, draw.rank))
+    return draw.normal(draw.size) * scales.exp()
+
+
+def _clustered(draw: Draw) -> Tensor:
+    values = draw.normal(draw.size)
+    width = max(draw.size // _CLUSTER_FRACTION, 1)
+    places = _generator("places", draw.seed)  # the same for all ranks and steps
+    scale = torch.full_like(values, _NOISE)
+    for start in torch.randint(max(draw.size - width, 1), (_CLUSTERS,), generator=places).tolist():
+        scale[start : start + width] = 1.0
+    return values * scale
+
+
+def _overlapping(draw: Draw) -> Tensor:
+    """Draw large values at the same places on all ranks, new ones on every step."""
+    places = torch.rand(draw.size, generator=_generator("places", draw.seed, draw.step))
+    return draw.normal(draw.size) * torch.where(places < _OVERLAP, 1.0, _NOISE)
+
+
+def _within(draw: Draw, owner: int) -> Tensor:
+    """Draw normal numbers in one even region, zeros elsewhere."""
+    values, region = torch.zeros(draw.size), draw.region(owner)
+    values[region] = draw.normal(region.stop - region.start)
+    return values
+
+
+def _one_region(draw: Draw) -> Tensor:
+    return _within(draw, 0)
+
+
+def _disjoint(draw: Draw) -> Tensor:
+    return _within(draw, draw.rank + 1)
+
+
+def _dominated(draw: Draw) -> Tensor:
+    return _disjoint(draw) * (_DOMINANCE if draw.rank == 1 % draw.world_size else 1.0)
+
+
+def _matching(draw: Draw) -> Tensor:
+    return _within(draw, draw.rank)
+
+
+INPUTS: MappingProxyType[str, Input] = MappingProxyType(
+    {
+        "uniform": Input(
+            _uniform, True, "normal values; supports independent: least overlap, most fill-in"
+        ),
+        "heavy-tailed": Input(
+            _heavy_tailed, True, "log-normal scales: few very large values; supports independent"
+        ),
+        "clustered": Input(
+            _clustered, True, "large values in five places that all ranks share, noise elsewhere"
+        ),
+        "overlapping": Input(
+            _overlapping, True, "large values in the same random places on all ranks: least fill-in"
+        ),
+        "one-region": Input(
+            _one_region, True, "all ranks' values in the first n / P elements, zeros elsewhere"
+        ),
+        "disjoint": Input(
+            _disjoint, False, "each rank's values in its neighbour's n / P elements only"
+        ),
+        "dominated": Input(
+            _dominated, False, "disjoint, and the values of rank 1 are 100 times the others'"
+        ),
+        "matching": Input(
+            _matching, False, "each rank's values in its own n / P elements only (Theorem 3.1)"
+        ),
+    }
+)

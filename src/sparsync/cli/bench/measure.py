@@ -1,0 +1,249 @@
+"""Measurement of a row: how many steps, which are verified in full; and the rows of virtual ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from sparsync.cli.bench.cases import Case, Evidence, Verdict, Verification, WatchedReducer, digest
+from sparsync.errors import ConfigurationError
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.sim import SimCommunicator, Simulation, simulate
+
+__all__ = [
+    "Case",
+    "Measured",
+    "Outcome",
+    "Pace",
+    "SimulatedRanks",
+    "Verify",
+    "check_verify",
+    "measure_simulated",
+    "verified_in_full",
+]
+
+Verify = Literal["auto", "every", "ends", "digest"]
+
+
+def check_verify(mode: str) -> None:
+    """Refuse an unknown mode."""
+    if mode not in get_args(Verify):
+        known = ", ".join(get_args(Verify))
+        raise ConfigurationError(f"unknown verification {mode!r}; choose {known}")
+
+
+def verified_in_full(
+    mode: str, size: int, ranks: int, *, every_up_to: int = 2**24
+) -> tuple[bool, bool]:
+    """Tell whether every step is verified in full, and whether the first and the last one are.
+
+    The totals' digests are compared between ranks on every step, whatever this says.
+
+    Args:
+        mode: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of
+            these that is cheap.
+        size: number of elements n.
+        ranks: world size P.
+        every_up_to: elements n P up to which "auto" means every step: 0.4 s of work on one
+            core.
+
+    Example:
+        >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
+        ((True, True), (False, True))
+    """
+    every = mode == "every" or (mode == "auto" and size * ranks <= every_up_to)
+    return every, every or mode in ("auto", "ends")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a row goes on, where the wall clock counts.
+
+    A number that is not given is chosen by the row's own speed, so that a dense step of ten seconds and a
+    sparse one of ten milliseconds both end in reasonable time with a median that means something.
+
+    Attributes:
+        steps: timed steps; None: as many as fit.
+        warmup: steps before; None: as many as fit.
+        most: timed steps at most, where they are not given.
+        least: and at least: a median needs three.
+        row_seconds: that the timed steps have to fit.
+        most_warmup: error feedback and thresholds have settled by then.
+        warmup_seconds: a warm-up ends here, even if shorter.
+
+    Example:
+        >>> pace = Pace(steps=None, warmup=None)
+        >>> pace.warm([0.01] * 4), pace.warm([0.01] * 5), pace.warm([9.3])
+        (False, True, True)
+        >>> pace.timed([0.01]), pace.timed([1.0]), pace.timed([9.3])
+        (20, 10, 3)
+    """
+
+    steps: int | None
+    warmup: int | None
+    most: int = 20
+    least: int = 3
+    row_seconds: float = 20.0
+    most_warmup: int = 5
+    warmup_seconds: float = 5.0
+
+    def warm(self, durations: Sequence[float]) -> bool:
+        """Tell whether the warm-up is over, given the seconds of its steps so far."""
+        if self.warmup is not None:
+            return len(durations) >= self.warmup
+        return len(durations) >= self.most_warmup or sum(durations) >= self.warmup_seconds
+
+    def timed(self, durations: Sequence[float]) -> int:
+        """Return how many steps to time, given the seconds of the warm-up's steps.
+
+        Each is done twice: once as a whole, once with its exchange timed alone.
+        """
+        if self.steps is not None:
+            return self.steps
+        if not durations:
+            return self.most
+        fit = math.floor(self.row_seconds / (2 * max(min(durations), 1e-9)))
+        return max(self.least, min(self.most, fit))
+
+
+# ---- steps -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step, over all ranks.
+
+    Attributes:
+        seconds: whole ``reduce()``, of the slowest rank.
+        exchange: selected -> total, of the slowest rank; None where the step was not timed so.
+        sent: most bytes that any rank sent.
+        received: most bytes that any rank received.
+        verdict: of the verification.
+        in_full: the verdict is on the sum and the law; else on the equality of the totals alone.
+        kernel: most bytes that the kernel counted on any rank's link, in one direction; None where
+            there is no such link.
+    """
+
+    seconds: float
+    exchange: float | None
+    sent: int
+    received: int
+    verdict: Verdict
+    in_full: bool = True
+    kernel: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All steps of a row.
+
+    Attributes:
+        transport: carried the bytes: "sim", "torch", "zmq" or "mpi".
+        outcomes: of all steps.
+        whole: those that were timed as a whole.
+        alone: those whose exchange was timed alone.
+        warmup: number of steps before the timed ones.
+        stages: seconds per step of every stage of ``ledger.STAGES``, on rank 0, over all steps.
+        add_seconds: ``residual.add_(gradient)``, of the slowest rank, per repetition; may be empty.
+    """
+
+    transport: str
+    outcomes: list[Outcome]
+    whole: list[Outcome]
+    alone: list[Outcome]
+    warmup: int
+    add_seconds: list[float]
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class SimulatedRanks:
+    """P virtual ranks, each with its own reducer, that live from step to step.
+
+    Every step runs on a fresh network: its clock starts at 0 and its ledgers hold this step alone.
+
+    Example:
+        >>> ranks = SimulatedRanks(Case("oktopk", ranks=4, size=1000, density=0.01))
+        >>> simulation = ranks.step()
+        >>> simulation.results[0].total.nnz, simulation.ledgers[0].total().messages_sent > 0
+        (10, True)
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ranks = [WatchedReducer(case, SoloCommunicator()) for _ in range(case.ranks)]
+        self.reducers = [rank.reducer for rank in self.ranks]
+
+    def step(self) -> Simulation[Evidence]:
+        """Run the next step of all ranks; return the evidence."""
+        simulation = self.run()
+        return Simulation(
+            [rank.evidence() for rank in self.ranks], simulation.seconds, simulation.ledgers
+        )
+
+    def run(self, *, keep: bool = True) -> Simulation[None]:
+        """Run the next step of all ranks; keep the evidence if asked for."""
+
+        async def program(comm: SimCommunicator) -> None:
+            rank = self.ranks[comm.rank]
+            rank.reducer.comm, rank.keep = comm, keep
+            await rank.reducer.reduce([rank.feed()])
+
+        return simulate(program, self.case.ranks, links=self.case.links)
+
+
+def measure_simulated(
+    case: Case,
+    steps: int,
+    warmup: int,
+    verify: str = "auto",
+    advance: Callable[[int], None] = lambda total: None,
+) -> Measured:
+    """Measure a row under the virtual clock, which charges communication alone.
+
+    Args:
+        case: the row.
+        steps: timed steps.
+        warmup: steps before them.
+        verify: which steps are verified in full; see ``verified_in_full``.
+        advance: called after every step with the number of steps.
+    """
+    ranks = SimulatedRanks(case)
+    outcomes: list[Outcome] = []
+    every, ends = verified_in_full(verify, case.size, case.ranks)
+    total = warmup + steps
+    stages = Counter[str]()
+    for step in range(total):
+        in_full = every or (ends and step in (0, total - 1))
+        simulation = ranks.run(keep=in_full)
+        traffic = [ledger.total() for ledger in simulation.ledgers]
+        stages.update(simulation.ledgers[0].stages)
+        outcomes.append(
+            Outcome(
+                simulation.seconds,
+                simulation.seconds,
+                max(t.sent for t in traffic),
+                max(t.received for t in traffic),
+                _full_verdict(ranks) if in_full else _brief_verdict(ranks),
+                in_full,
+            )
+        )
+        advance(total)
+    timed = outcomes[warmup:]
+    per_step = {stage: seconds / total for stage, seconds in stages.items()}
+    return Measured("sim", outcomes, timed, timed, warmup, [], per_step)
+
+
+def _full_verdict(ranks: SimulatedRanks) -> Verdict:
+    check = Verification(ranks.case.size, ranks.case.ranks, ranks.case.k)
+    for rank in ranks.ranks:
+        check.add(rank.evidence())
+    return check.verdict()
+
+
+def _brief_verdict(ranks: SimulatedRanks) -> Verdict:
+    totals = [rank.reduced.total for rank in ranks.ranks]
+    selected = max(rank.selected.values.numel() for rank in ranks.ranks)
+    return Verdict.of_totals(ranks.case.k, selected, totals[0], {digest(t) for t in totals})

@@ -1,0 +1,467 @@
+"""The cost of selecting k of n, selector by selector, over sizes of the residual (RedSync, Figure 3)."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from rich.console import Group
+from rich.text import Text
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.cli.launch import on_one_thread
+from sparsync.cli.options import names
+from sparsync.cli.output import Columns, format_ms, format_ratio, progress
+from sparsync.errors import ConfigurationError
+from sparsync.presets import check_density
+from sparsync.selection import BinarySearch, Exact, Sampled, Selector, Trimmed
+from sparsync.sparse import SparseVector
+
+__all__ = [
+    "DEFAULT_SIZES",
+    "SELECTOR_INPUTS",
+    "SelectorRow",
+    "SelectorSettings",
+    "bench_selectors",
+    "format_size",
+    "parse_sizes",
+    "selector_tables",
+    "write_plot",
+]
+
+DEFAULT_SIZES: Final = "64KB,256KB,1MB,4MB,16MB,64MB,256MB,512MB"  # those of Figure 3
+SELECTOR_INPUTS: Final = ("uniform", "normal", "residual")
+_UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
+_ITEM = 4  # bytes of a float32
+_ROUNDS = 20  # of error feedback that make a residual: it piles up below the threshold
+_DRIFT = 0.25  # standard deviation of the gradient, over the distance from k-th to 2k-th magnitude
+_PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
+_SETTLED = 10  # calls until the fused selector knows how many candidates to collect
+_STYLES = (  # in the order of the rows
+    ("black", "-"),
+    ("#1a7a4c", "-"),
+    ("#d95f02", "--"),
+    ("#1b6ca8", "--"),
+    ("#1b6ca8", "-"),
+    ("#8e4b9e", "-."),
+    ("#c2185b", "-"),
+    ("#9a9a9a", ":"),
+    ("#606060", "-"),
+)
+_LABEL_GAP = 0.045  # of the height of the picture, between the labels of two lines
+
+
+@dataclass(frozen=True)
+class SelectorSettings:
+    """Settings of ``--selectors``, checked before anything starts: every selector at every size.
+
+    Attributes:
+        sizes: of the residual in bytes; float32.
+        density: k / n (RedSync: 0.1 %).
+        input: "uniform" on [0, 1) as in the figure; "normal"; or "residual": what some rounds of error
+            feedback leave.
+        device: "cpu" or "cuda".
+        seed: of the residual and of the gradients.
+        seconds: that a selector is repeated for, warm-up apart.
+        repeats: at least this many, however long they take.
+    """
+
+    sizes: tuple[int, ...]
+    density: float = 0.001
+    input: str = "uniform"
+    device: str = "cpu"
+    seed: int = 0
+    seconds: float = 0.3
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if self.input not in SELECTOR_INPUTS:
+            raise ConfigurationError(
+                f"unknown input {self.input!r}; choose one of {', '.join(SELECTOR_INPUTS)}"
+            )
+        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        if self.device not in there:
+            raise ConfigurationError(
+                f"--device is {self.device!r}; here it can be: {', '.join(there)}"
+            )
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Read sizes in bytes, e.g. "64KB,512MB"; 1 KB are 1,024 bytes.
+
+    Example:
+        >>> parse_sizes("64KB, 1MB")
+        (65536, 1048576)
+    """
+    matches = [re.fullmatch(r"(\d+)\s*([KMG]B)", part.upper()) for part in names(text)]
+    sizes = tuple(int(match[1]) * _UNITS[match[2]] for match in matches if match)
+    if len(sizes) < len(matches) or 0 in sizes:
+        raise ConfigurationError(
+            f"sizes is {text!r}; give bytes, with commas between, e.g. 64KB,1MB"
+        )
+    return sizes
+
+
+def format_size(nbytes: int) -> str:
+    """Write a size as ``parse_sizes`` reads it, in the largest unit that divides it.
+
+    Example:
+        >>> format_size(65536), format_size(1 << 29), format_size(1536 << 10)
+        ('64 KB', '512 MB', '1536 KB')
+    """
+    unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
+    return f"{nbytes // _UNITS[unit]} {unit}"
+
+
+# ---- measurement -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelectorRow:
+    """One selector at one size; the fields are the keys of the JSON.  None: selects nothing.
+
+    Attributes:
+        selector: its name.
+        nbytes: of the residual.
+        speedup: seconds of torch.topk at this size over these.
+        over_read: seconds over those of one read of the residual.
+        entries_over_k: selected by the last call, over k.
+        recall: part of the k largest that it selected.
+        correct: the k largest, where they are promised.
+        seconds: of one call, median of the samples; where the calls of a period differ, the mean of
+            their medians.  On the CPU of its one thread's own time: waiting for a core does not
+            count.
+        samples: how many were taken.
+    """
+
+    selector: str
+    nbytes: int
+    speedup: float
+    over_read: float
+    entries_over_k: float | None
+    recall: float | None
+    correct: bool
+    seconds: float
+    samples: int
+    size: int
+    k: int
+    density: float
+    input: str
+    device: str
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One line of the figure.
+
+    Attributes:
+        prepare: makes the next step's data; not timed.
+        run: returns the values that it selected.
+        period: calls per sample.
+        warmup: calls before, not timed.
+        exact: promises the k largest.
+    """
+
+    name: str
+    prepare: Callable[[], object]
+    run: Callable[[], Tensor | None]
+    period: int = 1
+    warmup: int = 1
+    exact: bool = False
+
+
+@dataclass
+class _Measured:
+    """The measurements of a case: the seconds of each call of each sample; the last selection."""
+
+    case: _Case
+    samples: list[list[float]] = field(default_factory=list)
+    entries_over_k: float | None = None
+    recall: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The mean over the calls of a period, each the median over the samples."""
+        return statistics.fmean(statistics.median(call) for call in zip(*self.samples, strict=True))
+
+    def sample(self, clock: Callable[[], float]) -> Tensor | None:
+        """Time the calls of a period; return what the last one selected."""
+        seconds, values = [], None
+        for _ in range(self.case.period):
+            self.case.prepare()
+            start = clock()
+            values = self.case.run()
+            seconds.append(clock() - start)
+        self.samples.append(seconds)
+        return values
+
+    def judge(self, x: Tensor, k: int, values: Tensor | None) -> None:
+        """Note how many values were selected, and which part of the k largest is among them."""
+        if values is not None:
+            largest = x[kernels.top(x, k)].abs()
+            reached = int((values.abs() >= largest.min()).sum())  # more than k if the k-th has ties
+            self.entries_over_k = values.numel() / largest.numel()
+            self.recall = min(reached / largest.numel(), 1.0)
+
+
+def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
+    """Time every selector at every size, smallest first; in each, torch.topk is first, one read last.
+
+    Between two calls a small gradient is added to the residual, or subtracted, so that thresholds
+    move; it is then as warm in the caches as after an accumulation.  On the CPU all run on one thread,
+    as torch.topk does anyway.
+    """
+
+    def measure() -> list[SelectorRow]:
+        rows = []
+        with progress() as bar:
+            for nbytes in sorted(set(settings.sizes)):
+                with bar(format_size(nbytes)) as advance:
+                    rows += _rows(settings, nbytes, advance)
+        return rows
+
+    return on_one_thread(measure)
+
+
+def _rows(
+    settings: SelectorSettings, nbytes: int, advance: Callable[[int | None], None]
+) -> list[SelectorRow]:
+    """Measure one size."""
+    size = nbytes // _ITEM
+    k = max(round(settings.density * size), 1)
+    x, gradient = _data(settings, size, k)
+    measured = _measure(_cases(x, gradient, k), x, k, settings, advance)
+    base, read = measured[0].seconds, measured[-1].seconds
+    return [
+        SelectorRow(
+            selector=m.case.name,
+            nbytes=nbytes,
+            speedup=base / m.seconds,
+            over_read=m.seconds / read,
+            entries_over_k=m.entries_over_k,
+            recall=m.recall,
+            correct=not m.case.exact or (m.entries_over_k == m.recall == 1),
+            seconds=m.seconds,
+            samples=len(m.samples),
+            size=size,
+            k=k,
+            density=settings.density,
+            input=settings.input,
+            device=settings.device,
+        )
+        for m in measured
+    ]
+
+
+# ---- data -----------------------------------------------------------------------------------------
+
+
+def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return a residual, and a gradient that moves its threshold a little."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    draw = partial(torch.randn, size, generator=generator, device=settings.device)
+    if settings.input == "uniform":
+        x = torch.rand(size, generator=generator, device=settings.device)
+    else:
+        x = draw()
+    if settings.input == "residual":
+        for _ in range(_ROUNDS):
+            x[kernels.top(x, k)] = 0
+            x += draw()
+    tail = x[kernels.top(x, 2 * k)].abs().sort(descending=True).values
+    return x, draw().mul_(_DRIFT * (tail[k - 1] - tail[-1]))
+
+
+# ---- lines ----------------------------------------------------------------------------------------
+
+
+def _cases(x: Tensor, gradient: Tensor, k: int) -> list[_Case]:
+    """Return the rows, in their order; all of them keep ``x`` near what it is."""
+
+    def move() -> None:
+        x.add_(gradient.neg_())
+
+    def topk() -> Tensor:
+        return x[x.abs().topk(k).indices]
+
+    def selecting(name: str, selector: Selector, period: int = 1, *, exact: bool = False) -> _Case:
+        steps = count()
+
+        def run() -> Tensor:
+            return selector.select(x, k, next(steps)).values
+
+        return _Case(name, move, run, period, warmup=period, exact=exact)
+
+    def read() -> None:
+        x.sum()
+
+    def add() -> None:
+        x.add_(gradient)
+
+    return [
+        _Case("torch.topk of |x|", move, topk, exact=True),
+        selecting("exact, no sort of n", Exact(), exact=True),
+        selecting("trimmed", Trimmed(), exact=True),
+        selecting("binary search", BinarySearch()),
+        selecting(f"binary search, 1 of {_PERIOD}", BinarySearch(reuse_period=_PERIOD), _PERIOD),
+        selecting("sampled", Sampled()),
+        _fused(x, gradient, k),
+        _Case("x.add_(gradient)", gradient.neg_, add),
+        _Case("one read, x.sum()", move, read),
+    ]
+
+
+def _fused(x: Tensor, gradient: Tensor, k: int) -> _Case:
+    """Exact selection among the candidates of the accumulation: the time of both."""
+    selector, steps, memory = Exact(), count(), torch.empty_like(gradient)
+
+    def renew() -> None:
+        memory.copy_(gradient.neg_())
+
+    def accumulate_and_select() -> Tensor:
+        step = next(steps)
+        found = kernels.accumulate_(x, memory, *selector.collect_from(k, step, x.dtype) or ())
+        collected = found and SparseVector(*found, x.numel())
+        return selector.select(x, k, step, collected).values
+
+    return _Case("exact + x.add_, fused", renew, accumulate_and_select, warmup=_SETTLED, exact=True)
+
+
+# ---- clock ----------------------------------------------------------------------------------------
+
+
+def _measure(
+    cases: list[_Case],
+    x: Tensor,
+    k: int,
+    settings: SelectorSettings,
+    advance: Callable[[int | None], None],
+) -> list[_Measured]:
+    """Measure all cases in turns: other load on the machine hits all of them alike."""
+    clock = time.thread_time if settings.device == "cpu" else _clock_of_gpu
+    measured = [_Measured(case) for case in cases]
+    for case in cases:
+        for _ in range(case.warmup):
+            case.prepare()
+            case.run()
+    for _ in range(settings.repeats):
+        for m in measured:
+            end = time.perf_counter() + settings.seconds / settings.repeats
+            values = m.sample(clock)
+            while time.perf_counter() < end:
+                values = m.sample(clock)
+            m.judge(x, k, values)
+            advance(settings.repeats * len(cases))
+    return measured
+
+
+def _clock_of_gpu() -> float:
+    """Return the time at which the GPU has finished its work."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# ---- report ----------------------------------------------------------------------------------------
+
+
+def selector_tables(rows: Sequence[SelectorRow]) -> Group:
+    """Show the selectors over the sizes: ratios to torch.topk, entries over k, milliseconds."""
+    first = rows[0]
+    return Group(
+        Text(f"{first.input} input, density {first.density:g}, {first.device}\n"),
+        _table("Times faster than torch.topk", rows, lambda row: format_ratio(row.speedup)),
+        Text(),
+        _table("Selected entries, over k", rows, _selected),
+        Text(),
+        _table("ms per call", rows, _ms),
+    )
+
+
+def _ms(row: SelectorRow) -> str:
+    return f"{1e3 * row.seconds:.4f}" if row.seconds < 1e-5 else format_ms(row.seconds)
+
+
+def _selected(row: SelectorRow) -> str:
+    return format_ratio(row.entries_over_k) if row.correct else "WRONG"
+
+
+def _table(title: str, rows: Sequence[SelectorRow], cell: Callable[[SelectorRow], str]) -> Columns:
+    """Return one line per selector, one column per size."""
+    by_size = [list(group) for _, group in groupby(rows, key=lambda row: row.nbytes)]
+    heads = ["selector", *(format_size(group[0].nbytes) for group in by_size)]
+    cells = [[line[0].selector, *map(cell, line)] for line in zip(*by_size, strict=True)]
+    return Columns(heads, cells, title)
+
+
+def write_plot(rows: Sequence[SelectorRow], path: Path) -> None:
+    """Draw milliseconds over the size, both logarithmic; every line is labelled where it ends."""
+    from matplotlib.figure import Figure  # the object interface: no display, no global state
+
+    first, last = rows[0], rows[-1]
+    lines = [[row for row in rows if row.selector == name] for name in _names(rows)]
+    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+    axis = figure.subplots()
+    for line, (colour, style) in zip(lines, _STYLES, strict=True):
+        x, y = [row.nbytes for row in line], [1e3 * row.seconds for row in line]
+        axis.loglog(x, y, color=colour, linestyle=style, marker="o", markersize=3, linewidth=1.4)
+    low, high = (math.log(limit) for limit in axis.get_ylim())
+    ends = [(math.log(1e3 * line[-1].seconds) - low) / (high - low) for line in lines]
+    for line, (colour, _), height in zip(lines, _STYLES, _apart(ends), strict=True):
+        axis.annotate(
+            f"{line[-1].selector}: {format_ratio(line[-1].speedup)}x",
+            (last.nbytes, 1e3 * line[-1].seconds),
+            (1.04, height),
+            textcoords="axes fraction",
+            color=colour,
+            verticalalignment="center",
+            fontsize=8,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+            },
+        )
+    sizes = [row.nbytes for row in lines[0]]
+    axis.set_xticks(sizes, [format_size(size).replace(" ", "\n") for size in sizes])
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.set(xlabel="residual, float32", ylabel="ms per call")
+    axis.grid(alpha=0.3, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"Selecting {100 * first.density:g} % of a residual ({first.input}, {first.device}); "
+        f"next to the names: times faster than torch.topk at {format_size(last.nbytes)}",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _names(rows: Sequence[SelectorRow]) -> list[str]:
+    return [row.selector for row in rows if row.nbytes == rows[0].nbytes]
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Move labels apart, as little as is needed from the top down, in the order that they have."""
+    order = sorted(range(len(heights)), key=lambda at: -heights[at])
+    placed = dict.fromkeys(order, 0.0)
+    above = math.inf
+    for at in order:
+        placed[at] = above = min(heights[at], above - _LABEL_GAP)
+    below = min(placed.values())
+    for at in reversed(order):  # none below the picture
+        placed[at] = below = max(placed[at], below, 0.0)
+        below += _LABEL_GAP
+    return [placed[at] for at in range(len(heights))]

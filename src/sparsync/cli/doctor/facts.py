@@ -1,0 +1,155 @@
+"""Facts that a rank knows about itself and its machine, for ``sparsync doctor`` to compare."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import sparsync
+from sparsync.errors import PeerError
+from sparsync.kernels import native
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.mpi_requests import load_mpi
+
+__all__ = ["Facts", "gather_facts", "local_facts"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of one rank."""
+
+    sparsync: str  # version
+    torch: str
+    python: str
+    platform: str  # system and processor
+    kernels: str  # instruction set of the native kernels; "torch": they are not in use
+    built: bool  # native kernels are installed
+    cores: int  # that this process may use
+    threads: int  # that torch uses
+    openmp: int  # OpenMP runtimes that are loaded
+    backends: dict[str, str]  # transports and devices by name, with versions where they have some
+    loopback: bool  # gloo's interface is one that no other host reaches
+    machine: str  # digest that all ranks of a machine share
+    network: str  # digest of the network stack, likewise: containers of one machine have several
+    host: str | None  # its name, if that was asked for
+    wall: float  # seconds that the wall clock is ahead of the steady one
+    mpi: str | None  # the MPI library, if it carries the messages
+
+
+def local_facts(transport: str, *, hosts: bool = False) -> Facts:
+    """Return this process's facts.
+
+    Args:
+        transport: will carry the messages.
+        hosts: tell the host's name.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # where the system has it
+    library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
+    return Facts(
+        sparsync=sparsync.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        kernels=native.chosen(),
+        built=native.EXTENSION is not None,
+        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        openmp=_openmp_runtimes(Path("/proc/self/maps")),
+        backends=_backends(),
+        loopback=_on_loopback(os.environ),
+        machine=_digest(_read("/proc/sys/kernel/random/boot_id") or socket.gethostname()),
+        network=_digest(_read("/proc/self/ns/net") + socket.gethostname()),
+        host=socket.gethostname() if hosts else None,
+        wall=time.time() - time.perf_counter(),
+        mpi=library,
+    )
+
+
+async def gather_facts(comm: Communicator, mine: Facts) -> list[Facts]:
+    """Return every rank's facts, in rank order; all ranks call it.
+
+    Raises:
+        PeerError: ranks run different versions of sparsync; says which.
+    """
+    raw = json.dumps(asdict(mine)).encode()
+    longest = int(await comm.allreduce(torch.tensor([len(raw)]), "facts", "max"))
+    padded = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8)
+    gathered = [json.loads(bytes(t.tolist())) for t in await comm.allgather(padded, "facts")]
+    versions = [str(facts.get("sparsync")) for facts in gathered]
+    if len(set(versions)) > 1:
+        said = "; ".join(f"{v} on {_ranks(versions, v)}" for v in sorted(set(versions)))
+        raise PeerError(
+            f"ranks run different versions of sparsync: {said}; install the same everywhere"
+        )
+    return [Facts(**facts) for facts in gathered]
+
+
+def _ranks(versions: list[str], version: str) -> str:
+    having = [str(rank) for rank, v in enumerate(versions) if v == version]
+    return f"rank{'s' if len(having) > 1 else ''} {', '.join(having)}"
+
+
+def _backends() -> dict[str, str]:
+    """Return the transports and devices that are installed, by name."""
+    found = {}
+    for name in ("gloo", "nccl", "mpi"):
+        if dist.is_available() and getattr(dist, f"is_{name}_available")():
+            found[f"torch.distributed {name}"] = ""
+    if importlib.util.find_spec("zmq") is not None:
+        import zmq
+
+        found["zmq"] = zmq.zmq_version() + ("" if zmq.has("curve") else " without encryption")
+    if importlib.util.find_spec("mpi4py") is not None:
+        found["mpi4py"] = ""
+    if torch.cuda.is_available():
+        found["CUDA"] = f"{torch.version.cuda}, {torch.cuda.device_count()} device(s)"
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = ""
+    if native.EXTENSION is not None:
+        found["native kernels"] = ", ".join(native.instruction_sets())
+    return found
+
+
+def _openmp_runtimes(maps: Path) -> int:
+    """Count the OpenMP libraries in this process; 0 where the system does not tell."""
+    names = ("libgomp", "libiomp", "libomp")
+    try:
+        files = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    except OSError:
+        return 0
+    return len({file for file in files if Path(file).name.startswith(names)})
+
+
+def _on_loopback(environ: Mapping[str, str]) -> bool:
+    """Tell whether gloo will listen where no other host can reach it."""
+    interface = environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return interface.startswith("lo")
+    try:
+        return socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:  # a name that nobody knows: gloo falls back to loopback
+        return True
+
+
+def _read(path: str) -> str:
+    """Return a file's text, or a link's target; "" where the system has no such file."""
+    file = Path(path)
+    try:
+        return str(file.readlink()) if file.is_symlink() else file.read_text()
+    except OSError:
+        return ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

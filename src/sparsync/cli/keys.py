@@ -1,0 +1,29 @@
+"""The command ``sparsync keys``: certificates for ranks that encrypt and authenticate each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from typer import Argument, Option
+
+from sparsync.transports.zmq import make_curve_keys
+
+__all__ = ["command"]
+
+
+def command(
+    directory: Annotated[Path, Argument(help="New folder for the keys.")],
+    ranks: Annotated[int, Option(help="World size: one certificate per rank.")] = 8,
+) -> None:
+    """Make one certificate per rank, for --curve-keys and curve_keys=.
+
+    Every rank needs all public keys and its own secret one alone: copy the folder to each machine
+    without the other ranks' secrets.
+    """
+    made = make_curve_keys(directory, ranks)
+    Console().print(
+        f"{len(made)} certificates in {directory}: rank R needs all .key files and rank-R.key_secret",
+        highlight=False,
+    )

@@ -1,0 +1,105 @@
+"""The command ``sparsync linear``: logistic regression and linear SVMs on sparse data, in parallel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from sparsync.cli.launch import leads, on_one_thread
+from sparsync.cli.linear.report import LinearResult, tables, with_ratios
+from sparsync.cli.linear.settings import LinearSettings
+from sparsync.cli.network import parse_network
+from sparsync.cli.options import Json, Network, names, takes
+from sparsync.cli.output import check_outputs, write_json
+from sparsync.errors import ConfigurationError
+
+__all__ = ["command", "train_linear"]
+
+
+def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
+    """Train once per exchange; None on the other ranks of a launcher.
+
+    Example:
+        >>> settings = LinearSettings(
+        ...     ranks=2, rows=200, dimensions=5_000, epochs=2, exchanges=("ring", "dense")
+        ... )
+        >>> ring, dense = train_linear(settings)
+        >>> ring.objective[2] < ring.objective[0], ring.objective_difference < 1e-5
+        (True, True)
+    """
+    from sparsync.cli.linear.rank import simulate_all, train_all  # SciPy: only where it is used
+
+    connection = settings.connection()
+    if connection.simulated:
+        connection.prepare()
+        return with_ratios(on_one_thread(lambda: simulate_all(settings)))
+    results: list[LinearResult] | None = connection.start(train_all, settings.ranks, settings)
+    return None if results is None else with_ratios(results)
+
+
+@takes(LinearSettings)
+def command(
+    *,
+    exchange: Annotated[
+        str | None,
+        Option(
+            help="A lossless collective, e.g. allgather, split-allgather, recursive-doubling, ring, "
+            "dynamic, sparcml-auto, dense.",
+            show_default="split-allgather; for scd allgather",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        Option(help="Repeat the training with these exchanges, with commas; ratios are to dense."),
+    ] = None,
+    network: Network = "1gbit,50us",
+    aggregation: Annotated[
+        str, Option(help="sync, or async: steps go on while gradients are under way.")
+    ] = "sync",
+    staleness: Annotated[
+        int | None,
+        Option(help="async: gradients are applied this many steps late.", show_default="1"),
+    ] = None,
+    json: Json = None,
+    **fields: Any,
+) -> None:
+    """Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.
+
+    Messages are as sparse as the data are; nothing is dropped, so the losses are those of the
+    dense exchange (--compare dense).  Starts local ranks, or runs inside a launcher's.
+    """
+    exchange = exchange or ("allgather" if fields["solver"] == "scd" else "split-allgather")
+    exchanges = [name for name in names(f"{exchange},{compare or ''}") if name]
+    settings = LinearSettings(
+        exchanges=tuple(dict.fromkeys(exchanges)),
+        links=parse_network(network),
+        staleness=_steps_late(aggregation, staleness),
+        **fields,
+    )
+    if leads():
+        check_outputs(json)
+    settings.connection().prepare()
+    try:
+        results = train_linear(settings)
+    finally:  # an interrupted rank 0 may have left its progress bar without showing the cursor again
+        Console(stderr=True).show_cursor()
+    if results is None:
+        return
+    write_json(json, results)
+    Console().print(tables(results), highlight=False)
+    if not all(result.replicas_equal for result in results):
+        raise typer.Exit(1)
+
+
+def _steps_late(aggregation: str, staleness: int | None) -> int:
+    """Return the staleness: 0 if synchronous."""
+    if aggregation not in ("sync", "async"):
+        raise ConfigurationError(f"unknown aggregation {aggregation!r}; choose sync or async")
+    if aggregation == "sync" and staleness:
+        raise ConfigurationError(
+            f"staleness is {staleness} with --aggregation sync; choose async, or leave it out"
+        )
+    return 0 if aggregation == "sync" else 1 if staleness is None else staleness

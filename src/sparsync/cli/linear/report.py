@@ -1,0 +1,141 @@
+"""Results of ``sparsync linear``: their fields, which are the JSON's keys, and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from rich.console import Group
+from rich.text import Text
+
+from sparsync.cli.linear.settings import DENSE
+from sparsync.cli.output import Columns, format_bytes, format_ratio
+from sparsync.cost.wording import format_seconds
+
+__all__ = ["LinearResult", "tables", "with_ratios"]
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    """One training; its fields are the keys of the JSON.  None: does not apply.
+
+    Lists have one value per epoch, unless another is said; bytes are the ledger's, of the rank that
+    sends or receives most.  Seconds are of the slowest rank; evaluations are not counted.
+    """
+
+    exchange: str
+    solver: str
+    model: str
+    data: str
+    ranks: int
+    transport: str
+    lab: float | None  # bits per second of the shaped links
+    rows: int  # of the training, over all ranks
+    dimensions: int
+    steps: int  # of an epoch
+    staleness: int
+    # mean loss plus penalties over all ranks' rows: before the first epoch, then after each
+    objective: list[float]
+    accuracy: list[float]  # likewise, on ``accuracy_on``
+    accuracy_on: str  # "held-out rows" or "training rows"
+    seconds: list[float]  # every stretch of computation, and the next
+    # every exchange, from when all ranks are there until the last has its result; asynchronous:
+    # the time that a rank waits for what it needs
+    seconds_communication: list[float]
+    seconds_updates: list[float]  # of these, the exchange of updates, without scd's derivatives
+    bytes_sent: list[int]
+    bytes_received: list[int]
+    messages_sent: list[int]
+    bytes_updates: list[int]
+    replicas_equal: bool  # all ranks ended with bit-identical weights
+    speedup_communication: float | None = None  # the number of "dense" over this one's; likewise:
+    speedup_updates: float | None = None
+    speedup: float | None = None
+    bytes_ratio: float | None = None
+    objective_difference: float | None = None  # largest difference to that of "dense", over it
+
+
+def with_ratios(results: Sequence[LinearResult]) -> list[LinearResult]:
+    """Compare all with the dense one, if it is there."""
+    dense = next((result for result in results if result.exchange == DENSE), None)
+    if dense is None:
+        return list(results)
+    return [
+        replace(
+            result,
+            speedup_communication=_ratio(dense.seconds_communication, result.seconds_communication),
+            speedup_updates=_ratio(dense.seconds_updates, result.seconds_updates),
+            speedup=_ratio(dense.seconds, result.seconds),
+            bytes_ratio=_ratio(dense.bytes_sent, result.bytes_sent),
+            objective_difference=max(
+                (abs(a - b) / abs(b) if b else abs(a))
+                for a, b in zip(result.objective, dense.objective, strict=True)
+            ),
+        )
+        for result in results
+    ]
+
+
+def _ratio(dense: Sequence[float], own: Sequence[float]) -> float | None:
+    return sum(dense) / sum(own) if sum(own) else None
+
+
+def tables(results: Sequence[LinearResult]) -> Group:
+    """Show the ratios to dense first, seconds and bytes per epoch; then the losses."""
+    compared = any(result.speedup is not None for result in results)
+    updates = results[0].solver == "scd"
+    ratios = ["fewer bytes", "faster exchange", *["faster updates"] * updates, "speed-up"]
+    heads = ["exchange", *(ratios if compared else []), "time per epoch", "of it exchange"]
+    heads += ["sent per epoch", "loss", "accuracy"]
+    rows = []
+    for result in results:
+        own = [result.speedup_updates] if updates else []
+        shown = [result.bytes_ratio, result.speedup_communication, *own, result.speedup]
+        rows.append(
+            [
+                result.exchange,
+                *(format_ratio(ratio) for ratio in shown if compared),
+                format_seconds(fmean(result.seconds)),
+                format_seconds(fmean(result.seconds_communication)),
+                format_bytes(fmean(result.bytes_sent)),
+                f"{result.objective[-1]:.4f}",
+                f"{100 * result.accuracy[-1]:.2f} %",
+            ]
+        )
+    return Group(Columns(heads, rows), Text("\n" + _caption(results) + "\n"), _losses(results))
+
+
+def _losses(results: Sequence[LinearResult], columns: int = 6) -> Columns:
+    """Show the loss before the first and after the last epoch, and some between."""
+    last = len(results[0].objective) - 1
+    shown = sorted({last * column // (columns - 1) for column in range(columns)})
+    rows = [[r.exchange, *(f"{r.objective[epoch]:.7f}" for epoch in shown)] for r in results]
+    return Columns(["loss after epoch", *map(str, shown)], rows)
+
+
+def _caption(results: Sequence[LinearResult]) -> str:
+    first = results[0]
+    carriers = "/".join(sorted({result.transport for result in results}))
+    place = f", {first.lab / 1e9:g} Gbit/s" if first.lab else ""
+    late = f", gradients {first.staleness} steps late" if first.staleness else ""
+    lines = [
+        f"{first.model} by {first.solver}, {first.data}: {first.rows:,} rows, "
+        f"{first.dimensions:,} weights",
+        f"{first.ranks} ranks over {carriers}{place}; {first.steps} steps per epoch{late}",
+        f"ratios are to {DENSE}; sent: by the rank that sends most; accuracy on {first.accuracy_on}",
+    ]
+    if first.solver == "scd":
+        lines.append("updates: their exchange, without the sums of the derivatives")
+    if first.transport == "sim":
+        lines.append("communication under the virtual clock; computation as this process took it")
+    differences = [r.objective_difference for r in results if r.objective_difference is not None]
+    if differences:
+        lines.append(f"losses differ from {DENSE}'s by at most {max(differences):.1e} of them")
+    wrong = [result.exchange for result in results if not result.replicas_equal]
+    lines.append(
+        f"REPLICAS DIFFER at the end: {', '.join(wrong)}"
+        if wrong
+        else "weights at the end: bit-identical on all ranks"
+    )
+    return "\n".join(lines)

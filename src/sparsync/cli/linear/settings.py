@@ -1,0 +1,150 @@
+"""Settings of ``sparsync linear``, equal for all exchanges and ranks; checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from typer import Option
+
+from sparsync.cli.network import Connection
+from sparsync.cli.options import (
+    Lab,
+    Timeout,
+    TransportOrSim,
+    check,
+    check_at_least,
+    numbers,
+    ranks_option,
+)
+from sparsync.errors import ConfigurationError
+from sparsync.transports.sim import Links
+
+__all__ = ["DENSE", "TRIGRAMS", "LinearSettings"]
+
+DENSE = "dense"
+TRIGRAMS = "trigrams"
+
+
+@dataclass(frozen=True)
+class LinearSettings:
+    """Settings that all exchanges of a comparison share; those with a help are options of the command.
+
+    Attributes:
+        exchanges: by which the same training is repeated; names of ``linear.exchanges.EXCHANGES``.
+        links: the simulated network.
+        staleness: steps by which a gradient is applied late; 0: synchronous.
+    """
+
+    data: Annotated[
+        str,
+        Option(
+            help=f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
+        ),
+    ] = TRIGRAMS
+    model: Annotated[str, Option(help="logistic or svm.")] = "logistic"
+    solver: Annotated[
+        str, Option(help="sgd, or scd: block coordinate descent (logistic only).")
+    ] = "sgd"
+    exchanges: tuple[str, ...] = ("split-allgather",)
+    ranks: Annotated[int, ranks_option(4)] = 4
+    transport: TransportOrSim = None
+    links: Links = field(default_factory=Links)
+    lab: Lab = None
+    epochs: Annotated[int, Option(help="Passes over the rows; with scd over the coordinates.")] = 5
+    steps: Annotated[
+        int | None, Option(help="Most steps of an epoch.", show_default="a whole pass")
+    ] = None
+    batch_size: Annotated[int, Option("--batch", help="Rows per rank and step of sgd.")] = 1000
+    coordinates: Annotated[int, Option(help="Per rank and step of scd.")] = 100
+    lr: Annotated[
+        float | None,
+        Option(help="First learning rate of sgd.", show_default="1 / a bound of the curvature"),
+    ] = None
+    schedule: Annotated[
+        str, Option(help="Of the learning rate: constant, 1/t, 1/sqrt(t), step; t in epochs.")
+    ] = "constant"
+    l1: Annotated[float, Option(help="L1 penalty; makes weights exactly zero.")] = 0.0
+    l2: Annotated[float, Option(help="L2 penalty.")] = 0.0
+    staleness: int = 0
+    threads: Annotated[int, Option(help="Per rank.")] = 1
+    dimensions: Annotated[
+        int | None, Option(help="Columns.", show_default="the file's; 3,231,961 for trigrams")
+    ] = None
+    rows: Annotated[int | None, Option(help="Number of trigram samples.", show_default="all")] = (
+        None
+    )
+    positive: Annotated[
+        str | None,
+        Option(
+            help="What is +1: labels of the file, with commas; a package of the trigrams.",
+            show_default="the larger of two labels; the largest package",
+        ),
+    ] = None
+    cache: Annotated[
+        Path | None,
+        Option(help="Folder for the parsed data.", show_default="next to the file"),
+    ] = None
+    held_out_every: Annotated[
+        int,
+        Option(help="Of this many rows one is held out, for the accuracy; 0: none."),
+    ] = 10
+    seed: Annotated[int, Option(help="Of the order of rows or coordinates.")] = 0
+    timeout: Timeout = 300.0
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("scipy") is None:
+            raise ConfigurationError("sparsync linear needs SciPy: pip install 'sparsync[linear]'")
+        at_least_one = ("ranks", "epochs", "steps", "batch_size", "coordinates", "threads", "rows")
+        check_at_least(self, 1, *at_least_one, "dimensions")
+        check_at_least(self, 0, "staleness", "seed", "held_out_every")
+        check("lr", self.lr, self.lr is None or 0 < self.lr < math.inf, "a number > 0")
+        if self.held_out_every == 1:
+            raise ConfigurationError(
+                "held_out_every is 1, which leaves no row; give 0 or at least 2"
+            )
+        self._check_solver()
+        self._check_data()
+        self.connection()
+
+    def _check_solver(self) -> None:
+        # SciPy is not loaded for the help, nor for the other commands
+        from sparsync.linear.exchanges import gradient_exchange
+        from sparsync.linear.problem import Penalty, loss_named
+        from sparsync.linear.solver import Schedule
+
+        for name in self.exchanges:
+            gradient_exchange(name, np.dtype(np.float32))
+        loss_named(self.model), Penalty(self.l1, self.l2), Schedule(self.schedule)
+        if self.solver not in ("sgd", "scd"):
+            raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
+        if self.solver == "scd" and self.model != "logistic":
+            raise ConfigurationError(f"scd needs a smooth loss, not {self.model}; choose logistic")
+        if self.solver == "scd" and self.staleness:
+            raise ConfigurationError(
+                "scd is synchronous: its step size is safe for one step's coordinates alone; "
+                "choose sgd, or --aggregation sync"
+            )
+
+    def _check_data(self) -> None:
+        if self.data == TRIGRAMS:
+            return
+        if not Path(self.data).is_file():
+            raise ConfigurationError(
+                f"--data '{self.data}' is no file; name an svmlight file, or {TRIGRAMS}"
+            )
+        if self.rows is not None:
+            raise ConfigurationError(f"rows is for --data {TRIGRAMS}; a file has its own")
+        self.positive_labels()
+
+    def connection(self) -> Connection:
+        """How the ranks are connected."""
+        return Connection(self.transport, self.timeout, None, self.lab, simulates=True)
+
+    def positive_labels(self) -> list[float] | None:
+        """Read ``positive`` as the labels of a file."""
+        return None if self.positive is None else [*numbers("positive", self.positive, float)]

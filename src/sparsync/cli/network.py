@@ -1,0 +1,191 @@
+"""Networks of the commands: simulated, the machine's own, or the lab's; checked before ranks start."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sparsync.cli.lab import Lab, ensure_privileges, local_traffic, parse_rate
+from sparsync.cli.launch import launch, launched
+from sparsync.errors import ConfigurationError
+from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.connect import TRANSPORTS, check_transport, connect_group
+from sparsync.transports.mpi import MpiCommunicator
+from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.sim import Links
+
+__all__ = ["TRANSPORTS", "Connection", "link_bytes", "parse_network", "transport_of"]
+
+_NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
+_BITS_PER_SECOND = MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
+_PER_SECOND = MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0})
+_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?")
+_BITS_PER_BYTE = 8
+
+
+def parse_network(text: str) -> Links:
+    """Read a bandwidth and a latency, in either order.
+
+    Args:
+        text: e.g. "100mbit,1ms"; units bit, kbit, mbit, gbit (per second) and ns, us, ms, s.
+
+    Raises:
+        ConfigurationError: says which part is not understood, or which one is missing.
+
+    Example:
+        >>> links = parse_network("1gbit,50us")
+        >>> links.alpha, links.beta
+        (5e-05, 8e-09)
+    """
+    example = 'write a bandwidth and a latency, e.g. "1gbit,50us"'
+    bandwidth: float | None = None
+    latency: float | None = None
+    for part in text.lower().split(","):
+        match = _NUMBER_AND_UNIT.fullmatch(part.strip())
+        unit = match.group(2) if match else ""
+        if match and unit in _BITS_PER_SECOND and bandwidth is None:
+            bandwidth = float(match.group(1)) * _BITS_PER_SECOND[unit]
+        elif match and unit in _PER_SECOND and latency is None:
+            latency = float(match.group(1)) / _PER_SECOND[unit]
+        else:
+            raise ConfigurationError(f"network {text!r}: cannot read {part!r}; {example}")
+    if bandwidth is None or latency is None:
+        missing = "bandwidth" if bandwidth is None else "latency"
+        raise ConfigurationError(f"network {text!r} has no {missing}; {example}")
+    if bandwidth == 0:
+        raise ConfigurationError(f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
+    return Links(alpha=latency, beta=_BITS_PER_BYTE / bandwidth)
+
+
+def transport_of(comm: Communicator) -> str:
+    """Name the transport that carries a communicator's messages between processes."""
+    if isinstance(comm, TorchCommunicator):
+        return "torch"
+    return "mpi" if isinstance(comm, MpiCommunicator) else "zmq"
+
+
+def link_bytes() -> tuple[int, int] | None:
+    """Return the bytes on this rank's link, as the kernel counts: sent, received; None without a lab."""
+    traffic = local_traffic()
+    return None if traffic is None else (traffic.sent, traffic.received)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How the ranks of a command are connected; checks the options that say it.
+
+    Attributes:
+        transport: "torch" (gloo), "zmq", "mpi", "auto" (the library's default), or "sim", where a
+            command has ``simulates``.  None: "sim", in the lab "auto".
+        timeout: seconds that a rank waits for another.
+        curve_keys: folder of keys; zmq then encrypts, and refuses ranks without a listed key.
+        lab: rate of the lab's links.
+        simulates: the command can run on virtual ranks.
+    """
+
+    transport: str | None = "auto"
+    timeout: float = 300.0
+    curve_keys: Path | None = None
+    lab: str | None = None
+    simulates: bool = False
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout)
+        if self.lab is not None:
+            parse_rate(self.lab)
+        if self.transport is None:
+            object.__setattr__(self, "transport", "sim" if self.lab is None else "auto")
+        choices = ", ".join(TRANSPORTS)
+        if self.simulates and self.transport not in ("sim", *TRANSPORTS):
+            raise ConfigurationError(
+                f"unknown transport {self.transport!r}; choose one of sim, {choices}"
+            )
+        if self.simulated:
+            if self.lab or self.curve_keys:
+                option = "--lab" if self.lab else "--curve-keys"
+                raise ConfigurationError(
+                    f"{option} needs real ranks, --transport sim has none; "
+                    f"choose --transport {choices}"
+                )
+            return
+        if self.lab is not None and self.transport == "mpi":
+            raise ConfigurationError(
+                "--lab and --transport mpi do not go together: MPI's ranks of one machine share "
+                "memory, past the lab's links; choose zmq or torch"
+            )
+        check_transport(self.transport or "auto", self.curve_keys)
+        self._check_installed()
+
+    def _check_installed(self) -> None:
+        if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            raise ConfigurationError(
+                "transport mpi needs mpi4py and an MPI library: pip install 'sparsync[mpi]' brings "
+                "both, and mpiexec"
+            )
+        if self.transport in ("auto", "zmq") and importlib.util.find_spec("zmq") is None:
+            raise ConfigurationError(
+                f"transport {self.transport} needs pyzmq: pip install pyzmq, or choose torch"
+            )
+        if self.curve_keys is not None and not self.curve_keys.is_dir():
+            raise ConfigurationError(
+                f"--curve-keys '{self.curve_keys}' is not a folder; name the one that holds the "
+                "keys of all ranks"
+            )
+
+    @property
+    def simulated(self) -> bool:
+        """The ranks and the clock are virtual."""
+        return self.simulates and self.transport == "sim"
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """Rate of the lab's links; None without a lab."""
+        return None if self.lab is None else float(parse_rate(self.lab))
+
+    def prepare(self) -> None:
+        """Get the right to make the lab, before anything is started or printed.
+
+        Raises:
+            ConfigurationError: the kernel does not allow a lab, or a launcher started this process.
+        """
+        if self.lab is not None:
+            if launched():
+                raise ConfigurationError(
+                    "--lab starts its own ranks; start it as one process, no launcher"
+                )
+            ensure_privileges()
+        if self.simulated and launched():
+            raise ConfigurationError("--transport sim needs no launcher; start it as one process")
+
+    def start(self, function: Callable[..., Any], ranks: int, *args: Any) -> Any:
+        """Call ``function(*args)`` on every rank, in the lab if there is one; see ``launch``."""
+        options: dict[str, Any] = {"timeout": self.timeout, "mpi": self.transport == "mpi"}
+        if self.lab is None:
+            return launch(function, ranks, *args, **options)
+        with Lab(ranks, self.lab) as lab:
+            return launch(function, ranks, *args, lab=lab, **options)
+
+    @contextmanager
+    def open(self, algorithm: str) -> Iterator[Communicator]:
+        """Connect this process's rank; every rank calls it.
+
+        "dense" goes through gloo's native allreduce, whatever the transport of the others; over MPI
+        through MPI's, whose ranks of one machine share memory, which gloo's do not.
+        """
+        native = algorithm == _NATIVE and self.transport != "mpi"
+        comm = connect_group(
+            transport="torch" if native or self.transport is None else self.transport,
+            timeout=self.timeout,
+            curve_keys=None if native else self.curve_keys,
+        )
+        try:
+            yield comm
+        finally:
+            if not isinstance(comm, TorchCommunicator):
+                comm.close()

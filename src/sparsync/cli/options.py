@@ -1,0 +1,160 @@
+"""Options of the commands: declared once, on the field of the settings that an option sets.
+
+A settings class is a frozen dataclass; a field annotated with ``typer.Option`` is an option of the
+command that ``takes`` the class, and its help is the field's documentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from typer import Option
+
+from sparsync.cli.launch import launched_ranks
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "CurveKeys",
+    "Json",
+    "Lab",
+    "Network",
+    "Plot",
+    "Timeout",
+    "Transport",
+    "TransportOrSim",
+    "check",
+    "check_at_least",
+    "names",
+    "numbers",
+    "ranks_option",
+    "takes",
+]
+
+T = TypeVar("T")
+
+Transport = Annotated[
+    str, Option(help="torch (gloo), zmq, mpi (by mpiexec), or auto: the library's default.")
+]
+TransportOrSim = Annotated[
+    str | None,
+    Option(
+        help="sim: virtual ranks and clock; torch: local processes over gloo; zmq: over ZeroMQ; mpi: "
+        "over MPI, by mpiexec; auto: the library's default of these.",
+        show_default="sim; with --lab auto",
+    ),
+]
+Network = Annotated[str, Option(help="The network that sim simulates: bandwidth,latency.")]
+Lab = Annotated[
+    str | None,
+    Option(help="Put every rank on a real link of this rate, e.g. 100mbit (Linux)."),
+]
+CurveKeys = Annotated[
+    Path | None, Option(help="Folder of keys: zmq encrypts and refuses unknown ranks.")
+]
+Timeout = Annotated[float, Option(help="Seconds that a rank waits for another.")]
+Json = Annotated[Path | None, Option(help="Write what was measured here.")]
+Plot = Annotated[Path | None, Option(help="Draw it here (.png, .pdf or .svg).")]
+
+
+def ranks_option(default: int) -> Any:
+    """Declare ``--ranks``: inside a launcher's ranks their number, else ``default``."""
+    return Option(
+        help="World size: local processes, or virtual ranks.",
+        default_factory=lambda: launched_ranks(default),
+        show_default=f"{default}, or the launcher's",
+    )
+
+
+def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command the options that a settings class declares; they arrive as its ``**fields``.
+
+    Args:
+        settings: a dataclass.  Fields without ``typer.Option`` are no options.
+
+    The command's own parameters stay options too: positional ones come first in the help,
+    keyword-only ones last.
+    """
+    hints = get_type_hints(settings, include_extras=True)
+    declared = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for field in fields(settings)
+        for hint in [hints[field.name]]
+        for option in _options_in(hint)
+        for default in [Parameter.empty if option.default_factory else field.default]
+    ]
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        annotations = get_type_hints(function, include_extras=True)
+        own = [
+            parameter.replace(annotation=annotations[parameter.name])
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD
+        ]
+        first = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.kind != p.KEYWORD_ONLY]
+        last = [p for p in own if p.kind == p.KEYWORD_ONLY]
+
+        @functools.wraps(function)
+        def command(**given: Any) -> T:
+            return function(**given)
+
+        signature = inspect.Signature([*first, *declared, *last])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return command
+
+    return decorate
+
+
+def _options_in(hint: Any) -> list[Any]:
+    """Return the ``typer.Option`` of an annotation, in a list; an empty one where there is none."""
+    return [extra for extra in get_args(hint)[1:] if hasattr(extra, "default_factory")]
+
+
+# ---- checks and lists of values ---------------------------------------------------------------------
+
+
+def check(name: str, value: object, good: bool, expected: str) -> None:
+    """Refuse the value of an option.
+
+    Raises:
+        ConfigurationError: it is not ``good``; says what is expected.
+    """
+    if not good:
+        raise ConfigurationError(f"{name} is {value}; give {expected}")
+
+
+def check_at_least(settings: object, least: int, *names: str) -> None:
+    """Refuse settings below ``least``; those that are None are not checked."""
+    for name in names:
+        value = getattr(settings, name)
+        check(name, value, value is None or value >= least, f"at least {least}")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split a list at its commas.
+
+    Example:
+        >>> names("dense, oktopk")
+        ('dense', 'oktopk')
+    """
+    return tuple(part.strip() for part in text.split(","))
+
+
+def numbers(name: str, text: str, convert: Callable[[str], T]) -> tuple[T, ...]:
+    """Read a list of numbers with commas.
+
+    Example:
+        >>> numbers("size", "1000, 2000", int)
+        (1000, 2000)
+    """
+    try:
+        return tuple(convert(part) for part in names(text))
+    except ValueError as error:
+        kind = "whole numbers" if convert is int else "numbers"
+        raise ConfigurationError(f"{name} is {text!r}; give {kind}, with commas between") from error

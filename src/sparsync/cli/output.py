@@ -1,0 +1,267 @@
+"""Reports of the commands: tables that fit the terminal, JSON, number formats, progress."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "Bar",
+    "Columns",
+    "check_outputs",
+    "check_writable",
+    "format_bytes",
+    "format_ms",
+    "format_ratio",
+    "progress",
+    "to_json",
+    "write_json",
+]
+
+_PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+# ---- tables -----------------------------------------------------------------------------------------
+
+
+@final
+class Columns:
+    """A table whose heads keep their words whole: they wrap at spaces, as far as the cells allow.
+
+    A table wider than the terminal is shown as several, one below the other, each with the first
+    column.
+
+    Args:
+        heads: of the columns; the first column is aligned to the left, the others to the right.
+        rows: cells.
+        title: shown above.
+    """
+
+    def __init__(
+        self, heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+    ) -> None:
+        self.heads, self.rows, self.title = list(heads), [list(row) for row in rows], title
+        columns = zip(heads, *self.rows, strict=True)
+        self.cells = [max((len(cell) for cell in cells), default=0) for _, *cells in columns]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield one table, or as many as the width of the terminal needs."""
+        if self.title is not None:
+            yield Text(self.title)
+        for lines in (2, 3, 9):  # of a head: many make a narrow table
+            widths = [_width(h, c, lines) for h, c in zip(self.heads, self.cells, strict=True)]
+            if sum(widths) + len(widths) - 1 <= options.max_width:
+                break
+        left = list(range(1, len(widths)))
+        while left:
+            room, shown = options.max_width - widths[0], [0]
+            while left and (len(shown) == 1 or room > widths[left[0]]):
+                room -= widths[left[0]] + 1
+                shown.append(left.pop(0))
+            yield self._table(shown, widths)
+
+    def _table(self, chosen: Sequence[int], widths: Sequence[int]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+        heads = [_wrapped(self.heads[column], widths[column]) for column in chosen]
+        height = max(map(len, heads))
+        for column, head in zip(chosen, heads, strict=True):
+            justify: Literal["left", "right"] = "right" if column else "left"
+            text = "\n".join([""] * (height - len(head)) + head)
+            table.add_column(text, justify=justify, no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(row[column]) for column in chosen))
+        return table
+
+
+def _wrapped(head: str, width: int) -> list[str]:
+    """Wrap a head at its spaces."""
+    return textwrap.wrap(head, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _width(head: str, cells: int, lines: int) -> int:
+    """Return the least width of a column whose head has at most ``lines`` lines of whole words."""
+    least = max(cells, 1, *map(len, head.split()))
+    return next(w for w in range(least, least + len(head) + 1) if len(_wrapped(head, w)) <= lines)
+
+
+# ---- numbers ----------------------------------------------------------------------------------------
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a number of bytes with a decimal unit and three digits.
+
+    Example:
+        >>> format_bytes(0), format_bytes(238_291), format_bytes(7_943_040)
+        ('0 B', '238 kB', '7.94 MB')
+    """
+    exponent = 0
+    while nbytes >= 999.5 and exponent < 4:
+        nbytes, exponent = nbytes / 1000, exponent + 1
+    return f"{nbytes:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Write a ratio with three digits; "-" where there is none.
+
+    Example:
+        >>> format_ratio(None), format_ratio(0.96666), format_ratio(52.04), format_ratio(1234.5)
+        ('-', '0.967', '52', '1,234')
+    """
+    if ratio is None:
+        return "-"
+    return f"{ratio:,.0f}" if ratio >= 999.5 else f"{ratio:.3g}"
+
+
+def format_ms(seconds: float | None) -> str:
+    """Write seconds as milliseconds, like ``format_ratio``."""
+    return format_ratio(None if seconds is None else 1e3 * seconds)
+
+
+# ---- files ------------------------------------------------------------------------------------------
+
+
+def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
+    """Refuse files that could not be written or drawn, before any work begins.
+
+    Raises:
+        ConfigurationError: a file cannot be written, or a picture cannot be drawn.
+    """
+    if json is not None:
+        check_writable(json)
+    if plot is not None:
+        if plot.suffix not in _PICTURE_FORMATS:
+            raise ConfigurationError(
+                f"cannot draw '{plot}'; give a name that ends in {', '.join(_PICTURE_FORMATS)}"
+            )
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigurationError("--plot needs matplotlib: pip install sparsync[report]")
+        check_writable(plot)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of ``path`` and try to open the file for writing.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    if str(path) == "-":
+        raise ConfigurationError("'-' is no file, and standard output has the table; name a file")
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write to '{path}' ({error.strerror}); name a file in a writable folder"
+        ) from error
+
+
+def to_json(content: Any) -> str:
+    """Write dataclasses and plain values as JSON; NaN and infinities become null.
+
+    Example:
+        >>> print(to_json([float("nan"), 1]), end="")
+        [
+         null,
+         1
+        ]
+    """
+    return json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write ``to_json`` to a file, if one is given."""
+    if path is not None:
+        path.write_text(to_json(content), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- progress ---------------------------------------------------------------------------------------
+
+
+@final
+class Bar:
+    """The progress of one row of a command; called after every step."""
+
+    def __init__(self, bar: Progress, text: str, lines: bool) -> None:
+        self.bar, self.text, self.lines, self.note = bar, text, lines, ""
+        self.task, self.started = bar.add_task(text, total=None, note=""), time.perf_counter()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.bar.stop_task(self.task)
+        if self.lines and kind is None:
+            seconds = time.perf_counter() - self.started
+            self.bar.console.print(
+                f"{self.text}: {self.note} after {seconds:.1f} s", soft_wrap=True
+            )
+
+    def __call__(self, total: int | None = None, note: str = "") -> None:
+        """Count a step.
+
+        Args:
+            total: number of steps; None while that is open.
+            note: what to show next to the bar, e.g. the loss.
+        """
+        self.note = note
+        self.bar.update(self.task, advance=1, total=total, note=note)
+
+
+@contextmanager
+def progress(*, shown: bool = True, keep: bool = False) -> Iterator[Callable[[str], Bar]]:
+    """Show a bar per row on standard error; yields the function that opens a row.
+
+    Args:
+        shown: this process speaks for all ranks.
+        keep: leave the bars on the terminal when all is done; where standard error is no terminal,
+            print one line per row.  Without it, nothing is printed there.
+    """
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=not keep,
+        disable=not shown or not console.is_terminal,
+    )
+    lines = keep and shown and not console.is_terminal
+    with bar:
+        yield lambda text: Bar(bar, text, lines)

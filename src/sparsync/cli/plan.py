@@ -1,0 +1,188 @@
+"""The command ``sparsync plan``: predict the cost of each collective on a network, before it is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console, Group
+from rich.text import Text
+from typer import Option
+
+from sparsync.cli.network import parse_network
+from sparsync.cli.output import Columns, check_writable, format_ratio, to_json, write_json
+from sparsync.collectives.costs import WORD_BYTES
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import Plan, plan
+from sparsync.cost.wording import (
+    format_bandwidth,
+    format_bytes,
+    format_percent,
+    format_seconds,
+)
+from sparsync.errors import ConfigurationError
+from sparsync.presets import candidates
+
+__all__ = ["as_json", "command", "read_machine"]
+
+_STANDARD_OUTPUT = Path("-")
+
+
+def command(
+    ranks: Annotated[int, Option(help="World size.")],
+    model_size: Annotated[int, Option(help="Trained elements: parameters of the model.")],
+    density: Annotated[
+        float | None,
+        Option(help="k / n to exchange.", show_default="0.01, or what the budget allows"),
+    ] = None,
+    network: Annotated[
+        str | None,
+        Option(help="bandwidth,latency, e.g. 10gbit,20us.", show_default="the machine's"),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        Option(help="Seconds of a forward and backward pass, which hides dense buckets."),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        Option(help="Measurements of sparsync doctor --json; --network overrides its links."),
+    ] = None,
+    budget: Annotated[
+        float | None, Option(help="Most bytes that a rank sends or receives per step.")
+    ] = None,
+    all_: Annotated[
+        bool, Option("--all", help="Every collective, also those that quantise.")
+    ] = False,
+    json: Annotated[
+        Path | None, Option(help="Write the plan here; -: to standard output, alone.")
+    ] = None,
+) -> None:
+    """Predict which collective is fastest, and from which bandwidth and density on dense is.
+
+    Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
+    """
+    here = _machine(machine, network)
+    if json is not None and json != _STANDARD_OUTPUT:
+        check_writable(json)
+    made = plan(
+        model_size,
+        ranks,
+        here,
+        candidates(planned=not all_),
+        density=density,
+        budget_bytes=budget,
+        compute=compute,
+    )
+    if json == _STANDARD_OUTPUT:
+        sys.stdout.write(to_json(as_json(made)))
+        return
+    write_json(json, as_json(made))
+    Console().print(_shown(made, here, model_size, ranks), highlight=False)
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """Return a plan as plain numbers and words.
+
+    A break-even of 0: dense wins everywhere; null: nowhere.
+
+    Example:
+        >>> made = as_json(plan(1_000_000, 4, Machine(), candidates()))
+        >>> made["choice"], sorted(made["table"][0])[:3]
+        ('budgeted', ['bytes_sent', 'collective', 'equation'])
+    """
+    return {
+        "choice": made.choice,
+        "why": made.why,
+        "break_even_bandwidth": made.break_even_bandwidth,
+        "break_even_density": made.break_even_density,
+        "k": made.k,
+        "table": [{**asdict(entry), "seconds": entry.seconds} for entry in made.table],
+    }
+
+
+def read_machine(file: Path) -> Machine:
+    """Read the measurements of ``sparsync doctor --json``.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or no doctor wrote it.
+    """
+    try:
+        return Machine.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise ConfigurationError(
+            f"cannot read --machine '{file}' ({reason}); give the file of sparsync doctor --json"
+        ) from error
+
+
+def _machine(file: Path | None, network: str | None) -> Machine:
+    """Return the measured machine, with the network that was named."""
+    if file is None and network is None:
+        raise ConfigurationError(
+            "no network is known; name one, e.g. --network 10gbit,20us, or give --machine FILE, "
+            'which "sparsync doctor --json FILE" writes'
+        )
+    machine = Machine() if file is None else read_machine(file)
+    if network is None:
+        return machine
+    links = parse_network(network)
+    return replace(machine, alpha=links.alpha, beta=links.beta)
+
+
+def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
+    """Show the ranked table, the break-even points and the sentence."""
+    title = Text(_title(made, machine, size, ranks))
+    if ranks == 1 or size == 0:
+        return Group(title, Text(made.why))
+    hidden = any(entry.seconds_hidden for entry in made.table)
+    heads = ["collective", "time per step", "select", "exchange", *["hidden"] * hidden]
+    rows = []
+    for entry in made.table:
+        times = [entry.seconds, entry.seconds_selection, entry.seconds_exchange]
+        words, bound = entry.bytes_sent / WORD_BYTES, entry.lower_bound_words
+        rows.append(
+            [
+                entry.collective,
+                *map(format_seconds, [*times, *[entry.seconds_hidden] * hidden]),
+                format_ratio(made.dense.seconds / entry.seconds if entry.seconds else None),
+                format_bytes(entry.bytes_sent),
+                f"{entry.messages:.0f}",
+                format_ratio(words / bound if bound else None),
+            ]
+        )
+    table = Columns([*heads, "speed-up", "volume", "messages", "over bound"], rows)
+    return Group(title, Text(), table, Text("\n" + _legend(made)))
+
+
+def _title(made: Plan, machine: Machine, size: int, ranks: int) -> str:
+    rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
+    part = f" ({format_percent(made.k / size)})" if size else ""
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return (
+        f"{who}, n = {size:,}, k = {made.k:,}{part}, {rate}, "
+        f"{format_seconds(machine.alpha)} per message"
+    )
+
+
+def _legend(made: Plan) -> str:
+    bandwidth, density = made.break_even_bandwidth, made.break_even_density
+    return "\n".join(
+        [
+            "time per step: select + exchange, less what is hidden; speed-up: over dense",
+            "volume: the most that a rank sends or receives; over bound: in words of 4 bytes",
+            "over Ok-Topk's Theorem 3.1 or SparCML's Lemmas 5.1, 5.2; fewer bits go below",
+            f"break-even bandwidth: {_limit(bandwidth, 'bandwidth', format_bandwidth)}",
+            f"break-even density: {_limit(density, 'density', format_percent)}",
+            made.why,
+        ]
+    )
+
+
+def _limit(value: float | None, what: str, write: Callable[[float], str]) -> str:
+    """Name the value below which sparse wins."""
+    if value:
+        return f"{write(value)} (sparse wins below)"
+    return f"none: {'sparse' if value is None else 'dense'} wins at every {what}"

@@ -1,0 +1,135 @@
+"""Settings of ``sparsync simulate``, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from sparsync.cli.bench.inputs import INPUTS
+from sparsync.cli.options import check, check_at_least
+from sparsync.cost.machine import Machine
+from sparsync.errors import ConfigurationError
+from sparsync.presets import Algorithm, check_density, dense, resolve
+from sparsync.selection import Everything
+from sparsync.transports.sim import Links, Topology
+
+__all__ = ["SPREAD", "Contender", "SimulationSettings"]
+
+SPREAD = "spread"  # the sparse input: its ranks hold 2 k elements each, whatever n is
+_BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: an algorithm, and how its exchange is divided.
+
+    Attributes:
+        name: for tables.
+        algorithm: to run.
+        buckets: units that are selected and exchanged together.
+        overlap: buckets are exchanged while the backward pass goes on.
+    """
+
+    name: str
+    algorithm: Algorithm
+    buckets: int = 1
+    overlap: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Entries are selected; else all elements are exchanged."""
+        return not isinstance(self.algorithm.make_selector(), Everything)
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """A training step of some algorithms on virtual ranks; fields with a help are options.
+
+    Attributes:
+        algorithms: names of presets, or algorithms.
+        model_size: number of elements n; the default is BERT's (Ok-Topk, Table 2).
+        links: the network.
+        compute: seconds of a rank's forward and backward pass.
+        spread: its standard deviation over ranks and steps, in seconds.
+        stragglers: ranks, and by which factor their computation is slower.
+        machine: cost of selecting, packing, unpacking and summing; its alpha and beta are not used.
+        shared: the fill-in of Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM.
+        baselines: add "Dense" and "DenseOvlp".
+        memory: bytes that the virtual ranks may take together, about.
+    """
+
+    algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
+    ranks: Annotated[int, Option(help="World size.")] = 32
+    model_size: int = 133_547_324
+    density: Annotated[float, Option(help="k / n in (0, 1].")] = 0.01
+    links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
+    compute: float = 0.0
+    spread: float = 0.0
+    stragglers: tuple[tuple[int, float], ...] = ()
+    overlap: Annotated[
+        bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
+    ] = False
+    buckets: Annotated[
+        int | None, Option(help="Of equal size.", show_default="1; with --overlap of 25 MiB")
+    ] = None
+    machine: Machine = field(default_factory=Machine)
+    scale: Annotated[
+        float | None,
+        Option(help="C: n / C and k / C stand for n and k.", show_default="as small as 2 GB allow"),
+    ] = None
+    steps: Annotated[int, Option(help="Steps that are reported.")] = 2
+    warmup: Annotated[int, Option(help="Steps before: those that are exact and cut regions.")] = 1
+    inputs: Annotated[
+        str,
+        Option(
+            help=f"{SPREAD}: sparse, in cells; {', '.join(INPUTS)}: all elements, which takes memory; "
+            "or a file of gradients [rows, n], .npy or torch.save's."
+        ),
+    ] = SPREAD
+    shared: Annotated[
+        float, Option(help=f"Part of the entries at the same places on all ranks ({SPREAD}).")
+    ] = 0.25
+    baselines: bool = True
+    seed: Annotated[int, Option(help="Of gradients and computation times.")] = 0
+    memory: float = 2e9
+
+    def __post_init__(self) -> None:
+        for name in self.algorithms:
+            resolve(name)
+        check_at_least(self, 1, "ranks", "model_size", "steps", "buckets")
+        check_at_least(self, 0, "warmup")
+        for name in ("compute", "spread"):
+            value = getattr(self, name)
+            check(name, value, 0 <= value < math.inf, "seconds >= 0")
+        check_density(self.density)
+        good = self.scale is None or 1 <= self.scale <= self.model_size
+        expected = f"a factor from 1 to the model's {self.model_size} elements"
+        check("scale", self.scale, good, expected)
+        check("shared", self.shared, 0 <= self.shared <= 1, "a part of the entries, in [0, 1]")
+        if self.inputs not in (SPREAD, *INPUTS) and not Path(self.inputs).is_file():
+            raise ConfigurationError(
+                f"inputs {self.inputs!r} is neither a file nor one of {SPREAD}, {', '.join(INPUTS)}; "
+                "give a file of recorded gradients, or one of these"
+            )
+        for rank, factor in self.stragglers:
+            if not (0 <= rank < self.ranks and 1 <= factor < math.inf):
+                raise ConfigurationError(
+                    f"straggler {rank}:{factor:g}; give RANK:FACTOR with a rank in [0, {self.ranks}) "
+                    "and a factor >= 1"
+                )
+
+    def contenders(self) -> list[Contender]:
+        """Return one row per algorithm, the baselines first."""
+        ddp = max(math.ceil(self.model_size / _BUCKET_ELEMENTS), 1)
+        own = self.buckets or (ddp if self.overlap else 1)
+        rows = []
+        if self.baselines:
+            rows = [Contender("Dense", dense()), Contender("DenseOvlp", dense(), ddp, overlap=True)]
+        for given in self.algorithms:
+            algorithm = resolve(given)
+            rows.append(Contender(algorithm.name, algorithm, own, self.overlap))
+        return rows

@@ -1,0 +1,302 @@
+"""Simulated training: real reducers on virtual ranks, one row per algorithm.
+
+``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries stand for
+n and k.  Bytes of entries and values count C times, headers and the counts and histograms of the
+algorithms once; work per element, per entry and per byte costs C times as much.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sparsync.cli.launch import on_one_thread
+from sparsync.cli.simulate.gradients import gradients, placed
+from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
+from sparsync.feedback.reducer import Reducer
+from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.ledger import Framing, Several
+from sparsync.transports.sim import Port, Prices, SimCommunicator, Simulation, Weight, simulate
+from sparsync.units import Slot, Unit
+from sparsync.wire.base import Header, MessageFraming
+
+__all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
+
+_ENTRY_BYTES = (
+    16  # of memory, per entry held: index and value, and half as much while they are merged
+)
+_BLOCK = 64  # elements of the blocks of a scaled dense allreduce: no padding
+# entries that a rank holds: k times this, whatever P is; without a name the sum, up to n
+_BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
+_GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")  # P k entries in messages
+_BACKWARD = (
+    2 / 3
+)  # of the computation (two products of matrices per layer, to one of the forward pass)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step; its fields are keys of the JSON.  Parts are means over ranks, and sum to the whole.
+
+    Attributes:
+        seconds: from the start of all ranks to the end of the last.
+        seconds_computation: forward and backward pass.
+        seconds_selection: accumulating and selecting.
+        seconds_packing: packing, unpacking and summing.
+        seconds_communication: the rest: the network, and waiting for others, where no work hides it.
+        bytes_sent: the most through any port.
+        bytes_received: the most through any port.
+        messages: the most that any rank sent.
+        phases: of every phase the most of any port: messages, bytes and seconds, each way.
+        ports: of every port, in the order of ranks and nodes: bytes and busy seconds, each way.
+    """
+
+    seconds: float
+    seconds_computation: float
+    seconds_selection: float
+    seconds_packing: float
+    seconds_communication: float
+    bytes_sent: float
+    bytes_received: float
+    messages: int
+    phases: dict[str, dict[str, float]]
+    ports: dict[str, dict[str, list[float]]]
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """One algorithm; its fields are keys of the JSON, with those of its mean step.
+
+    Attributes:
+        algorithm: the name.
+        ranks: world size P.
+        scale: C.
+        buckets: units of the model.
+        overlap: exchanged while the backward pass went on.
+        wall_seconds: that the simulation took, on this machine.
+        steps: those that are reported.
+    """
+
+    algorithm: str
+    ranks: int
+    scale: float
+    buckets: int
+    overlap: bool
+    wall_seconds: float
+    steps: list[SimulatedStep]
+
+    def mean(self, field: str) -> float:
+        """Return a number's mean over the steps, as ``mean("seconds")``."""
+        return fmean(getattr(step, field) for step in self.steps)
+
+
+def simulate_training(
+    settings: SimulationSettings,
+    advance: Callable[[Contender], Callable[[int], None]] = lambda row: lambda total: None,
+) -> list[SimulatedRow]:
+    """Simulate every algorithm, the baselines first.
+
+    Args:
+        settings: what is simulated.
+        advance: called with every row; what it returns is called when a rank ends a step, with the
+            number of such ends.
+
+    Example:
+        >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)
+        >>> rows = simulate_training(settings)
+        >>> [row.algorithm for row in rows]
+        ['Dense', 'DenseOvlp', 'oktopk']
+        >>> rows[2].mean("seconds") < rows[0].mean("seconds"), rows[2].mean("seconds_computation")
+        (True, 0.01)
+    """
+    return on_one_thread(lambda: [_row(c, settings, advance(c)) for c in settings.contenders()])
+
+
+def _row(
+    contender: Contender, settings: SimulationSettings, advance: Callable[[int], None]
+) -> SimulatedRow:
+    begun = time.perf_counter()
+    scale = settings.scale or default_scale(contender, settings)
+    ranks = _Ranks(contender, settings, scale, advance)
+    steps = [ranks.step() for _ in range(settings.warmup + settings.steps)]
+    return SimulatedRow(
+        contender.name,
+        settings.ranks,
+        scale,
+        contender.buckets,
+        contender.overlap,
+        time.perf_counter() - begun,
+        steps[settings.warmup :],
+    )
+
+
+class _Ranks:
+    """The virtual ranks of a row: their reducers live from step to step, their clock does not."""
+
+    def __init__(
+        self,
+        contender: Contender,
+        settings: SimulationSettings,
+        scale: float,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.contender, self.settings, self.scale = contender, settings, scale
+        self._advance, self._ends = advance, settings.ranks * (settings.warmup + settings.steps)
+        self.source = gradients(contender, settings, scale)
+        self.units = [
+            Unit((Slot(f"bucket {i}", 0, held),), torch.float32, torch.device("cpu"))
+            for i, held in enumerate(self.source.held)
+        ]
+        self.reducers = [
+            Reducer(
+                SoloCommunicator(),
+                self.units,
+                placed(contender.algorithm, self.source),
+                self.source.density,
+            )
+            for _ in range(settings.ranks)
+        ]
+        machine = settings.machine
+        self.prices = Prices(
+            weigher(scale),
+            encode=machine.encode,
+            decode=machine.decode,
+            gamma=machine.gamma * scale,
+        )
+        self._select = machine.select * scale if contender.selects else 0.0
+        self._pace = random.Random(settings.seed)
+        self._slower = dict(settings.stragglers)
+
+    def step(self) -> SimulatedStep:
+        """Run the next step of all ranks; all begin at the same time."""
+        self._computation = [self._draw_computation(rank) for rank in range(self.settings.ranks)]
+        simulation = simulate(
+            self._program, self.settings.ranks, links=self.settings.links, prices=self.prices
+        )
+        return _summary(simulation, self._computation)
+
+    def _draw_computation(self, rank: int) -> float:
+        drawn = self._pace.gauss(self.settings.compute, self.settings.spread)
+        return max(drawn, 0.0) * self._slower.get(rank, 1.0)
+
+    async def _program(self, comm: SimCommunicator) -> None:
+        """Do a rank's step: the life of a gradient, with the time that it takes."""
+        reducer, seconds = self.reducers[comm.rank], self._computation[comm.rank]
+        reducer.comm = comm
+        parts = self.source.draw(comm.rank, reducer.step)
+        exchanges = []
+        released = seconds * (1 - _BACKWARD) if self.contender.overlap else seconds
+        await comm.compute(released)
+        for unit in reversed(range(len(parts))):  # the backward pass comes to the last layers first
+            if self.contender.overlap:
+                share = self.source.sizes[unit] / sum(self.source.sizes)
+                await comm.compute(seconds * _BACKWARD * share)
+            comm.charge("select", self._select * self.source.sizes[unit])
+            reducer.accumulate(unit, 0, parts[unit])
+            if len(parts) > 1:
+                exchanges.append(comm.spawn(reducer.exchange(unit)))
+        if len(parts) == 1:
+            await reducer.exchange(0)
+        else:
+            exchanges.append(comm.spawn(reducer.share()))
+        for exchange in exchanges:
+            await exchange
+        reducer.commit()
+        self._advance(self._ends)
+
+
+def _summary(simulation: Simulation[None], computation: list[float]) -> SimulatedStep:
+    """Divide a step's time: the part that is no work of a rank is communication, or waiting."""
+    stages = [ledger.stages for ledger in simulation.ledgers]
+    work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
+    selection, packing = work[0], work[1] + work[2]
+    rest = simulation.seconds - fmean(computation) - selection - packing
+    ways = {"send": simulation.sending, "receive": simulation.receiving}
+    ports = {
+        way: {
+            "bytes": [port.nbytes for port in of.values()],
+            "busy_seconds": [port.seconds for port in of.values()],
+        }
+        for way, of in ways.items()
+    }
+    return SimulatedStep(
+        simulation.seconds,
+        fmean(computation),
+        selection,
+        packing,
+        rest,
+        max(ports["send"]["bytes"]),
+        max(ports["receive"]["bytes"]),
+        max(ledger.total().messages_sent for ledger in simulation.ledgers),
+        _phases(ways),
+        ports,
+    )
+
+
+def _phases(ways: Mapping[str, Mapping[int | str, Port]]) -> dict[str, dict[str, float]]:
+    """Return of every phase the most of any port."""
+    phases: dict[str, dict[str, float]] = {}
+    for way, ports in ways.items():
+        for port in ports.values():
+            for name, usage in port.phases.items():
+                most = phases.setdefault(name, {})
+                for key, value in (
+                    ("messages", usage.messages),
+                    (f"bytes_{way}", usage.nbytes),
+                    (f"seconds_{way}", usage.seconds),
+                ):
+                    most[key] = max(most.get(key, 0.0), value)
+    return phases
+
+
+# ---- the scale -------------------------------------------------------------------------------------
+
+
+def default_scale(contender: Contender, settings: SimulationSettings) -> float:
+    """Return the smallest C with which the virtual ranks fit ``settings.memory``.
+
+    Example:
+        >>> settings = SimulationSettings(ranks=4, model_size=10_000)
+        >>> [default_scale(contender, settings) for contender in settings.contenders()]
+        [39.0625, 39.0625, 1.0, 1.0]
+    """
+    ranks, size, k = settings.ranks, settings.model_size, settings.model_size * settings.density
+    if not contender.selects and settings.inputs == SPREAD:
+        most = settings.memory / (_ENTRY_BYTES * ranks)
+        width = max(min(_BLOCK, int(most / (contender.buckets * ranks))), 1)
+        return max(size / (contender.buckets * ranks * width), 1.0)
+    name = contender.algorithm.name
+    if name in _BOUNDED:
+        held = _BOUNDED[name] * k
+    elif name in _GATHERING:
+        held = ranks * k
+    else:
+        held = min(ranks * k, 2.0 * size)
+    if settings.inputs != SPREAD:
+        held += size
+    return max(ranks * held * _ENTRY_BYTES / settings.memory, 1.0)
+
+
+def weigher(scale: float) -> Callable[[Tensor, Framing], Weight]:
+    """Return a function that tells how many bytes and entries a message stands for."""
+
+    def weigh(payload: Tensor, framing: Framing) -> Weight:
+        blocks = [payload]
+        if isinstance(framing, Several):
+            blocks, framing = framing.cut(payload), framing.framing
+        nbytes = entries = 0.0
+        for block in blocks:
+            parts = framing.parts(block)
+            nbytes += parts.header + parts.control + scale * (parts.index + parts.value)
+            if parts.index and isinstance(framing, MessageFraming):
+                entries += scale * Header.read(block).entries
+        return Weight(nbytes, entries)
+
+    return weigh

@@ -1,0 +1,280 @@
+"""The ranks of ``sparsync train``: one training per algorithm, and its measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparsync.cli.launch import gather
+from sparsync.cli.network import link_bytes
+from sparsync.cli.output import Bar, progress
+from sparsync.cli.train.exchanges import make_exchange
+from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
+from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads import Evaluation, Workload, outputs_of
+from sparsync.cli.workloads.delays import parse_delay
+from sparsync.cli.workloads.metrics import Metric
+from sparsync.errors import PeerError, SparsyncError
+
+__all__ = ["BeforeStep", "train_rank"]
+
+BeforeStep = Callable[[int, int], None]
+
+
+def train_rank(
+    settings: TrainSettings, algorithms: Sequence[str], before_step: BeforeStep | None = None
+) -> list[TrainResult]:
+    """Train once per algorithm, on the same data from the same initial weights; all ranks call it.
+
+    Args:
+        settings: equal for all of them.
+        algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
+            hook, so its bytes are not counted: they are the closed form of an allreduce,
+            ``dense_bytes_per_step``.
+        before_step: called with (rank, step).
+
+    Returns:
+        One result per algorithm, the same on all ranks.
+
+    Raises:
+        PeerError: another rank is gone; names this rank and the step.
+    """
+    workload = settings.make_workload()
+    with _naming_gloo(f"rank {dist.get_rank()}, before the first step"):
+        computation = _computation_seconds(settings, workload)
+    results: list[TrainResult] = []
+    goal: Goal | None = None
+    with progress(shown=dist.get_rank() == 0, keep=True) as row:
+        for name in _in_order(settings, algorithms):
+            with row(name) as bar:
+
+                def after_step(step: int, loss: float, name: str = name, bar: Bar = bar) -> None:
+                    bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
+
+                mine = _train(settings, name, workload, goal, before_step, after_step)
+            results.append(_result(settings, name, workload, computation, mine.gather()))
+            if name == "dense" and settings.target_step is not None:
+                goal = Goal.of(results[-1].loss, settings.target_step)
+    return results
+
+
+def _in_order(settings: TrainSettings, algorithms: Sequence[str]) -> list[str]:
+    """Put "dense" first where it sets the target of the others."""
+    if settings.target_step is None:
+        return list(algorithms)
+    return sorted(algorithms, key=lambda name: name != "dense")
+
+
+def _train(
+    settings: TrainSettings,
+    name: str,
+    workload: Workload,
+    goal: Goal | None,
+    before_step: BeforeStep | None,
+    after_step: Callable[[int, float], None],
+) -> _RankReport:
+    """Train to the last step, or to the goal."""
+    rank, model = dist.get_rank(), workload.make_model(settings.seed)
+    torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
+    exchange = make_exchange(settings, name, model)
+    optimizer = exchange.make_optimizer(settings)
+    clip = None if exchange.clips else settings.largest_norm
+    delay = parse_delay(settings.delay)
+    # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
+    divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
+    mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse, exchange.options)
+    dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
+    losses: list[float] = []  # over all ranks; only followed where there is a goal
+    for step in range(settings.steps_of(name)):
+        if before_step is not None:
+            before_step(rank, step)
+        link, started = _link_sent(settings), time.perf_counter()
+        time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
+        with _naming_gloo(f"rank {rank}, step {step}"):
+            loss = _step(settings, exchange.model, optimizer, workload, step, divisor, clip)
+            exchange.after_step()
+        mine.seconds.append(time.perf_counter() - started)
+        mine.kernel.append(_link_sent(settings) - link)
+        mine.loss.append(loss)
+        mine.sent.append(exchange.bytes_sent())
+        after_step(step, loss)
+        if goal is not None:
+            losses.append(_mean_over_ranks(loss))
+            if goal.reached_by(losses):
+                break
+    started = time.perf_counter()
+    with _naming_gloo(f"rank {rank}, finish"):
+        mine.sent[-1] += exchange.finish()
+    mine.finish = time.perf_counter() - started
+    exchange.close()
+    with _naming_gloo(f"rank {rank}, evaluation"):
+        mine.evaluate_(model, workload)
+    return mine
+
+
+def _mean_over_ranks(loss: float) -> float:
+    """Average the loss of a step, between steps: no clock runs."""
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def _link_sent(settings: TrainSettings) -> int:
+    """Return the bytes that the kernel counted on this rank's link, sent; 0 without one."""
+    counted = None if settings.lab is None else link_bytes()
+    return 0 if counted is None else counted[0]
+
+
+def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
+    """Return the seconds of a step without its exchange, on all ranks at once: the slowest's median.
+
+    One step more, before them, warms up caches and allocators.
+    """
+    model = workload.make_model(settings.seed)
+    optimizer, seconds = settings.make_optimizer(model), []
+    dist.barrier()
+    for step in range(steps + 1):
+        started = time.perf_counter()
+        _step(settings, model, optimizer, workload, step)
+        seconds.append(time.perf_counter() - started)
+    slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _step(
+    settings: TrainSettings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workload: Workload,
+    step: int,
+    divisor: int = 1,
+    clip: float | None = None,
+) -> float:
+    """Do one step, at the learning rate over ``divisor``; return this rank's loss before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = settings.learning_rate_at(step) / divisor
+    inputs, targets = workload.batch(
+        seed=settings.seed,
+        step=step,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        batch_size=settings.samples,
+    )
+    optimizer.zero_grad()
+    loss = workload.loss(outputs_of(model, inputs), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+@contextmanager
+def _naming_gloo(where: str) -> Iterator[None]:
+    """Turn gloo's errors inside plain DDP into one that names rank and step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SparsyncError) or "gloo" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0].split(". This is ")[0]
+        raise PeerError(
+            f"{where}: a collective of torch.distributed failed; another rank is gone, or did not "
+            f"answer within --timeout ({first_line})"
+        ) from error
+
+
+@dataclass
+class _RankReport:
+    """The measurements of one rank; gathered once, at the end.
+
+    The first four fields are those of ``Exchange``; lists have one entry per step.
+    """
+
+    transport: str
+    counted: str
+    sparse: bool
+    options: Mapping[str, object] | None
+    parameters: int = 0  # trained elements
+    finish: float = 0.0  # seconds of leaving all replicas equal
+    loss: list[float] = field(default_factory=list)  # of this rank's batch
+    seconds: list[float] = field(default_factory=list)  # the rank's delay included
+    sent: list[int] = field(default_factory=list)  # bytes
+    kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
+    evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
+    digest: str = ""  # of the parameters after the last step
+
+    def evaluate_(self, model: nn.Module, workload: Workload) -> None:
+        """Evaluate this rank's share of what is held out; fingerprint the parameters."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.evaluation = workload.evaluate(model, rank=rank, world_size=world_size)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().contiguous().numpy().tobytes())
+        self.digest = digest.hexdigest()
+
+    def gather(self) -> list[_RankReport]:
+        """Return all ranks' reports, on all ranks."""
+        return gather(self, [_RankReport, Evaluation, *Metric.__subclasses__()])
+
+
+def _result(
+    settings: TrainSettings,
+    name: str,
+    workload: Workload,
+    computation: float,
+    everyone: Sequence[_RankReport],
+) -> TrainResult:
+    first = everyone[0]
+    evaluation = Evaluation.total(r.evaluation for r in everyone)
+    seconds = seconds_of_all([r.seconds for r in everyone])
+    total = max(sum(r.seconds) + r.finish for r in everyone)
+    kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
+    return TrainResult(
+        algorithm=name,
+        ranks=len(everyone),
+        steps=len(seconds),
+        density=settings.density if first.sparse else 1.0,
+        parameters=first.parameters,
+        optimizer=settings.optimizer,
+        lr=settings.learning_rate,
+        loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
+        eval_loss=evaluation.loss,
+        seconds_total=total,
+        seconds_per_step_median=median(seconds),
+        bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
+        replicas_equal=len({r.digest for r in everyone}) == 1,
+        bytes_sent=max((r.sent for r in everyone), key=sum),
+        seed=settings.seed,
+        batch_size=settings.samples,
+        context=getattr(workload, "context", None),
+        warmup_steps=settings.warmup_steps if first.sparse and first.options is None else 0,
+        seconds=seconds,
+        seconds_computation_median=computation,
+        seconds_rest_median=max(median(seconds) - computation, 0.0),
+        bytes_counted=first.counted,
+        bytes_kernel=None if settings.lab is None else kernel,
+        transport=first.transport,
+        lab=settings.connection().bits_per_second,
+        layers=getattr(workload, "layers", None),
+        width=getattr(workload, "width", None),
+        workload=workload.name,
+        accuracy=evaluation.accuracy if workload.classifies else None,
+        metrics={name: metric.value for name, metric in evaluation.metrics.items()},
+        nesterov=settings.nesterov,
+        weight_decay=settings.decay,
+        clip=settings.largest_norm,
+        options=first.options,
+        delay=settings.delay,
+        seconds_finish=max(total - sum(seconds), 0.0),
+    )

@@ -1,0 +1,185 @@
+"""Trainings side by side: a closing table, and a picture of the loss over seconds, bytes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+
+from rich.console import Group
+from rich.text import Text
+
+from sparsync.cli.output import Columns, format_bytes, format_ratio
+from sparsync.cli.train.results import TrainResult, smoothed
+from sparsync.cli.workloads import workload_class
+from sparsync.cost.wording import format_seconds
+
+__all__ = ["comparison", "write_plot"]
+
+_STYLES = (
+    ("black", "-"),
+    ("#d95f02", "--"),
+    ("#1b6ca8", "-."),
+    ("#7a7a7a", ":"),
+    ("#1a7a4c", (0, (6, 1, 1, 1, 1, 1))),
+)
+
+
+# ---- the table --------------------------------------------------------------------------------------
+
+
+def comparison(results: Sequence[TrainResult], *, radius: int = 5) -> Group:
+    """Compare runs of the same settings: the time to dense's loss first, then its causes.
+
+    Args:
+        results: "dense" among them is what others are compared with.
+        radius: the training loss is averaged over this many steps before and after, fewer in a run of
+            less than 20 times as many.
+    """
+    first = results[0]
+    compared, judged = first.target_loss is not None, first.accuracy is not None
+    target = [f"time to loss {first.target_loss:.2f}", "speed-up"] if compared else []
+    heads = ["algorithm", *target, "steps", "time per step", "sent per step", "training loss"]
+    heads += ["held-out loss", *["held-out accuracy"] * judged]
+    rows = []
+    for result in results:
+        seconds, speedup = result.seconds_to_target, result.speedup_to_target
+        reached = ["never" if seconds is None else format_seconds(seconds), _times(speedup)]
+        curve = smoothed(result.loss, min(radius, result.steps // 20))
+        accuracy = [] if result.accuracy is None else [f"{100 * result.accuracy:.1f} %"]
+        rows.append(
+            [
+                result.algorithm,
+                *(reached if compared else []),
+                f"{result.steps}",
+                format_seconds(result.seconds_per_step_median),
+                format_bytes(_bytes_per_step(result)),
+                f"{curve[-1]:.3f}",
+                f"{result.eval_loss:.3f}",
+                *accuracy,
+            ]
+        )
+    return Group(Columns(heads, rows), Text("\n" + _caption(results)))
+
+
+def _bytes_per_step(result: TrainResult) -> float:
+    """Return the median: first steps may be dense (a warm-up; PowerSGD's first two).
+
+    Of schemes of averaging the mean: most of their steps may send nothing.
+    """
+    return median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{format_ratio(ratio)} x"
+
+
+def _caption(results: Sequence[TrainResult]) -> str:
+    """Say what was run, how it was counted, and whether the replicas agree."""
+    first = results[0]
+    densities = sorted({result.density for result in results if result.density < 1})
+    network = f" on links of {first.lab / 1e6:g} Mbit/s" if first.lab else " on this machine"
+    parts = [
+        f"{first.workload}: {first.parameters:,} parameters",
+        f"{first.ranks} ranks{network}",
+        f"{first.optimizer} lr {first.lr:g}",
+        *([] if first.clip is None else [f"clip {first.clip:g}"]),
+        *(f"density {density:g}" for density in densities),
+    ]
+    lines = [", ".join(parts)]
+    if first.target_loss is not None:
+        lines.append(
+            f"loss {first.target_loss:.2f}: the training loss of dense at step {first.target_step}"
+            + (f" (mean of {first.target_window} steps)" if first.target_window != 1 else "")
+        )
+    target = workload_class(first.workload).target
+    computation = format_seconds(first.seconds_computation_median)
+    lines.append(f"loss in nats per {target}; a step without exchange, timed before: {computation}")
+    for metric in first.metrics:
+        figures = [f"{r.metrics[metric]:.3g} ({r.algorithm})" for r in results]
+        lines.append(f"held out, {metric}: {', '.join(figures)}")
+    if any(r.options is not None for r in results):
+        lines.append("sent by schemes that average models: the mean over steps, the end included")
+    if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
+        lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")
+    if first.delay != "none":
+        lines.append(f"delay {first.delay}: before steps, in all times but the computation's")
+    wrong = [r.algorithm for r in results if not r.replicas_equal]
+    if wrong:
+        lines.append(f"REPLICAS DIFFER at the end: {', '.join(wrong)}")
+    else:
+        lines.append("parameters at the end: bit-identical on all ranks")
+    return "\n".join(lines)
+
+
+# ---- the picture ------------------------------------------------------------------------------------
+
+
+def write_plot(results: Sequence[TrainResult], path: Path) -> None:
+    """Draw the loss over seconds, where anything was sent over bytes, and over steps.
+
+    Readable in grey: every algorithm has a line style of its own.  Thin lines are single steps, thick
+    ones averages over a twentieth of the run.  A dot marks where a run has reached the target; values
+    above the loss at the start are cut off.
+    """
+    from matplotlib.figure import Figure  # the object interface: no display, no global state
+    from matplotlib.ticker import EngFormatter
+
+    first = results[0]
+    sent_anything = any(result.bytes_sent_per_step_max for result in results)
+    panels = ["seconds", *["bytes"] * sent_anything, "steps"]
+    figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
+    axes = dict(zip(panels, figure.subplots(1, len(panels), sharey=True), strict=True))
+    for number, result in enumerate(results):
+        colour, style = _STYLES[number % len(_STYLES)]
+        over: dict[str, list[float]] = {
+            "seconds": list(accumulate(result.seconds)),
+            "bytes": [float(total) for total in accumulate(result.bytes_sent)],
+            "steps": [float(step) for step in range(1, result.steps + 1)],
+        }
+        curve = smoothed(result.loss, result.steps // 40)
+        for panel, axis in axes.items():
+            x = over[panel]
+            axis.plot(x, result.loss, color=colour, linewidth=0.6, alpha=0.25)
+            axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=_label(result))
+            if result.steps_to_target is not None:
+                at = x[result.steps_to_target - 1]
+                axis.plot(
+                    [at], [curve[result.steps_to_target - 1]], "o", color=colour, markersize=6
+                )
+    axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
+    axes["seconds"].set_xlabel(_clock(first))
+    axes["seconds"].set_ylabel(f"training loss (nats per {workload_class(first.workload).target})")
+    axes["seconds"].legend(frameon=False)
+    axes["steps"].set_xlabel("steps")
+    if sent_anything:
+        axes["bytes"].set_xscale("log")
+        axes["bytes"].set_xlabel("sent by each rank since the start (bytes)")
+        axes["bytes"].xaxis.set_major_formatter(EngFormatter(unit="B"))
+    for axis in axes.values():
+        if first.target_loss is not None:
+            axis.axhline(first.target_loss, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
+        axis.grid(alpha=0.3, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    title = f"workload {first.workload}: {first.parameters:,} parameters, {first.ranks} ranks"
+    if first.target_loss is not None:
+        title += f"; dots: the step that reached loss {first.target_loss:.2f}"
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def _label(result: TrainResult) -> str:
+    """Name a run, and how much sooner or later than dense it reached the target."""
+    if result.speedup_to_target is None or result.algorithm == "dense":
+        return result.algorithm
+    ratio = result.speedup_to_target
+    compared = f"{_times(ratio)} faster" if ratio >= 1 else f"{_times(1 / ratio)} slower"
+    return f"{result.algorithm}: {compared} to the loss"
+
+
+def _clock(result: TrainResult) -> str:
+    """Say what the seconds were measured on."""
+    if result.lab is None:
+        return "seconds (this machine, no network)"
+    return f"seconds (links of {result.lab / 1e6:g} Mbit/s)"

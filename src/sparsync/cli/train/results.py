@@ -1,0 +1,198 @@
+"""Results of trainings: their fields, which are the JSON's keys, and the time to a loss.
+
+Losses are averaged over the last few steps, never over coming ones: at a moment of the run one knows
+no more.  All runs see the same data in the same order, so their noise is alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "Goal",
+    "TrainResult",
+    "check_target_step",
+    "seconds_of_all",
+    "smoothed",
+    "trailing",
+    "with_target",
+]
+
+_BASELINE = "dense"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One training run; its fields are the keys of the JSON.  None: does not apply.
+
+    Settings of the run, e.g. ``density``, have the names that ``TrainSettings`` gives them.
+    """
+
+    algorithm: str  # a preset; "dense" (plain DDP); "fp16", "powersgd" (PyTorch's); or a scheme
+    ranks: int
+    steps: int  # that were made
+    density: float  # k / n asked for; 1 where everything is exchanged
+    parameters: int  # trained elements n
+    optimizer: str
+    lr: float  # after its warm-up
+    loss: list[float]  # per step: nats per byte, image, ...; mean over ranks
+    eval_loss: float  # likewise, on what is held out, after the last step
+    seconds_total: float  # of the slowest rank: all steps, and leaving all replicas equal
+    seconds_per_step_median: float
+    bytes_sent_per_step_max: int  # the most that any rank sent in any step, headers included
+    replicas_equal: bool  # all ranks ended with bit-identical parameters
+    bytes_sent: list[int]  # per step, by the rank that sent most in all
+    seed: int
+    batch_size: int
+    context: int | None
+    warmup_steps: int
+    # per step: from when the last rank ended the step before until the last one ended this one
+    seconds: list[float]
+    # forward, backward and optimizer on all ranks at once, without any exchange; measured before
+    seconds_computation_median: float
+    seconds_rest_median: float  # the median step minus that: the exchange that is not hidden
+    bytes_counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
+    bytes_kernel: list[int] | None  # per step: the most that the kernel counted on a lab's link
+    transport: str  # carried the gradients
+    lab: float | None  # bits per second of the links
+    layers: int | None
+    width: int | None
+    workload: str = "bytes"
+    accuracy: float | None = None  # on held-out images, in [0, 1]
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: float | None = None
+    options: Mapping[str, object] | None = None  # of a scheme of averaging
+    delay: str = "none"
+    seconds_finish: float = 0.0  # of ``seconds_total``, after the last step
+    target_step: int | None = None  # whose loss, in the run of "dense", is the target
+    target_loss: float | None = None  # averaged over the last ``target_window`` steps
+    target_window: int | None = None
+    steps_to_target: int | None = None  # until the loss, averaged likewise, is at most the target
+    seconds_to_target: float | None = None  # the same in seconds of training
+    speedup_to_target: float | None = None  # seconds of "dense" to its target step, over these
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation: "WER", ...
+
+
+def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return how long each step took all ranks, from how long it took each of them.
+
+    A rank may be ahead of others: a step is over when the last one is through with it.
+
+    Example:
+        >>> seconds_of_all([[1.0, 1.0, 4.0], [3.0, 1.0, 1.0]])
+        [3.0, 1.0, 2.0]
+    """
+    through = zip(*(accumulate(seconds) for seconds in ranks), strict=True)
+    return [end - start for start, end in pairwise([0.0, *(max(times) for times in through)])]
+
+
+def smoothed(loss: Sequence[float], radius: int) -> list[float]:
+    """Average each value with up to ``radius`` before and after it; the first value stays itself.
+
+    Example:
+        >>> smoothed([8.0, 2.0, 2.0, 0.0], radius=1)
+        [8.0, 4.0, 1.3333333333333333, 1.0]
+    """
+    reach = [min(i, radius) for i in range(len(loss))]  # as far back as forth, from the first on
+    return [fmean(loss[i - r : i + r + 1]) for i, r in enumerate(reach)]
+
+
+def trailing(loss: Sequence[float], window: int) -> list[float]:
+    """Average each value with up to ``window - 1`` values before it.
+
+    Example:
+        >>> trailing([8.0, 2.0, 2.0, 0.0], window=2)
+        [8.0, 5.0, 2.0, 1.0]
+    """
+    return [fmean(loss[max(i + 1 - window, 0) : i + 1]) for i in range(len(loss))]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The loss that "dense" has at a step, averaged.
+
+    Attributes:
+        loss: nats per byte or image.
+        window: number of last steps that are averaged.
+    """
+
+    loss: float
+    window: int
+
+    @staticmethod
+    def of(losses: Sequence[float], step: int, *, most_averaged: int = 20) -> Goal:
+        """Take the loss at ``step``, counted from 1.
+
+        Args:
+            losses: of "dense", per step.
+            step: where the goal is set.
+            most_averaged: losses are averaged over this many last steps, over a fifth of ``step`` in
+                a shorter run: batches differ by 10 %, and dense gains that in 20 steps.
+
+        Example:
+            >>> Goal.of([4.0, 3.0, 2.0], step=3), Goal.of([4.0] * 50 + [3.0] * 50, step=60).window
+            (Goal(loss=2.0, window=1), 12)
+        """
+        window = max(1, min(most_averaged, step // 5))
+        return Goal(trailing(losses[:step], window)[-1], window)
+
+    def reached_by(self, losses: Sequence[float]) -> bool:
+        """Tell whether the loss, averaged likewise, is there after the last of ``losses``."""
+        return fmean(losses[-self.window :]) <= self.loss
+
+
+def check_target_step(target_step: int | None, steps: int, algorithms: Sequence[str]) -> None:
+    """Refuse a target that no run of "dense" will set."""
+    if target_step is None:
+        return
+    if not 1 <= target_step <= steps:
+        raise ConfigurationError(
+            f"target_step is {target_step}; give a step of the run, from 1 to {steps}"
+        )
+    if _BASELINE not in algorithms:
+        raise ConfigurationError(
+            f"--target-step {target_step} asks for the loss of dense, which is not among the "
+            f"algorithms {', '.join(algorithms)}; add dense"
+        )
+
+
+def with_target(
+    results: Sequence[TrainResult], target_step: int | None = None
+) -> list[TrainResult]:
+    """Fill in when each run reached the loss that "dense" had at ``target_step``.
+
+    Args:
+        results: of the same settings; without "dense" among them they stay as they are.
+        target_step: counted from 1; default: the last step of "dense".
+    """
+    dense = next((result for result in results if result.algorithm == _BASELINE), None)
+    if dense is None:
+        return list(results)
+    step = dense.steps if target_step is None else target_step
+    goal = Goal.of(dense.loss, step)
+    dense_seconds = sum(dense.seconds[:step])
+    done = []
+    for result in results:
+        made = range(1, result.steps + 1)
+        reached = next((s for s in made if goal.reached_by(result.loss[:s])), None)
+        if result is dense:
+            reached = step  # where the goal is; noise may have touched it before
+        seconds = None if reached is None else sum(result.seconds[:reached])
+        done.append(
+            replace(
+                result,
+                target_step=step,
+                target_loss=goal.loss,
+                target_window=goal.window,
+                steps_to_target=reached,
+                seconds_to_target=seconds,
+                speedup_to_target=dense_seconds / seconds if seconds else None,
+            )
+        )
+    return done

@@ -1,0 +1,96 @@
+"""Models and data to train on: ``sparsync train --workload NAME``.
+
+Three need nothing but this machine: ``bytes``, ``lstm`` and ``digits``.  Other packages add theirs by
+entry points of the group ``sparsync.workloads``; those may read a folder, given with ``--data DIR``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from sparsync.cli.workloads.base import (
+    PADDING,
+    Defaults,
+    Evaluation,
+    Workload,
+    is_hidden_matrix,
+    outputs_of,
+)
+from sparsync.cli.workloads.byte_transformer import BytesWorkload
+from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.lstm import LstmWorkload
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "PADDING",
+    "Defaults",
+    "Evaluation",
+    "Workload",
+    "is_hidden_matrix",
+    "make_workload",
+    "needs_data",
+    "outputs_of",
+    "workload_class",
+    "workload_names",
+]
+
+_GROUP = "sparsync.workloads"
+_OWN: tuple[type[Workload], ...] = (BytesWorkload, DigitsWorkload, LstmWorkload)
+
+
+def workload_names() -> list[str]:
+    """List the names of all workloads, our own first."""
+    added = sorted(point.name for point in entry_points(group=_GROUP))
+    return [kind.name for kind in _OWN] + added
+
+
+def workload_class(name: str) -> type[Workload]:
+    """Return the class of a name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    for kind in _OWN:
+        if kind.name == name:
+            return kind
+    for point in entry_points(group=_GROUP, name=name):
+        added: type[Workload] = point.load()
+        return added
+    raise ConfigurationError(
+        f"unknown workload {name!r}; choose one of {', '.join(workload_names())}"
+    )
+
+
+def needs_data(name: str) -> bool:
+    """Tell whether a workload reads a folder, its option ``data``."""
+    return workload_class(name).reads_folder
+
+
+def make_workload(name: str, **options: int | Path | None) -> Workload:
+    """Make a workload; its data is loaded when it is first asked for.
+
+    Args:
+        name: one of ``workload_names()``.
+        options: fields of its class; None: its default.
+
+    Raises:
+        ConfigurationError: there is no such workload, it has no such option, or its data is missing.
+
+    Example:
+        >>> make_workload("lstm", width=128, layers=None)
+        LstmWorkload(context=32, width=128, layers=2)
+    """
+    kind = workload_class(name)
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
+    given = {key: value for key, value in options.items() if value is not None}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigurationError(f"{key} is {value}, but {name} has no {key}; leave it out")
+    if needs_data(name) and "data" not in given:
+        raise ConfigurationError(
+            f"{name} needs data, which is not downloaded; give its folder with --data DIR "
+            "(docs/data.md says what it has to have)"
+        )
+    return kind(**given)

@@ -1,0 +1,213 @@
+"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test case at this size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsync.cli.workloads.base import Defaults, HeldInMemory
+from sparsync.errors import ConfigurationError
+
+__all__ = ["DigitImages", "DigitsWorkload", "SmallVgg", "chosen_samples", "shifted"]
+
+
+class SmallVgg(nn.Module):
+    """Pairs of 3x3 convolutions, each pair followed by max-pooling; then two fully connected layers.
+
+    Without batch normalisation, as VGG was published: its running statistics would be one more thing
+    in which ranks differ.
+
+    Args:
+        channels: of the convolutions of each pair.
+        hidden: units of the first fully connected layer.
+        seed: of the initial weights (torch's own); the same seed gives the same weights.
+
+    Example:
+        >>> model = SmallVgg(seed=0)
+        >>> sum(p.numel() for p in model.parameters())
+        724938
+        >>> sum(p.numel() * 4 > 128 * 1024 for p in model.parameters())  # layers above 128 KB
+        3
+        >>> model(torch.zeros(32, 1, 8, 8)).shape
+        torch.Size([32, 10])
+
+    References: Simonyan & Zisserman, `Very Deep Convolutional Networks for Large-Scale Image
+    Recognition <https://arxiv.org/abs/1409.1556>`_, 2014.
+    """
+
+    def __init__(
+        self,
+        *,
+        channels: tuple[tuple[int, int], ...] = ((16, 32), (128, 128)),
+        hidden: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        side, last = 8 >> len(channels), channels[-1][-1]  # pixels of an image, halved by each pair
+        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+            torch.manual_seed(seed)
+            stages, before = [], 1
+            for first, second in channels:
+                stages.append(_pair(before, first, second))
+                before = second
+            self.convolutions = nn.Sequential(*stages)
+            self.hidden = nn.Linear(last * side * side, hidden)
+            self.head = nn.Linear(hidden, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits `[batch, 10]` for images `[batch, 1, 8, 8]`."""
+        hidden = torch.relu(self.hidden(self.convolutions(images).flatten(1)))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def _pair(before: int, first: int, second: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(before, first, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(first, second, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+@dataclass(frozen=True)
+class DigitImages:
+    """The images, cut in two parts.
+
+    Attributes:
+        training: images `[n, 1, 8, 8]` with ``float32`` in [0, 1], and their digits `[n]`, ``int64``.
+        held_out: likewise.
+    """
+
+    training: tuple[Tensor, Tensor]
+    held_out: tuple[Tensor, Tensor]
+
+    @classmethod
+    def load(cls, *, held_out: float = 0.2, split_seed: int = 0) -> DigitImages:
+        """Read scikit-learn's 1,797 images.
+
+        Args:
+            held_out: fraction that is not trained on.
+            split_seed: of the choice of it; not the run's seed, so that all runs compare.
+
+        Raises:
+            ConfigurationError: scikit-learn is not installed.
+        """
+        try:
+            from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+        except ImportError as error:
+            raise ConfigurationError(
+                "the workload digits needs scikit-learn's images, which is not installed "
+                f"({error}): pip install 'sparsync[linear]'"
+            ) from error
+        pixels, digits = load_digits(return_X_y=True)
+        order = np.random.default_rng(split_seed).permutation(len(digits))
+        images = torch.tensor(pixels[order] / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # of 0..16
+        targets = torch.tensor(digits[order], dtype=torch.int64)
+        cut = round(len(order) * (1 - held_out))
+        return cls((images[:cut], targets[:cut]), (images[cut:], targets[cut:]))
+
+
+@final
+@dataclass(frozen=True)
+class DigitsWorkload(HeldInMemory):
+    """A small VGG on images of digits; every rank has every world_size-th image of the training part.
+
+    Example:
+        >>> images, digits = DigitsWorkload().batch(
+        ...     seed=0, step=0, rank=0, world_size=4, batch_size=32
+        ... )
+        >>> images.shape, digits.shape
+        (torch.Size([32, 1, 8, 8]), torch.Size([32]))
+    """
+
+    name: ClassVar[str] = "digits"
+    target: ClassVar[str] = "image"
+    classifies: ClassVar[bool] = True
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=32)
+
+    @cached_property
+    def images(self) -> DigitImages:
+        """The data, loaded when it is first asked for."""
+        return DigitImages.load()
+
+    def make_model(self, seed: int) -> SmallVgg:
+        """See ``Workload``."""
+        return SmallVgg(seed=seed)
+
+    def batch(
+        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Workload``: a rank's shard, reshuffled every epoch; a batch may span several.
+
+        Every image is shifted by up to one pixel: without, all of them are learned by heart in 20
+        epochs, and the last runs of a comparison differ by noise alone.
+        """
+        chosen = self.chosen(
+            seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
+        )
+        images, digits = self.images.training
+        generator = np.random.default_rng([seed, step, rank])
+        return shifted(images[chosen], generator, most=1), digits[chosen]
+
+    def chosen(
+        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+    ) -> Tensor:
+        """Return the places in the training part of what ``batch`` returns."""
+        return chosen_samples(
+            len(self.images.training[1]),
+            seed=seed,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+        )
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """See ``Workload``."""
+        return self.images.held_out
+
+
+def chosen_samples(
+    count: int, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
+) -> Tensor:
+    """Return the numbers of a rank's samples of a step, `[batch_size]`.
+
+    Every rank has every ``world_size``-th of ``count`` samples, reshuffled each epoch; a batch may span
+    several epochs.
+
+    Raises:
+        ConfigurationError: this rank has none.
+
+    Example:
+        >>> place = {"seed": 0, "step": 0, "world_size": 2, "batch_size": 4}
+        >>> sorted(chosen_samples(8, rank=1, **place).tolist())
+        [1, 3, 5, 7]
+
+    Cost: a permutation of the rank's share for each batch.
+    """
+    shard = np.arange(rank, count, world_size)
+    if not len(shard):
+        raise ConfigurationError(
+            f"{world_size} ranks share {count} training samples: rank {rank} has none; use at most "
+            f"{count} ranks"
+        )
+    epoch, start = divmod(step * batch_size, len(shard))
+    epochs = range(epoch, epoch + -(-(start + batch_size) // len(shard)))
+    order = [np.random.default_rng([seed, e, rank]).permutation(shard) for e in epochs]
+    return torch.from_numpy(np.concatenate(order)[start : start + batch_size])
+
+
+def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:
+    """Move every square image by up to ``most`` pixels, each way; what comes in is 0."""
+    side = images.shape[-1]
+    windows = F.pad(images, (most,) * 4).unfold(2, side, 1).unfold(3, side, 1)
+    down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))
+    return windows[torch.arange(len(images)), :, down, right]

@@ -1,0 +1,235 @@
+"""The unit of account of every collective's cost: a job, what the busiest rank does, lower bounds.
+
+A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte here**; the papers count
+words of 4 bytes, and ``Cost.words`` does too.  An entry in coo takes two words: a 32-bit index and a
+float32 value.  Every message of entries has a header, which the papers leave out.
+
+References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022;
+Renggli et al., SparCML, SC 2019, section 5.3 and appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "COUNT_BYTES",
+    "ENTRY_BYTES",
+    "WORD_BYTES",
+    "Cost",
+    "Job",
+    "Result",
+    "allgatherv",
+    "allreduce",
+    "expected_union",
+    "lemma_5_1_words",
+    "lower_bound_words",
+    "sum_bound_words",
+]
+
+WORD_BYTES = 4  # the papers' unit
+ENTRY_BYTES = 2 * WORD_BYTES  # index and float32 value
+COUNT_BYTES = 8  # counts, lengths and boundaries travel as 64-bit integers
+
+Result = Literal["top-k", "sum", "whole"]
+"""The total of a collective: the k largest of the sum, the whole sum of sparse vectors, or of dense."""
+
+
+class Job(NamedTuple):
+    """An exchange of k entries of n elements by each of P ranks.
+
+    Attributes:
+        size: elements n of the vector.
+        k: entries that each rank selects.
+        world_size: number of ranks P.
+        result: entries of the sum over all ranks, if known: k where supports are equal, k P where they
+            are disjoint.  None: supports are random and independent, which overlap least of all that
+            are not arranged to.
+
+    Example:
+        >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
+        (10.0, 20.0)
+    """
+
+    size: int
+    k: float
+    world_size: int
+    result: float | None = None
+
+    @property
+    def share(self) -> float:
+        """(P - 1) / P: the part of a vector that other ranks own."""
+        return (self.world_size - 1) / self.world_size
+
+    @property
+    def rounds(self) -> int:
+        """``ceil(log2 P)``."""
+        return (self.world_size - 1).bit_length()
+
+    @property
+    def summed(self) -> float:
+        """Entries of the sum over all ranks."""
+        return self.union(self.world_size)
+
+    def union(self, ranks: int) -> float:
+        """Return the entries of a sum over some of the ranks.
+
+        With a known result the sum of j vectors is taken to have ``k j^a`` entries, with the a that
+        leads from k to the result: 0 where supports are equal, 1 where they are disjoint.
+        """
+        if self.result is None:
+            return expected_union(self.k, self.size, ranks)
+        k = max(self.k, 1)
+        growth = max(self.result, k) / k
+        part = math.log2(ranks) / math.log2(self.world_size) if ranks > 1 else 0.0
+        return min(self.k * math.pow(growth, part), float(self.size))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Messages, bytes and work of the busiest rank in one call of a collective, or one phase of it.
+
+    Phases add up; the sum is an upper bound, for the busiest rank may change from phase to phase.
+
+    Attributes:
+        messages: number that a rank sends, one after the other.
+        nbytes: volume, the maximum over ranks of max(sent, received).
+        relayed: bytes that pass one after the other on top of ``nbytes``: those of other ranks, which a
+            rank waits for.
+        encoded: entries that it packs.
+        decoded: entries that it unpacks and merges.
+        dense_bytes: bytes of dense vectors that it adds, or puts in their place.
+        turns: times that it works, then waits for entries of others.
+
+    Example:
+        >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
+        250.0
+    """
+
+    messages: float
+    nbytes: float
+    relayed: float = 0.0
+    encoded: float = 0.0
+    decoded: float = 0.0
+    dense_bytes: float = 0.0
+    turns: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost of ``factor`` calls, e.g. of one in 64 steps."""
+        return Cost(*(factor * getattr(self, f.name) for f in fields(self)))
+
+    @property
+    def words(self) -> float:
+        """Volume in the papers' unit of 4 bytes."""
+        return self.nbytes / WORD_BYTES
+
+    def seconds(self, alpha: float, beta: float) -> float:
+        """Return ``messages * alpha + (nbytes + relayed) * beta``: the links' part of a call.
+
+        Args:
+            alpha: seconds per message.
+            beta: seconds per byte (the papers: per word).
+
+        Example:
+            >>> round(Cost(2, 4_000_000).seconds(alpha=50e-6, beta=8e-9), 6)
+            0.0321
+        """
+        return self.messages * alpha + (self.nbytes + self.relayed) * beta
+
+
+def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -> Cost:
+    """Reduce-scatter and allgather of dense blocks: ``2 ceil(log2 P)`` messages, 2 (P - 1) blocks.
+
+    A block has ``ceil(elements / P)`` elements.
+
+    Example:
+        >>> cost = allreduce(elements=6, world_size=4)
+        >>> cost.messages, cost.nbytes
+        (4, 48)
+    """
+    width = -(-elements // world_size)
+    rounds = (world_size - 1).bit_length()
+    return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
+
+
+def allgatherv(nbytes: float, world_size: int) -> Cost:
+    """Allgather of ``nbytes`` from each rank: ``ceil(log2 P)`` messages, ``(P - 1) nbytes``.
+
+    Example:
+        >>> cost = allgatherv(nbytes=10, world_size=5)
+        >>> cost.messages, cost.nbytes
+        (3, 40)
+    """
+    return Cost((world_size - 1).bit_length(), (world_size - 1) * nbytes)
+
+
+def expected_union(k: float, size: int, ranks: int) -> float:
+    """Return the expected number of entries of a sum of uniformly random supports, E[K].
+
+    ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which is ``N (1 - (1 - k / N)^P)`` (SparCML, appendix
+    B.1).
+
+    Args:
+        k: entries per rank.
+        size: number of elements N.
+        ranks: number of summands P.
+
+    Example:
+        >>> round(expected_union(10, 512, 2), 2), expected_union(512, 512, 3)
+        (19.8, 512.0)
+    """
+    if size == 0 or k <= 0:
+        return 0.0
+    if k >= size:
+        return float(size)
+    return -size * math.expm1(ranks * math.log1p(-k / size))
+
+
+# ---- lower bounds -----------------------------------------------------------------------------------
+
+
+def lower_bound_words(k: float, world_size: int) -> float:
+    """Ok-Topk, Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO.
+
+    Example:
+        >>> lower_bound_words(k=1000, world_size=4)
+        1500.0
+    """
+    return 2 * k * (world_size - 1) / world_size
+
+
+def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
+    """SparCML, Lemma 5.1: no sparse allreduce moves fewer words, in values alone.
+
+    ``(P - 1) k`` where supports are disjoint, ``2 k (P - 1) / P`` where they are equal.
+
+    Example:
+        >>> [lemma_5_1_words(1000, 8, disjoint=d) for d in (True, False)]
+        [7000.0, 1750.0]
+    """
+    return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
+
+
+def sum_bound_words(job: Job) -> float:
+    """SparCML, Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
+
+    ``k + K (P - 2) / P`` for a sum of K entries, on the mean of ranks: an index that c ranks hold
+    takes c - 1 transfers to be summed and P - 1 to be known.  Both ends of Lemma 5.1 are K = k and
+    K = k P; the paper does not state what lies between.  Where the sum is dense, delta words: the
+    entries from which a vector is dense (Lemma 5.2).
+
+    Example:
+        >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]
+        [7000.0, 1750.0]
+        >>> sum_bound_words(Job(10**6, 300_000, 8))
+        500000.0
+    """
+    limit = job.size * WORD_BYTES // ENTRY_BYTES
+    if job.summed > limit:
+        return float(limit) if job.world_size > 1 else 0.0
+    return job.k + job.summed * (job.world_size - 2) / job.world_size

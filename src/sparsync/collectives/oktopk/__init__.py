@@ -1,0 +1,1 @@
+"""Ok-Topk: the O(k) sparse allreduce (Li & Hoefler, PPoPP 2022)."""

@@ -1,0 +1,1 @@
+"""SparCML's sparse allreduces (Renggli et al., SC 2019)."""

@@ -1,0 +1,280 @@
+"""Time messages over every link of a group as the collectives use them: all at once, both ways.
+
+In a round every rank sends to the rank ``shift`` places on and receives from as far back.  Rounds of
+one shift follow each other without a fence, so their pace is that of a collective's phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync.cost.fitting import Line, fit_line, fit_with_intervals
+from sparsync.errors import ConfigurationError
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Raw
+
+__all__ = ["Clock", "Link", "MeasuredLinks", "Probe", "measure_links"]
+
+_PHASE = "calibrate"
+_CONTROL = Raw("control")
+_SHORTEST = 1e-9  # seconds
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a rank's clock stands to rank 0's.
+
+    Attributes:
+        ahead: seconds that it shows more.
+        uncertainty: the true one differs by at most this: half of the fastest round trip.
+    """
+
+    ahead: float = 0.0
+    uncertainty: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks.
+
+    Attributes:
+        source: rank that sends.
+        dest: rank that receives.
+        alpha: seconds per message, one way; wrong by as much as the two ranks' clocks are.
+        beta: seconds per byte.
+    """
+
+    source: int
+    dest: int
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Result of measuring the links; the same on all ranks.
+
+    Attributes:
+        line: of all links together, at the pace of rounds.
+        links: each by itself.
+        clocks: of every rank.
+        sizes: bytes of the messages.
+    """
+
+    line: Line
+    links: tuple[Link, ...]
+    clocks: tuple[Clock, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sizes and repetitions of the messages that are timed.
+
+    Attributes:
+        smallest: bytes of the first messages.
+        factor: from one size to the next.
+        largest: bytes; the wire of 10 Gbit/s takes 70 times a latency of 50 us for them.
+        rounds: that count per visit of a size at every shift; one more opens it.
+        visits: of each size at most; they take turns, so that a busy moment hits all sizes.
+        shifts: at most this many; all, where there are fewer: then every link is measured.
+        pings: per rank, for its clock.
+        share: of the time that is left, the first visit of a size may take.
+        budget: of the calibration's time, for the links; the rest is for the ranks' work.
+    """
+
+    smallest: int = 256
+    factor: int = 4
+    largest: int = 1 << 22
+    rounds: int = 4
+    visits: int = 8
+    shifts: int = 8
+    pings: int = 8
+    share: float = 0.25
+    budget: float = 0.6
+
+    def shifts_of(self, world_size: int) -> list[int]:
+        """Return the distances at which ranks exchange, 1 among them, evenly spread.
+
+        Example:
+            >>> Probe().shifts_of(4), Probe(shifts=4).shifts_of(64)
+            ([1, 2, 3], [1, 16, 32, 48])
+        """
+        count = min(self.shifts, world_size - 1)
+        return [1 + i * (world_size - 1) // count for i in range(count)]
+
+
+async def measure_links(
+    comm: Communicator, *, seconds: float, clock: Callable[[], float], probe: Probe
+) -> MeasuredLinks:
+    """Fit latency and bandwidth of a group of two or more; all ranks call it together.
+
+    Sizes grow while they fit the time, as the size before foretells; then they take turns.
+
+    Args:
+        comm: the group.
+        seconds: of the whole calibration; ``probe.budget`` of them are used.
+        clock: of this rank.
+        probe: sizes and numbers.
+
+    Raises:
+        ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
+    """
+    return await _Survey(comm, seconds, clock, probe).run()
+
+
+class _Survey:
+    """One measurement, on one rank; what it decides is decided alike on all of them.
+
+    Attributes:
+        spent: seconds so far, on the rank that took most.
+        costs: seconds of the last visit of each size.
+        times: per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends.
+    """
+
+    def __init__(
+        self, comm: Communicator, seconds: float, clock: Callable[[], float], probe: Probe
+    ) -> None:
+        self.comm, self.clock, self.probe = comm, clock, probe
+        self.seconds = probe.budget * seconds
+        self.shifts = probe.shifts_of(comm.world_size)
+        self.started, self.spent = clock(), 0.0
+        self.costs: dict[int, float] = {}
+        self.times: dict[int, list[Tensor]] = {}
+
+    async def run(self) -> MeasuredLinks:
+        """Measure."""
+        probe, size = self.probe, self.probe.smallest
+        await self.visit(size, 1)  # the first round opens connections
+        clocks = await self.compare_clocks(self.pace(size))
+        cost, self.times = self.cost(size), {}
+        while size <= probe.largest and cost <= self.allowance():
+            await self.visit(size, probe.rounds)
+            cost = self.foretell(size)
+            size *= probe.factor
+        if len(self.times) < 2:
+            needed = (self.spent + 2 * (1 + probe.factor) * cost) / probe.budget
+            raise ConfigurationError(
+                f"calibrate: {self.seconds / probe.budget:.3g} s do not suffice for messages of "
+                f"{size} bytes over these links; give {needed:.2g} s or more"
+            )
+        for _ in range(probe.visits - 1):
+            for size in self.times:
+                if self.spent + self.costs[size] <= self.seconds:
+                    await self.visit(size, probe.rounds)
+        times = {size: torch.cat(visits, dim=2) for size, visits in self.times.items()}
+        paces = {size: torch.cat([_paces(v) for v in t]) for size, t in self.times.items()}
+        line = fit_with_intervals({size: pace.tolist() for size, pace in paces.items()})
+        return MeasuredLinks(line, _each_link(times, self.shifts, clocks), clocks, tuple(times))
+
+    def allowance(self) -> float:
+        """Return the seconds that a new size may take: a second one must be, so it may take all."""
+        share = self.probe.share if len(self.times) > 1 else 1.0
+        return share * (self.seconds - self.spent)
+
+    def pace(self, size: int) -> float:
+        """Return what a round of this size takes where nothing but the links holds it up."""
+        return float(_paces(self.times[size][-1]).quantile(0.25))
+
+    def cost(self, size: int) -> float:
+        """Return what a visit of a size will take, by its last one."""
+        return len(self.shifts) * (self.probe.rounds + 1) * self.pace(size)
+
+    def foretell(self, size: int) -> float:
+        """Return what a visit of the next size will take, by this one and the one before.
+
+        In proportion to the size, at most; less where a latency was seen.
+        """
+        factor, cost = self.probe.factor, self.cost(size)
+        if size // factor not in self.times:
+            return factor * cost
+        further = factor * (cost - self.cost(size // factor))  # of a line through both
+        return min(factor * cost, max(1.5 * cost, cost + further))
+
+    async def visit(self, size: int, rounds: int) -> None:
+        """Do some rounds of every shift, and one before them that does not count."""
+        comm, clock = self.comm, self.clock
+        # no zeros: a tunnel that compresses would look fast
+        payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        mine = []
+        for shift in self.shifts:
+            dest, source = (
+                (comm.rank + shift) % comm.world_size,
+                (comm.rank - shift) % comm.world_size,
+            )
+            for _ in range(rounds + 1):
+                start = clock()
+                receiving = comm.irecv(source, size, _PHASE, _CONTROL)
+                sending = comm.isend(payload, dest, _PHASE, _CONTROL)
+                await receiving
+                arrived = clock()
+                await sending
+                mine += [start, arrived, clock()]
+        mine.append(clock() - self.started)
+        everyone = torch.stack(await comm.allgather(_numbers(mine), _PHASE))
+        spent = float(everyone[:, -1].max())
+        self.costs[size], self.spent = spent - self.spent, spent
+        shape = comm.world_size, len(self.shifts), rounds + 1, 3
+        self.times.setdefault(size, []).append(everyone[:, :-1].reshape(shape))
+
+    async def compare_clocks(self, pace: float) -> tuple[Clock, ...]:
+        """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips.
+
+        Args:
+            pace: seconds that a message takes, about.
+        """
+        comm, clock, probe = self.comm, self.clock, self.probe
+        fit = int(probe.share * self.seconds / (2 * pace * comm.world_size + _SHORTEST))
+        best = Clock(uncertainty=math.inf) if comm.rank else Clock()
+        for rank in range(1, comm.world_size):
+            for _ in range(max(1, min(probe.pings, fit))):
+                if comm.rank == rank:
+                    start = clock()
+                    receiving = comm.irecv(0, 8, _PHASE, _CONTROL)
+                    await comm.isend(_bytes(start), 0, _PHASE, _CONTROL)
+                    theirs = float((await receiving).clone().view(torch.float64))
+                    end = clock()
+                    if (end - start) / 2 < best.uncertainty:
+                        best = Clock((start + end) / 2 - theirs, (end - start) / 2)
+                elif comm.rank == 0:
+                    await comm.irecv(rank, 8, _PHASE, _CONTROL)
+                    await comm.isend(_bytes(clock()), rank, _PHASE, _CONTROL)
+        gathered = await comm.allgather(_numbers([best.ahead, best.uncertainty]), _PHASE)
+        return tuple(Clock(*pair.tolist()) for pair in gathered)
+
+
+def _bytes(number: float) -> Tensor:
+    return _numbers([number]).view(torch.uint8)
+
+
+def _numbers(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _paces(times: Tensor) -> Tensor:
+    """Return `[shifts * rounds]`: from end to end of rounds, in the middle of the ranks."""
+    return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()
+
+
+def _each_link(
+    times: dict[int, Tensor], shifts: list[int], clocks: tuple[Clock, ...]
+) -> tuple[Link, ...]:
+    """Fit every link by itself: from when both ranks were there, until the message was."""
+    ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
+    common = {size: t - ahead for size, t in times.items()}  # by rank 0's clock
+    links = []
+    for dest in range(len(clocks)):
+        for i, shift in enumerate(shifts):
+            source = (dest - shift) % len(clocks)
+            one_way = {}
+            for size, t in common.items():
+                begun = torch.maximum(t[source, i, :, 0], t[dest, i, :, 0])
+                one_way[size] = max(float((t[dest, i, :, 1] - begun).quantile(0.5)), 0.0)
+            line = fit_line(one_way)
+            links.append(Link(source, dest, line.alpha, line.beta))
+    return tuple(sorted(links, key=lambda link: (link.source, link.dest)))

@@ -1,0 +1,84 @@
+"""Machine: the seconds that links and ranks take per message, byte, element and entry."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["Machine"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds per unit of everything that an exchange does; measured by calibration, or stated.
+
+    The defaults of the ranks' work are one core's (measured with the native kernels by
+    ``sparsync doctor``); those of the links are ``Links``'.
+
+    Attributes:
+        alpha: latency in seconds per message, what both ends do for it included.
+        beta: seconds per byte, on each port.
+        gamma: seconds per byte of dense sums.
+        select: seconds per element that is accumulated and selected from.
+        encode: seconds per entry that is packed.
+        decode: seconds per entry that is unpacked and merged.
+        turn: seconds lost where a rank has worked and waits for the entries of others: with more ranks
+            than cores, a time slice of the system's; 0 where each has its own.
+
+    Example:
+        >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
+        >>> Machine.from_dict(gigabit.as_dict()) == gigabit
+        True
+    """
+
+    alpha: float = 50e-6
+    beta: float = 8e-9
+    gamma: float = 0.16e-9
+    select: float = 1.1e-9
+    encode: float = 3e-9
+    decode: float = 6e-9
+    turn: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigurationError(f"Machine: {name} is {value!r}; give seconds >= 0")
+
+    def as_dict(self) -> dict[str, float]:
+        """Return plain numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Machine:
+        """Make it from plain numbers, as ``as_dict`` gives them; what is not given is the default.
+
+        Raises:
+            ConfigurationError: an unknown name, or a bad number.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigurationError(
+                f"Machine has no {', '.join(unknown)}; it has {', '.join(known)}"
+            )
+        return cls(**given)
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """Read the ``"machine"`` of what ``sparsync doctor --json`` writes.
+
+        Raises:
+            ConfigurationError: the text is no such report.
+        """
+        try:
+            machine = json.loads(text)["machine"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                'no machine in it; give a file that "sparsync doctor --json FILE" wrote'
+            ) from error
+        return cls.from_dict(machine)

@@ -1,0 +1,1 @@
+"""Error feedback: the life of a gradient, from accumulation to commit."""

@@ -1,0 +1,112 @@
+"""Compare a reducer's set-up with all ranks, and report its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import STATE_VERSION
+from sparsync.state import Stateful
+from sparsync.transports.agree import agree, digest
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import STAGES
+from sparsync.wire.base import Codec
+
+__all__ = [
+    "agree_on_reducer",
+    "reducer_stats",
+    "weights_digest",
+]
+
+
+def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
+    """Compare the set-up of a reducer, and further settings, with all ranks.
+
+    Raises:
+        PeerError: names what differs and on which ranks.
+    """
+    parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
+    run(
+        agree(
+            reducer.comm,
+            {
+                "the version of the saved state": STATE_VERSION,
+                "the algorithm": reducer.algorithm.name,
+                "its options": reducer.algorithm.options,
+                "settings": ", ".join(
+                    f"{name}={value}" for name, value in sorted(settings.items())
+                ),
+                "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
+                "density": reducer.adaptive or reducer.density,
+                "xi_period": reducer.xi_period,
+                "the warm-up": reducer.warmup,
+                "the correction": reducer.correction,
+                "the parameters (names and sizes)": parameters,
+                "the units (parameters of each, dtypes, dense or not, output or not)": [
+                    (len(unit.slots), str(unit.dtype), unit.dense, unit.output)
+                    for unit in reducer.units
+                ],
+            },
+        )
+    )
+
+
+def _settings(part: Stateful) -> tuple[object, ...]:
+    """Return the type of a selector or collective, and those of its settings that are plain values."""
+    plain = (bool, int, float, str, type(None), Codec)
+    kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
+    return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
+
+
+def weights_digest(parameters: Iterable[Tensor]) -> str:
+    """Return a fingerprint of weights, equal for equal weights alone (see ``digest``)."""
+    return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
+
+
+def reducer_stats(reducer: Reducer) -> dict[str, Any]:
+    """Return plain numbers about the run so far: steps, bytes per phase, residual norms."""
+    ledger = reducer.comm.ledger
+    return {
+        "algorithm": reducer.algorithm.name,
+        "density": reducer.density,
+        "scale": reducer.scale,
+        "steps": reducer.step,
+        "skipped_steps": reducer.skipped,
+        "units": [
+            {"parameters": len(u.slots), "size": u.size, "k": k}
+            for u, k in zip(reducer.units, reducer.quotas, strict=True)
+        ],
+        "bytes_sent_last_step": ledger.last_step.sent,
+        "bytes_received_last_step": ledger.last_step.received,
+        "bytes_sent_per_step_max": ledger.sent_max,
+        "bytes_received_per_step_max": ledger.received_max,
+        "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
+        "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
+        "layers": [layer for unit in range(len(reducer.units)) for layer in _layers(reducer, unit)],
+        "choices": [c.explain() for c in reducer.collectives],
+        "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
+        "residual_norm": [
+            0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale
+            for r in reducer.residuals
+        ],
+    }
+
+
+def _layers(reducer: Reducer, unit: int) -> list[dict[str, Any]]:
+    """Return every parameter of a unit, with the method that selects from it."""
+    planned, selector = reducer.units[unit], reducer.selectors[unit]
+    methods = selector.methods(planned.layers)
+    return [
+        {
+            "name": slot.name,
+            "size": slot.size,
+            "unit": unit,
+            "method": "dense" if planned.dense else method,
+        }
+        for slot, method in zip(planned.slots, methods, strict=True)
+    ]

@@ -1,0 +1,255 @@
+"""Shares: how many entries each unit selects, so that all units together select the global top-k.
+
+A unit cannot know the magnitudes of another before its own exchange begins.  So it takes the share
+that it would have had on the step before, known in hindsight: all ranks add up one small histogram
+per unit of the entries that they would have liked to select.  The shares always sum to k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.selection.base import reaching
+from sparsync.sparse import SparseVector
+from sparsync.transports.communicator import Communicator
+from sparsync.units import Unit
+
+__all__ = ["SharesState", "Sharing", "edges", "next_shares", "resized"]
+
+_BINS = 32  # per unit: 128 bytes
+_GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
+_ROOM = 8  # times k: from here on a unit's entries are not counted
+_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distance of edges from the last magnitude
+
+
+@dataclass(frozen=True)
+class SharesState:
+    """State that is carried from step to step; the same on every rank.
+
+    Attributes:
+        quotas: k of every unit.
+        key: the magnitude of the global k-th entry on the last step, as a key; None at first.
+    """
+
+    quotas: tuple[int, ...]
+    key: int | None = None
+
+
+@final
+class Sharing:
+    """Counts what some units would like to select in a step, and divides k among them for the next.
+
+    Args:
+        units: all units of the reducer.
+        members: those that divide what they have together.
+        dtype: of their residuals.
+    """
+
+    def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
+        self.units, self.members, self.dtype = units, members, dtype
+        self._histograms: dict[int, Tensor] = {}
+
+    @staticmethod
+    def among(units: Sequence[Unit]) -> Sharing | None:
+        """Let units that are exchanged sparsely share; None unless there are several, of one dtype."""
+        members = [i for i, unit in enumerate(units) if not unit.dense]
+        dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
+        return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
+
+    def collect_from(self, state: SharesState) -> tuple[int, int] | None:
+        """Return the key from which entries of a unit count, whatever its own share, and how many."""
+        if state.key is None:
+            return None
+        _, octave = kernels.key_range(self.dtype)
+        k = sum(state.quotas[unit] for unit in self.members)
+        return max(state.key - round(_GAP_OCTAVES * octave), 1), _ROOM * k + 64
+
+    def count(
+        self,
+        state: SharesState,
+        unit: int,
+        accumulated: Tensor,
+        collected: SparseVector | None,
+        selected: SparseVector,
+    ) -> None:
+        """Count what a unit would have liked to select.
+
+        Args:
+            state: of the open step.
+            unit: its number.
+            accumulated: its residual + gradient.
+            collected: the entries that were collected in it; None if there were too many.
+            selected: from it.
+        """
+        if state.key is not None:
+            counted = collected or selected
+        elif selected.nnz:  # no magnitude is known yet: look an octave further
+            _, octave = kernels.key_range(self.dtype)
+            key = int(kernels.magnitude_keys(selected.values).min()) - octave
+            counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
+        else:
+            counted = selected
+        at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
+        self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
+
+    async def agree(
+        self, state: SharesState, channel: Communicator, entries: Sequence[int]
+    ) -> SharesState:
+        """Return the next step's shares, once all members were counted; the same on all ranks.
+
+        Args:
+            state: of the open step.
+            channel: to all ranks.
+            entries: of every unit, by its density alone.
+        """
+        if len(self._histograms) < len(self.members):
+            return state
+        counts = torch.stack([self._histograms[unit] for unit in self.members])
+        everyone = await channel.allgather(counts.to(torch.int32), "shares")
+        then = next_shares(
+            SharesState(tuple(state.quotas[unit] for unit in self.members), state.key),
+            edges(state.key, self.dtype),
+            torch.stack(everyone).sum(0).tolist(),
+            sum(entries[unit] for unit in self.members),
+            [self.units[unit].size for unit in self.members],
+            channel.world_size,
+        )
+        quotas = dict(zip(self.members, then.quotas, strict=True))
+        return SharesState(tuple(quotas.get(u, k) for u, k in enumerate(state.quotas)), then.key)
+
+    def clear(self) -> None:
+        """Forget the counts of the step."""
+        self._histograms.clear()
+
+
+def edges(key: int | None, dtype: torch.dtype) -> list[int]:
+    """Return ascending magnitude keys, the finer the nearer to ``key``; the first is 1.
+
+    Example:
+        >>> len(edges(None, torch.float32)), edges(None, torch.float32)[0]
+        (32, 1)
+    """
+    stop, octave = kernels.key_range(dtype)
+    if key is None:
+        return [1, *(stop * i // _BINS for i in range(1, _BINS))]
+    half = (_BINS - 2) // 2
+    growth = (_WIDEST_OCTAVES / _FINEST_OCTAVES) ** (1 / (half - 1))
+    steps = [round(_FINEST_OCTAVES * octave * growth**i) for i in range(half)]
+    inner = [*(key - d for d in reversed(steps)), key, *(key + d for d in steps)]
+    ascending = [min(max(edge, 1), stop) for edge in inner]
+    return [1, *ascending]
+
+
+def next_shares(
+    state: SharesState,
+    at: Sequence[int],
+    counts: Sequence[Sequence[int]],
+    k: int,
+    sizes: Sequence[int],
+    world_size: int,
+) -> SharesState:
+    """Divide k among units by where the ``k * world_size`` largest entries of all ranks were.
+
+    Args:
+        state: of the step that the counts are from.
+        at: the edges of the histograms.
+        counts: of every unit, summed over ranks.
+        k: what the shares sum to; at least one per unit that has elements.
+        sizes: elements of every unit; no share exceeds them.
+        world_size: P.
+
+    A unit of which even the smallest counted entry is among the largest of all may have more: its
+    share at most doubles.
+
+    Example:
+        >>> state = SharesState((25, 25), key=50)
+        >>> next_shares(state, [1, 50, 99], [[50, 45, 0], [50, 5, 0]], 50, [900, 900], 1).quotas
+        (45, 5)
+    """
+    least = [min(1, size) for size in sizes]
+    wanted = max(k, sum(least)) * world_size
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    if totals[0] < wanted:  # magnitudes fell out of sight: look again, with the shares as they are
+        return SharesState(state.quotas, None)
+    key, position = _reach(at, totals, wanted)
+    wishes = []
+    for unit, quota in zip(counts, state.quotas, strict=True):
+        reached = _between(unit, position) / world_size
+        saturated = reached >= unit[0] / world_size > 0
+        wishes.append(max(reached, 2.0 * quota) if saturated else reached)
+    return SharesState(tuple(_apportion(wishes, k, least, sizes)), key)
+
+
+def resized(
+    state: SharesState, units: Sequence[int], entries: Sequence[int], sizes: Sequence[int]
+) -> SharesState:
+    """Return shares of another density, in the proportions of these.
+
+    Args:
+        state: quotas of all units.
+        units: those that divide what they have together.
+        entries: of every unit, by the new density alone.
+        sizes: of every unit.
+
+    Example:
+        >>> resized(SharesState((30, 10, 5)), [0, 1], [10, 10, 3], [99, 99, 99]).quotas
+        (15, 5, 3)
+    """
+    quotas = list(entries)
+    wishes, limits = [float(state.quotas[u]) for u in units], [sizes[u] for u in units]
+    least, k = [min(1, size) for size in limits], sum(entries[u] for u in units)
+    for unit, quota in zip(units, _apportion(wishes, k, least, limits), strict=True):
+        quotas[unit] = quota
+    return SharesState(tuple(quotas), state.key)
+
+
+def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:
+    """Return the key from which ``wanted`` entries lie, and its place between the edges."""
+    i = max((i for i, total in enumerate(totals) if total >= wanted), default=0)
+    if i + 1 == len(at) or totals[i] <= wanted:
+        return at[i], float(i)
+    part = (totals[i] - wanted) / (totals[i] - totals[i + 1])
+    return round(at[i] + part * (at[i + 1] - at[i])), i + part
+
+
+def _between(counts: Sequence[int], position: float) -> float:
+    """Interpolate a unit's count at a place between two edges."""
+    i = int(position)
+    after = counts[i + 1] if i + 1 < len(counts) else 0
+    return counts[i] + (position - i) * (after - counts[i])
+
+
+def _apportion(
+    wishes: Sequence[float], k: int, least: Sequence[int], sizes: Sequence[int]
+) -> list[int]:
+    """Scale and round wishes to whole numbers that sum to k, within ``[least, sizes]``.
+
+    Example:
+        >>> _apportion([9.0, 1.0, 0.0], 5, [1, 1, 1], [3, 9, 9])
+        [3, 1, 1]
+    """
+    k = min(max(k, sum(least)), sum(sizes))
+    low, high = 0.0, 2.0 * (k + 1) / max(min((w for w in wishes if w > 0), default=1.0), 1e-9)
+
+    def scaled(factor: float) -> list[int]:
+        limits = zip(wishes, least, sizes, strict=True)
+        return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
+
+    for _ in range(80):  # the largest factor that does not exceed k
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
+    result = scaled(low)
+    missing = k - sum(result)
+    while missing:  # what rounding and the limits left
+        open_ones = [i for i in range(len(result)) if result[i] < sizes[i]]
+        for i in sorted(open_ones, key=lambda i: -wishes[i]):
+            more = min(max(missing // len(open_ones), 1), sizes[i] - result[i], missing)
+            result[i] += more
+            missing -= more
+    return result

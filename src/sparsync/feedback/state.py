@@ -1,0 +1,318 @@
+"""Save and restore the state of a reducer: everything that the next step depends on, per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.residual import Residual
+from sparsync.feedback.scaling import check_scale, rescale_
+from sparsync.feedback.shares import SharesState
+from sparsync.state import Stateful
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.units import Unit
+
+__all__ = [
+    "STATE_VERSION",
+    "ParsedState",
+    "apply_state",
+    "parse_state",
+    "reducer_state",
+    "restore_reducer",
+]
+
+STATE_VERSION: Final = 2
+
+
+def reducer_state(reducer: Reducer) -> dict[str, Any]:
+    """Return everything that the next step depends on: plain tensors and numbers, one per rank.
+
+    Residuals are keyed by parameter name.  Loadable with ``torch.load(..., weights_only=True)``.
+    """
+    residual, velocity = {}, {}
+    for unit, kept, moving in zip(
+        reducer.units, reducer.residuals, reducer.velocities, strict=True
+    ):
+        for slot in unit.slots:
+            here = slice(slot.start, slot.start + slot.size)
+            if kept.value is not None:
+                residual[slot.name] = kept.value[here].clone()
+            if moving.value.numel():
+                velocity[slot.name] = moving.value[here].clone()
+    return {
+        "version": STATE_VERSION,
+        "algorithm": reducer.algorithm.name,
+        "rank": reducer.comm.rank,
+        "world_size": reducer.comm.world_size,
+        "momentum": reducer.correction.momentum,
+        "scale": reducer.scale,
+        "step": reducer.step,
+        "skipped": reducer.skipped,
+        "density": reducer.density,
+        "quotas": list(reducer.shares.quotas),
+        "quota_key": reducer.shares.key,
+        "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
+        "sizes": [unit.layers for unit in reducer.units],
+        "residual": residual,
+        "velocity": velocity,
+        "previous_norm": reducer.clipper.previous,
+        "selectors": [selector.state_dict() for selector in reducer.selectors],
+        "collectives": [collective.state_dict() for collective in reducer.collectives],
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class ParsedState:
+    """A saved state that was found to fit a reducer."""
+
+    step: int
+    skipped: int
+    scale: float
+    density: float
+    shares: SharesState
+    previous_norm: float | None
+    residuals: list[Tensor | None]
+    velocities: list[Tensor | None]
+    selectors: list[Any]
+    collectives: list[Any]
+
+
+def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
+    """Return what a saved state holds for a reducer, which is not changed.
+
+    Raises:
+        ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
+            NaN or Inf, or is not a state at all.
+    """
+    _check_setup(reducer, state)
+    pairs = list(zip(reducer.units, reducer.residuals, strict=True))
+    density, memories = _saved_density(state, reducer), _saved_memories(reducer, state)
+    return ParsedState(
+        step=_saved_count(state, "step"),
+        skipped=_saved_count(state, "skipped"),
+        scale=check_scale(state.get("scale")),
+        density=density,
+        shares=_saved_shares(state, reducer, density),
+        previous_norm=_saved_norm(state),
+        residuals=[_saved(state, "residual", unit, kept) for unit, kept in pairs],
+        velocities=[_saved(state, "velocity", unit, kept) for unit, kept in pairs],
+        selectors=memories[: len(reducer.units)],
+        collectives=memories[len(reducer.units) :],
+    )
+
+
+async def apply_state(
+    reducer: Reducer,
+    parsed: ParsedState,
+    *,
+    keep_scale: bool = False,
+    parts: Communicator | None = None,
+) -> None:
+    """Restore a parsed state on all ranks, which call it together: the next step continues bit for bit.
+
+    They compare the step and what must be equal on all of them; nothing is changed unless it is.
+
+    Args:
+        reducer: that ``parse_state`` was given.
+        parsed: what it returned.
+        keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
+            saved is brought to the reducer's.
+        parts: the ranks that hold the other shards or stages of this replica; they call it as well.
+
+    Raises:
+        PeerError: the ranks' states are of different steps, or other ranks of a part's were.
+    """
+    shared = [parsed.step, parsed.scale, parsed.density, parsed.shares, *parsed.collectives]
+    await _agree(reducer.comm, parts, parsed.step, shared)
+    wanted = reducer.scale
+    for unit, residual in enumerate(reducer.residuals):
+        velocity = reducer.velocities[unit]
+        residual.load(parsed.residuals[unit])
+        if velocity.value.numel():
+            velocity.load(parsed.velocities[unit])
+        velocity.scale = parsed.scale
+        reducer.selectors[unit].state = parsed.selectors[unit]
+        reducer.collectives[unit].state = parsed.collectives[unit]
+    reducer.clipper.previous = parsed.previous_norm
+    reducer.step, reducer.skipped = parsed.step, parsed.skipped
+    reducer.density, reducer.shares = parsed.density, parsed.shares
+    reducer.scale = reducer.clipper.scale = parsed.scale
+    reducer.open()
+    if not keep_scale:
+        rescale_(reducer, wanted)
+
+
+async def restore_reducer(
+    reducer: Reducer,
+    state: Mapping[str, Any],
+    *,
+    keep_scale: bool = False,
+    parts: Communicator | None = None,
+) -> None:
+    """Restore what ``reducer_state`` returned on this rank, or what ``reshard`` made for it.
+
+    See ``parse_state`` and ``apply_state``.  Of a resharded state, thresholds and boundaries start
+    again.
+    """
+    await apply_state(reducer, parse_state(reducer, state), keep_scale=keep_scale, parts=parts)
+
+
+async def _agree(
+    comm: Communicator, parts: Communicator | None, step: int, shared: Sequence[object]
+) -> None:
+    """Refuse states of different steps: among replicas, and among the parts of this one."""
+    failure: CommunicationError | None = None
+    try:
+        await agree(comm, {"the step of the saved state": step, "its collectives": shared})
+    except CommunicationError as error:
+        failure = error  # the other parts wait for an answer
+    if parts is not None:
+        told = {
+            "the step of the saved states of a replica's parts": step,
+            "whether the replicas of a part fit together": failure is None,
+        }
+        try:
+            await agree(parts, told)
+        except CommunicationError as error:
+            raise (failure or error) from None
+    if failure is not None:
+        raise failure
+
+
+def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
+    """Refuse a state of another set-up."""
+    expected = {
+        "version": STATE_VERSION,
+        "algorithm": reducer.algorithm.name,
+        "world_size": reducer.comm.world_size,
+        "rank": reducer.comm.rank,
+        "momentum": reducer.correction.momentum,
+        "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
+        "sizes": [unit.layers for unit in reducer.units],
+    }
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(
+            f"the saved state is {_brief(state)}; load what state_dict() returned"
+        )
+    for name, value in expected.items():
+        if state.get(name) != value:
+            advice = (
+                "sparsync.load, or sparsync.reshard, brings states to another number of ranks"
+                if name == "world_size"
+                else "load each rank's own state into the same set-up"
+            )
+            raise ConfigurationError(
+                f"the saved state has {name} {_brief(state.get(name))}, this run has "
+                f"{_brief(value)}; {advice}"
+            )
+
+
+def _saved_memories(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
+    """Return the states of all selectors and collectives; fresh ones after a resharding."""
+    parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
+    saved = [state.get("selectors", ()), state.get("collectives", ())]
+    if saved == [None, None]:
+        pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
+        return [part.state for part in (*(s for s, _ in pairs), *(c for _, c in pairs))]
+    flat = [part for parts in saved if isinstance(parts, list | tuple) for part in parts]
+    if len(flat) != len(parts):
+        raise ConfigurationError(
+            f"the saved state has {len(flat)} selectors and collectives, this run has "
+            f"{len(parts)}; load a state that state_dict() returned"
+        )
+    return [part.parsed_state(its) for part, its in zip(parts, flat, strict=True)]
+
+
+def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> Tensor | None:
+    """Put a unit's residual or velocity together from the parameters' pieces; None if all are zero."""
+    saved = state.get(what)
+    if not isinstance(saved, Mapping):
+        raise ConfigurationError(
+            f"the saved state has {what} {_brief(saved)}, expected tensors by the names of parameters"
+        )
+    found = {slot.name: saved.get(slot.name) for slot in unit.slots}
+    if all(piece is None for piece in found.values()):
+        return None
+    pieces = []
+    for slot in unit.slots:
+        piece = found[slot.name]
+        if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
+            raise ConfigurationError(
+                f"the saved {what} of '{slot.name}' is "
+                f"{tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)}, expected a "
+                f"tensor of {slot.size} elements; was it saved from this model?"
+            )
+        pieces.append(piece.to(kept.accumulated))
+    whole = torch.cat(pieces)
+    if not bool(torch.isfinite(whole).all()):
+        at = int(torch.isfinite(whole).logical_not().nonzero()[0])
+        raise ConfigurationError(
+            f"the saved {what} of '{unit.name_at(at)}' holds NaN or Inf, which no step leaves behind; "
+            "load another checkpoint"
+        )
+    return whole
+
+
+def _saved_density(state: Mapping[str, Any], reducer: Reducer) -> float:
+    """Return the density, which only an adaptive run has changed."""
+    rule, value = reducer.adaptive, state.get("density")
+    if rule is None:
+        return reducer.density
+    if not isinstance(value, float) or not rule.low <= value <= rule.high:
+        raise ConfigurationError(
+            f"the saved state has density {_brief(value)}, expected one from {rule.low} to "
+            f"{rule.high}; load it with the density that it was saved with"
+        )
+    return value
+
+
+def _saved_shares(state: Mapping[str, Any], reducer: Reducer, density: float) -> SharesState:
+    value, key = state.get("quotas"), state.get("quota_key")
+    sizes = [unit.size for unit in reducer.units]
+    if (
+        not isinstance(value, list)
+        or len(value) != len(sizes)
+        or not all(type(k) is int and 0 <= k <= n for k, n in zip(value, sizes, strict=True))
+        or not (key is None or type(key) is int)
+    ):
+        raise ConfigurationError(
+            f"the saved state has quotas {_brief(value)} and quota_key {_brief(key)}, expected a "
+            "number of entries per unit and a number or None"
+        )
+    expected = sum(unit.entries(density) for unit in reducer.units)
+    if sum(value) != expected:
+        raise ConfigurationError(
+            f"the saved state selects {sum(value)} entries per step, this run {expected}; "
+            "load it with the density that it was saved with"
+        )
+    return SharesState(tuple(value), key)
+
+
+def _saved_norm(state: Mapping[str, Any]) -> float | None:
+    value = state.get("previous_norm")
+    if value is not None and not (isinstance(value, float) and value >= 0):
+        raise ConfigurationError(
+            f"the saved state has previous_norm {_brief(value)}, expected a norm or None"
+        )
+    return value
+
+
+def _saved_count(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(
+            f"the saved state has {name} {_brief(value)}, expected a whole number >= 0"
+        )
+    return value
+
+
+def _brief(value: object, length: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."

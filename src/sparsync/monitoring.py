@@ -1,0 +1,514 @@
+"""Observe training: a log of every step, and an estimate of xi, the constant of Assumption 1.
+
+Nothing here changes a step; without a log and without ``xi_period`` none of it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.collectives.base import Reduced
+from sparsync.errors import ConfigurationError
+from sparsync.selection.base import mixed_seed
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import STAGES, Ledger
+from sparsync.units import Unit
+
+__all__ = [
+    "Calls",
+    "JsonLines",
+    "Log",
+    "Measured",
+    "Monitor",
+    "Scalars",
+    "Sink",
+    "XiProbe",
+    "sink_of",
+]
+
+
+@final
+class Monitor:
+    """Sees every stage of a reducer's steps, for its log and for the estimate of xi.
+
+    Args:
+        comm: of the reducer.
+        units: of the reducer.
+        sink: takes the numbers of every step; None: nobody.
+        xi_period: steps between measurements of xi; None: never.
+        start: the first step that may be measured: none is while all is exchanged whole.
+
+    Attributes:
+        selected: by every unit, in the open step.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        units: Sequence[Unit],
+        sink: Sink | None = None,
+        xi_period: int | None = None,
+        start: int = 0,
+    ) -> None:
+        self._comm = comm
+        self.log, self.xi = Log(sink), XiProbe(xi_period, units, start=start)
+        self.selected: dict[int, Vector] = {}
+
+    def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
+        """See a gradient that is about to be accumulated."""
+        if self.xi.due(step):
+            self.xi.accumulate(step, unit, start, gradient)
+
+    async def share(self, step: int, channel: Communicator, accumulated: Sequence[Tensor]) -> None:
+        """Sum over ranks what xi needs, while units are exchanged."""
+        if self.xi.due(step):
+            await self.xi.share(channel, accumulated)
+
+    def measure(
+        self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
+    ) -> Measured | None:
+        """Return what was measured on this step, before totals become averages; mostly None."""
+        if not self.xi.due(step):
+            return None
+        return self.xi.measure(totals, quotas, self._comm.world_size)
+
+    def record(
+        self,
+        step: int,
+        reduced: Sequence[Reduced],
+        residuals: Sequence[Tensor | None],
+        quotas: Sequence[int],
+        measured: Measured | None = None,
+    ) -> None:
+        """Log a step that was applied or, if nothing is reduced, skipped.
+
+        Args:
+            step: its number.
+            reduced: of every unit.
+            residuals: of every unit, after the step; None stands for zeros.
+            quotas: k of every unit.
+            measured: of xi, if it was.
+        """
+        selected = [self.selected[unit] for unit in range(len(reduced))]
+        self.log.record(step, self._comm.ledger, quotas, selected, reduced, residuals, measured)
+        self.selected.clear()
+
+
+# ---- the log --------------------------------------------------------------------------------------
+
+
+@final
+class Log:
+    """Hands the numbers of every step to a sink, or (None) to nobody.
+
+    ============================  =====================================================================
+    bytes_sent, bytes_received    by this rank, all that this step sent, headers included
+    imbalance                     received over sent.  Over all ranks the two are equal: where ranks send
+                                  alike it is this rank's load over the mean.  Absent if nothing was sent
+    density                       k / n asked for
+    density_local, _delivered     of what this rank selected, and of what was delivered of it
+    density_reduced               of the total
+    threshold                     smallest magnitude selected; absent where all was
+    residual_norm                 of what this rank has not delivered yet (2-norm)
+    seconds_accumulate, ...       of the stages of the ledger
+    skipped                       1: NaN or Inf on some rank, nothing was applied, densities are absent
+    xi, signal_to_noise           if measured (``xi_period``)
+    ============================  =====================================================================
+
+    Thresholds and norms of CUDA tensors are copied while the GPU goes on, and written on a later step:
+    nothing waits for it.
+    """
+
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink = sink
+        self._seconds: Mapping[str, float] = {}
+        self._pending: deque[_Pending] = deque()
+
+    def record(
+        self,
+        step: int,
+        ledger: Ledger,
+        quotas: Sequence[int],
+        selected: Sequence[Vector],
+        reduced: Sequence[Reduced],
+        residuals: Sequence[Tensor | None],
+        measured: Measured | None,
+    ) -> None:
+        """Note a step, whose current step the ledger still is; raises nothing of a sink's."""
+        if self._sink is None:
+            return
+        values = {**_traffic(ledger), **self._stages(ledger)}
+        values["skipped"] = 0.0 if reduced else 1.0
+        if reduced:
+            values.update(_densities(quotas, selected, reduced))
+        if measured is not None:
+            numbers = {"xi": measured.xi, "signal_to_noise": measured.signal_to_noise}
+            values.update({name: x for name, x in numbers.items() if math.isfinite(x)})
+        sparse = [v.values for v in selected if not isinstance(v, DenseVector) and v.nnz]
+        thresholds = [entries.abs().min() for entries in sparse]
+        kept = [residual for residual in residuals if residual is not None]
+        norms = [torch.linalg.vector_norm(residual) for residual in kept]
+        self._pending.append(_Pending(step, values, thresholds, norms))
+
+    def write(self, *, wait: bool = False) -> None:
+        """Hand on what is there, in the order of steps; ``wait`` for what is not.
+
+        A sink that fails is warned of, and gets nothing more: training goes on.
+        """
+        while self._sink is not None and self._pending and self._pending[0].ready(wait=wait):
+            pending = self._pending.popleft()
+            try:
+                self._sink.write(pending.step, pending.numbers())
+            except Exception as error:
+                self._sink = None
+                self._pending.clear()
+                warnings.warn(
+                    f"the log of sparsync.attach failed at step {pending.step} and ends here; the "
+                    f"step itself is whole: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def close(self) -> None:
+        """Write the rest, and close the sink."""
+        self.write(wait=True)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close()
+
+    def _stages(self, ledger: Ledger) -> dict[str, float]:
+        """Return the seconds of this step, from those of the whole run."""
+        before, self._seconds = self._seconds, dict(ledger.stages)
+        return {f"seconds_{s}": self._seconds.get(s, 0.0) - before.get(s, 0.0) for s in STAGES}
+
+
+@final
+class _Pending:
+    """The numbers of one step, of which some may still be on their way from a GPU."""
+
+    def __init__(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        thresholds: Sequence[Tensor],
+        norms: Sequence[Tensor],
+    ) -> None:
+        self.step, self._values = step, values
+        self._thresholds = [number.to("cpu", non_blocking=True) for number in thresholds]
+        self._norms = [number.to("cpu", non_blocking=True) for number in norms]
+        devices = {number.device for number in (*thresholds, *norms) if number.is_cuda}
+        self._copied = [torch.cuda.current_stream(d).record_event() for d in devices]
+
+    def ready(self, *, wait: bool) -> bool:
+        """Tell whether all numbers are there."""
+        for event in self._copied if wait else ():
+            event.synchronize()
+        return all(event.query() for event in self._copied)
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers, of all units together."""
+        values = dict(self._values)
+        if self._thresholds:
+            values["threshold"] = min(map(float, self._thresholds))
+        if not values["skipped"]:
+            values["residual_norm"] = math.hypot(*map(float, self._norms))
+        return values
+
+
+def _traffic(ledger: Ledger) -> dict[str, float]:
+    traffic = ledger.current_step()
+    values: dict[str, float] = {"bytes_sent": traffic.sent, "bytes_received": traffic.received}
+    if traffic.sent:
+        values["imbalance"] = traffic.received / traffic.sent
+    return values
+
+
+def _densities(
+    quotas: Sequence[int], selected: Sequence[Vector], reduced: Sequence[Reduced]
+) -> dict[str, float]:
+    size = max(sum(vector.size for vector in selected), 1)
+    return {
+        "density": sum(quotas) / size,
+        "density_local": sum(vector.nnz for vector in selected) / size,
+        "density_delivered": sum(result.delivered.nnz for result in reduced) / size,
+        "density_reduced": sum(result.total.nnz for result in reduced) / size,
+    }
+
+
+# ---- where numbers go ----------------------------------------------------------------------------
+
+
+class Sink(ABC):
+    """Takes the numbers of one step after the other."""
+
+    @abstractmethod
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """Write what is still in memory."""
+
+
+@final
+class JsonLines(Sink):
+    """One line of JSON per step, ``{"step": 0, "bytes_sent": ...}``, appended to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when it ends
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@final
+class Scalars(Sink):
+    """TensorBoard's ``add_scalar(tag, value, step)``; tags are ``sparsync/threshold`` and the like.
+
+    Args:
+        writer: a ``SummaryWriter``, or what has that method.
+        owned: close it at the end; else it is flushed, if it can be, and stays its owner's.
+    """
+
+    def __init__(self, writer: Any, *, owned: bool) -> None:
+        self._writer, self._owned = writer, owned
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add every number."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"sparsync/{name}", value, step)
+
+    def close(self) -> None:
+        """Close or flush the writer."""
+        end = getattr(self._writer, "close" if self._owned else "flush", None)
+        if end is not None:
+            end()
+
+
+@final
+class Calls(Sink):
+    """A function of the step and its numbers."""
+
+    def __init__(self, call: Callable[[int, dict[str, float]], object]) -> None:
+        self._call = call
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Call it."""
+        self._call(step, dict(values))
+
+
+def sink_of(log: Any, rank: int) -> Sink | None:
+    """Return what writes to ``log``, as ``attach`` takes it; None for None.
+
+    Every rank has a file, or run of TensorBoard, of its own: a rank that differs stands out as its own
+    curve, ranks may log or not as they like, and nothing has to be told to anyone.  Lines are appended:
+    a resumed run goes on in its file, and of a step that was repeated the last line counts.
+
+    Args:
+        log: a path that ends in ``.jsonl``: lines in ``name.rank0.jsonl``; any other path: a folder of
+            TensorBoard's, with a run ``rank0``; an object with ``add_scalar``; or a function.
+        rank: of this process.
+
+    Raises:
+        ConfigurationError: ``log`` is none of these, or TensorBoard is not installed.
+    """
+    if log is None:
+        return None
+    if isinstance(log, str | os.PathLike):
+        path = Path(log)
+        if path.suffix == ".jsonl":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return JsonLines(path.with_suffix(f".rank{rank}.jsonl"))
+        return Scalars(_summary_writer(path / f"rank{rank}"), owned=True)
+    if callable(getattr(log, "add_scalar", None)):
+        return Scalars(log, owned=False)
+    if callable(log):
+        return Calls(log)
+    raise ConfigurationError(
+        f"log is {log!r}; give a path that ends in .jsonl, a folder for TensorBoard, an object with "
+        "add_scalar(tag, value, step), or a function of (step, values)"
+    )
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigurationError(
+            f"log is a folder, {folder.parent}, which needs TensorBoard ({error}): pip install "
+            "tensorboard, or give a path that ends in .jsonl"
+        ) from error
+    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+
+
+# ---- xi -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement; the same on all ranks, bit for bit.
+
+    Attributes:
+        xi: what this step's average lacks of the k largest entries of the mean of all that ranks had
+            accumulated, in norms of the mean gradient.  Below P it is harmless (section 5.1).
+        signal_to_noise: of the mean gradient: square norm of its expectation over that of its noise,
+            which comes from batches being finite; 0 where noise is all, infinite where there is none
+            (world_size 1 shows none).
+    """
+
+    xi: float
+    signal_to_noise: float
+
+
+@final
+class XiProbe:
+    """Estimates xi every ``period`` steps, on one random coordinate of every ``every``.
+
+    ::
+
+        xi = | TopK(mean of accumulated) - average | / | mean of gradients |         (equation 5)
+
+    ``average`` is what is applied: in Ok-Topk it is TopK(mean of TopK(accumulated)) as published; with
+    other collectives and codecs whatever they made of it, rounding included.  Learning rates cancel.
+    Means and norms are those of the sample, whose coordinates are the same on all ranks, drawn again
+    for every measurement: one from every run of ``every`` elements.
+
+    Args:
+        period: steps between measurements; None: never.
+        units: of the reducer; those that are exchanged whole are left out.
+        start: the first step that may be measured: none is while all is exchanged whole.
+        every: elements per sampled one (not in the paper); 1 is exact.
+        seed: of the samples; equal on all ranks.
+
+    Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  About
+    ``k / every`` of the largest entries are in the sample, so the relative deviation of the estimate is
+    about ``(every / k) ** 0.5``.
+    State: none outlives the step.
+
+    References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4, Assumption 1 and Figure 5.
+    """
+
+    def __init__(
+        self,
+        period: int | None,
+        units: Sequence[Unit],
+        *,
+        start: int = 0,
+        every: int = 64,
+        seed: int = 0,
+    ) -> None:
+        if period is not None and (type(period) is not int or period < 1):
+            raise ConfigurationError(
+                f"xi_period is {period!r}; give a whole number of steps >= 1, or None"
+            )
+        self.period, self.start, self.every, self.seed = period, start, every, seed
+        self.sizes = [0 if unit.dense else unit.size for unit in units]
+        self._step: int | None = None
+        self._samples: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._sums: Tensor | None = None
+
+    def due(self, step: int) -> bool:
+        """Tell whether a step is measured."""
+        return self.period is not None and step >= self.start and step % self.period == 0
+
+    def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
+        """Note a gradient before it is accumulated, as ``Reducer.accumulate`` gets it."""
+        if step != self._step:
+            self._open(step)
+        sample = self._samples[unit]
+        bounds = torch.tensor([start, start + gradient.numel()])
+        low, high = torch.searchsorted(sample, bounds).tolist()
+        here = (sample[low:high] - start).to(gradient.device, non_blocking=True)
+        self._gradients[unit] = self._gradients[unit].to(gradient)
+        self._gradients[unit][low:high] = gradient[here]
+
+    async def share(self, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
+        """Sum the sample over ranks: of what is accumulated, of the gradients, and their squares."""
+        pairs = zip(accumulated, self._samples, strict=True)
+        sampled = [unit[sample.to(unit.device, non_blocking=True)] for unit, sample in pairs]
+        parts = [part.to(comm.device, torch.float32) for part in (*sampled, *self._gradients)]
+        squares = torch.cat(parts[len(sampled) :]).double().square().sum().float()
+        self._sums = await comm.allreduce(torch.cat([*parts, squares.view(1)]), "xi")
+
+    def measure(
+        self, totals: Sequence[Vector], quotas: Sequence[int], world_size: int
+    ) -> Measured | None:
+        """Compare with what was delivered; None if no rank had a gradient.
+
+        Args:
+            totals: of every unit, before they are divided by ``world_size``.
+            quotas: k of every unit.
+            world_size: P.
+        """
+        assert self._sums is not None, "share comes first"
+        drawn = sum(sample.numel() for sample in self._samples)
+        sums = self._sums.double()
+        accumulated, gradients = sums[:drawn], sums[drawn:-1]
+        pairs = zip(totals, self._samples, strict=True)
+        lacking = -torch.cat([_at(total, sample) for total, sample in pairs]).double()
+        k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
+        largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
+        lacking[largest] += accumulated[largest]
+        square = _square(gradients)
+        if not square > 0:
+            return None
+        xi = math.sqrt(_square(lacking) / square)
+        return Measured(xi, _signal_to_noise(square, float(sums[-1]), world_size))
+
+    def _open(self, step: int) -> None:
+        """Draw the sample of a step."""
+        self._step, self._sums = step, None
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, step))
+        self._samples = []
+        for size in self.sizes:
+            runs = torch.arange(0, size, self.every)
+            drawn = runs + torch.randint(self.every, runs.shape, generator=generator)
+            self._samples.append(drawn[drawn < size])  # the last run may be shorter
+        self._gradients = [torch.zeros(sample.shape) for sample in self._samples]
+
+
+def _square(x: Tensor) -> float:
+    """Return the square norm, correctly rounded: the same on processors that add in other orders."""
+    return math.fsum(x.square().tolist())
+
+
+def _at(total: Vector, indices: Tensor) -> Tensor:
+    """Return the elements at ascending indices, on the CPU."""
+    where = indices.to(total.values.device)
+    if isinstance(total, DenseVector):
+        return total.values[where].cpu()
+    here = total.restrict(where)
+    values = total.values.new_zeros(indices.shape)
+    values[torch.searchsorted(where, here.indices)] = here.values
+    return values.cpu()
+
+
+def _signal_to_noise(square_of_sum: float, sum_of_squares: float, ranks: int) -> float:
+    """Return ``|E g|^2 / (Var g / P)``, unbiased in both, from P independent gradients g.
+
+    Example:
+        >>> _signal_to_noise(16.0, 4.0, 4)  # four equal gradients of norm 1
+        inf
+    """
+    mean, each = square_of_sum / ranks**2, sum_of_squares / ranks
+    noise = (each - mean) / (ranks - 1) if ranks > 1 else 0.0  # of the mean
+    return max(mean - noise, 0.0) / noise if noise > 0 else math.inf

@@ -1,1 +1,0 @@
-"""What a choice costs: closed forms, integers and floats in, integers and floats out."""

@@ -1,0 +1,403 @@
+"""Presets: every algorithm by name, with its paper's constants.
+
+A new algorithm is its collective's or selector's file, and one row of ``PRESETS`` below.  Other packages
+add rows by an entry point of the group "sparsync.algorithms" that names a ``Preset``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from sparsync.algorithm import Algorithm, check_density
+from sparsync.auto import Auto
+from sparsync.collectives import (
+    Allgather,
+    Budgeted,
+    Dense,
+    Dynamic,
+    GTopk,
+    Halving,
+    OkTopk,
+    QuantizedAllgather,
+    RecursiveDoubling,
+    Ring,
+    SparcmlAuto,
+    SplitAllgather,
+)
+from sparsync.cost.calibrate import calibrate
+from sparsync.cost.machine import Machine
+from sparsync.cost.predict import Candidate
+from sparsync.errors import ConfigurationError
+from sparsync.published import (
+    SPARCML_SETTINGS,
+    oktopk,
+    oktopk_paper,
+    redsync,
+    redsync_quantized,
+    sparcml,
+)
+from sparsync.reduction import Reduction
+from sparsync.selection import (
+    Everything,
+    Exact,
+    GaussianK,
+)
+from sparsync.sparse import SparseVector
+from sparsync.transports.communicator import Communicator
+from sparsync.wire import Signs, StreamCodec
+from sparsync.wire.base import Codec
+
+__all__ = [
+    "PRESETS",
+    "SPARCML_SETTINGS",
+    "Algorithm",
+    "Preset",
+    "allgather",
+    "auto",
+    "budgeted",
+    "candidates",
+    "check_density",
+    "dense",
+    "dynamic",
+    "gaussiank",
+    "gtopk",
+    "halving",
+    "oktopk",
+    "oktopk_paper",
+    "options_of",
+    "preset",
+    "presets",
+    "recursive_doubling",
+    "redsync",
+    "redsync_quantized",
+    "resolve",
+    "ring",
+    "ring_dense",
+    "signs",
+    "sparcml",
+    "sparcml_auto",
+    "split_allgather",
+    "topkdsa",
+]
+
+_GROUP = "sparsync.algorithms"  # of entry points
+_GAUSSIAN = 1.5  # entries over k under error feedback (benchmarks/selection.md: 0.8 to 1.6)
+_SCALE_BITS = 32
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
+
+    Attributes:
+        make: builds the algorithm; its keyword-only arguments are the options, the first line of its
+            docstring the summary.
+        source: paper and equation of its cost.
+        planned: ``auto`` and ``sparsync plan`` may choose it: at its defaults it rounds no more than
+            bf16.  At equal predictions the first row wins.
+        corrects: published with momentum correction, in place of the optimizer's momentum.
+        passes_on: where ``make`` takes ``**options``: the class that they are arguments of.
+    """
+
+    make: Callable[..., Algorithm]
+    source: str = "sparsync"
+    planned: bool = False
+    corrects: bool = False
+    passes_on: type | None = None
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Options by name."""
+        own = inspect.signature(self.make).parameters
+        more = inspect.signature(self.passes_on).parameters if self.passes_on else {}
+        return {
+            **{name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY},
+            **{name: p for name, p in more.items() if name not in own},
+        }
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return (inspect.getdoc(self.make) or "").partition("\n")[0]
+
+
+@functools.cache
+def presets() -> Mapping[str, Preset]:
+    """Return every row: those of ``PRESETS``, then those of installed packages.
+
+    Raises:
+        ConfigurationError: a package's entry point is no ``Preset``, or takes a name that exists.
+    """
+    rows = dict(PRESETS)
+    for point in entry_points(group=_GROUP):
+        row = point.load()
+        if not isinstance(row, Preset) or point.name in rows:
+            raise ConfigurationError(
+                f"entry point {point.name!r} = {point.value!r} of group {_GROUP!r} is "
+                f"{'a name that exists already' if point.name in rows else type(row).__name__}; name "
+                "a sparsync.presets.Preset, under a new name"
+            )
+        rows[point.name] = row
+    return MappingProxyType(rows)
+
+
+def preset(name: object) -> Preset:
+    """Return the row of a name.
+
+    Raises:
+        ConfigurationError: unknown name (lists the known ones).
+    """
+    if isinstance(name, str) and name in PRESETS:  # before asking installed packages
+        return PRESETS[name]
+    if not isinstance(name, str) or name not in presets():
+        raise ConfigurationError(
+            f"unknown algorithm {name!r}; choose one of {', '.join(sorted(presets()))}"
+        )
+    return presets()[name]
+
+
+def candidates(*, planned: bool = True) -> list[Candidate]:
+    """Return the algorithms that a plan may choose from; ``planned=False``: all that declare a cost."""
+    rows = presets().items()
+    found = [resolve(name).candidate for name, row in rows if row.planned or not planned]
+    return [candidate for candidate in found if planned or candidate.predictable]
+
+
+def options_of(name: str) -> set[str]:
+    """Return the names of a preset's options; none of an unknown preset.
+
+    Example:
+        >>> sorted(options_of("budgeted")), options_of("nothing")
+        (['budget', 'codec'], set())
+    """
+    return set(preset(name).options) if name in PRESETS or name in presets() else set()
+
+
+def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
+    """Return the algorithm of a preset's name, with options; an ``Algorithm`` as it is.
+
+    Raises:
+        ConfigurationError: unknown name (lists the known ones) or option (lists the known ones).
+
+    Example:
+        >>> resolve("oktopk", cap=None).name
+        'oktopk'
+    """
+    if isinstance(algorithm, Algorithm):
+        if options:
+            raise ConfigurationError(
+                f"options {', '.join(options)} belong to a preset's name; "
+                "an Algorithm already has its own"
+            )
+        return algorithm
+    row = preset(algorithm)
+    unknown = sorted(set(options) - set(row.options))
+    if unknown:
+        raise ConfigurationError(
+            f"{algorithm} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(row.options)) or 'none'}"
+        )
+    try:
+        made = row.make(**options)
+        made.make_selector(), made.make_collective()  # bad values fail here, not in the first step
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{algorithm}: an option has the wrong type ({error}); given were {options}"
+        ) from error
+    return replace(made, options=tuple(sorted(options.items())), source=row.source)
+
+
+# ---- sparsync's own ---------------------------------------------------------------------------------
+
+
+def budgeted(*, codec: Codec[SparseVector] | None = None, budget: float = 2.0) -> Algorithm:
+    """Default of ``attach``: exact selection, hashed regions, packed bytes, a byte budget that holds."""
+    return Algorithm("budgeted", Exact, lambda: Budgeted(codec, budget=budget))
+
+
+def halving(*, codec: Codec[SparseVector] | None = None) -> Algorithm:
+    """For many ranks: O(k) volume in O(log P) rounds; exact local selection, packed bytes."""
+    return Algorithm("halving", Exact, lambda: Halving(codec))
+
+
+def signs(*, block: int = 256) -> Algorithm:
+    """One bit per element and a scale per block: for Adam's updates, which are all about as large.
+
+    With ``LocalUpdates``, whose period makes up for sending every element.
+
+    Args:
+        block: consecutive elements that share a scale.
+    """
+    return Algorithm(
+        "signs",
+        Everything,
+        lambda: QuantizedAllgather(Signs(block)),
+        shared=False,
+        bits=1 + _SCALE_BITS / block,
+    )
+
+
+def auto(
+    *,
+    machine: Machine | None = None,
+    budget: float | None = None,
+    candidates: Sequence[str] | None = None,
+    check_period: int | None = 50,
+    gain: float = 0.1,
+    patience: int = 2,
+) -> Algorithm:
+    """Per unit, the collective that is predicted fastest for the density asked for; or dense.
+
+    Args:
+        machine: seconds per message, byte, element and entry; None: ``attach`` and the optimizers
+            measure them; ``allreduce``, which has one step, takes those of ``Machine``: gigabit Ethernet.
+        budget: bytes that a rank may send or receive per unit and step; None: any.
+        candidates: names of presets; None: all rows that are ``planned``.
+        check_period: steps between comparisons of measured and predicted seconds; None: never, so that
+            a run is the same every time.
+        gain: part of the measured time that another collective must save to be tried.
+        patience: comparisons in a row that must say so.
+    """
+    planned = {name: row for name, row in presets().items() if row.planned}
+    names = tuple(planned) if candidates is None else tuple(candidates)
+    if not names or set(names) - set(planned):
+        raise ConfigurationError(
+            f"auto: candidates are {list(names)}; choose among {', '.join(planned)}"
+        )
+    algorithms = [resolve(name) for name in names]
+
+    def make(found: Machine) -> Algorithm:
+        return Algorithm(
+            "auto",
+            Exact,
+            lambda: Auto(algorithms, found, budget, check_period, gain=gain, patience=patience),
+            prepare=prepare if machine is None else None,
+        )
+
+    async def prepare(comm: Communicator) -> Algorithm:
+        return make((await calibrate(comm)).machine)
+
+    return make(machine or Machine())
+
+
+# ---- baselines (Ok-Topk, Table 1 and section 5.4) ---------------------------------------------------
+
+
+def dense() -> Algorithm:
+    """Plain allreduce of every element: the baseline."""
+    return Algorithm("dense", Everything, Dense)
+
+
+def allgather(*, codec: Codec[SparseVector] | None = None, cap: float | None = 1.0) -> Algorithm:
+    """TopkA: exact local top-k, allgather, local sum (Ok-Topk, Table 1)."""
+    return Algorithm("allgather", Exact, lambda: Allgather(codec, cap))
+
+
+def topkdsa(*, codec: StreamCodec | None = None) -> Algorithm:
+    """TopkDSA: exact local top-k, SparCML's dynamic sparse allreduce (Ok-Topk, Table 1)."""
+    return Algorithm("topkdsa", Exact, lambda: Dynamic(codec))
+
+
+def gtopk(*, codec: Codec[SparseVector] | None = None) -> Algorithm:
+    """gTop-k: exact local top-k, top-k again at every node of a reduction tree (Shi et al., 2019)."""
+    return Algorithm("gtopk", Exact, lambda: GTopk(codec))
+
+
+def gaussiank(*, codec: Codec[SparseVector] | None = None, cap: float | None = 2.0) -> Algorithm:
+    """Gaussian-k: a threshold from mean and deviation, adjusted until 3 k / 4 are found; allgather.
+
+    Args:
+        codec: wire format (default: coo).
+        cap: at most ``cap * k`` entries per rank are taken (the published estimate has no upper end).
+    """
+    return Algorithm(
+        "gaussiank",
+        GaussianK,
+        lambda: Allgather(codec, cap),
+        calls=lambda job: (1, job._replace(k=min(_GAUSSIAN * job.k, job.size))),
+    )
+
+
+# ---- SparCML (Renggli et al., SC 2019): options as in its collectives --------------------------------
+
+
+def recursive_doubling(
+    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
+) -> Algorithm:
+    """SSAR_Recursive_double: for small results (section 5.3.1)."""
+    return Algorithm("recursive-doubling", Exact, lambda: RecursiveDoubling(codec, op=op, cap=cap))
+
+
+def split_allgather(
+    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
+) -> Algorithm:
+    """SSAR_Split_allgather: for large results that stay sparse (section 5.3.2)."""
+    return Algorithm("split-allgather", Exact, lambda: SplitAllgather(codec, op=op, cap=cap))
+
+
+def dynamic(
+    *,
+    codec: StreamCodec | None = None,
+    op: str | Reduction = "sum",
+    cap: float | None = 1.0,
+    always_dense: bool = True,
+) -> Algorithm:
+    """DSAR_Split_allgather: for results that become dense (section 5.3.3), as published."""
+    return Algorithm(
+        "dynamic", Exact, lambda: Dynamic(codec, op=op, cap=cap, always_dense=always_dense)
+    )
+
+
+def ring(
+    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
+) -> Algorithm:
+    """Sum on a sparse ring (section 8.1)."""
+    return Algorithm("ring", Exact, lambda: Ring(codec, op=op, cap=cap))
+
+
+def ring_dense() -> Algorithm:
+    """Allreduce of every element on a ring: SparCML's second dense baseline (section 8.1)."""
+    return Algorithm("ring-dense", Everything, lambda: Ring(cap=None, dense=True))
+
+
+def sparcml_auto(
+    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
+) -> Algorithm:
+    """Choose among recursive doubling, split + allgather and dynamic by the result's size."""
+    return Algorithm("sparcml-auto", Exact, lambda: SparcmlAuto(codec, op=op, cap=cap))
+
+
+# ---- the table --------------------------------------------------------------------------------------
+
+_PAPER = "Ok-Topk, Equation 3, if thresholds find k"
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "dense": Preset(dense, "Ok-Topk, Table 1, Dense", planned=True),
+        "budgeted": Preset(budgeted, planned=True),
+        "halving": Preset(halving, planned=True),
+        "oktopk": Preset(oktopk, "Ok-Topk, Equations 1 and 2", planned=True, passes_on=OkTopk),
+        "allgather": Preset(allgather, "Ok-Topk, Table 1, TopkA", planned=True),
+        "split-allgather": Preset(split_allgather, "SparCML, section 5.3.2", planned=True),
+        "topkdsa": Preset(topkdsa, "Ok-Topk, Table 1, TopkDSA", planned=True),
+        "recursive-doubling": Preset(recursive_doubling, "SparCML, section 5.3.1", planned=True),
+        "auto": Preset(auto),
+        "dynamic": Preset(dynamic, "SparCML, section 5.3.3"),
+        "gaussiank": Preset(gaussiank, "Ok-Topk, Table 1, Gaussiank"),
+        "gtopk": Preset(gtopk, "Ok-Topk, Table 1, gTopk"),
+        "oktopk-paper": Preset(oktopk_paper, _PAPER, passes_on=OkTopk),
+        "redsync": Preset(redsync, "RedSync, Equation 1", corrects=True),
+        "redsync-quantized": Preset(redsync_quantized, "RedSync, Equation 1", corrects=True),
+        "ring": Preset(ring, "SparCML, section 8.1"),
+        "ring-dense": Preset(ring_dense, "SparCML, section 8.1"),
+        "signs": Preset(signs),
+        "sparcml": Preset(sparcml, "SparCML, section 5.3.3"),
+        "sparcml-auto": Preset(sparcml_auto, "SparCML, section 5.3"),
+    }
+)

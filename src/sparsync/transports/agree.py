@@ -1,0 +1,258 @@
+"""Agreement between ranks: on facts before data moves, on equal tensors, and the repair of torn ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import PeerError
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Raw
+
+__all__ = ["Divergence", "agree", "check_equal_parameters", "digest", "divergences", "heal_"]
+
+_TEXT_BYTES = 1 << 16  # of a value that others are told
+_NAMED = 3  # ranks whose value is in a message
+_SHOWN, _BEFORE = 240, 60  # characters of a value, and of them those before the first that differs
+_WORD = 8  # bytes
+_ROW = 1024  # words: short enough for a cache, long enough that the sums are small
+
+
+# ---- facts -----------------------------------------------------------------------------------------
+
+
+async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
+    """Return when all ranks hold the same facts.
+
+    Args:
+        comm: the group.
+        facts: names and values; every rank gives as many, in the same order.
+
+    Raises:
+        PeerError: names the first fact that differs, this rank's value and those of others.
+
+    Cost: one allgather of 8 bytes per fact; where they differ one more, of 64 KiB from every rank.
+    """
+    digests = torch.tensor([_number(f"{name}={value}") for name, value in facts.items()])
+    everyone = await comm.allgather(digests, "agreement")
+    for i, (name, value) in enumerate(facts.items()):
+        others = [r for r, theirs in enumerate(everyone) if theirs[i] != digests[i]]
+        if others:  # every rank finds some, and at the same fact
+            raise await _disagreement(comm, name, value, others)
+
+
+async def _disagreement(
+    comm: Communicator, name: str, value: object, others: Sequence[int]
+) -> PeerError:
+    raw = str(value).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    texts = [_printable(theirs) for theirs in await comm.allgather(mine, "agreement")]
+    named = {r: texts[r] for r in (comm.rank, *others[:_NAMED])}
+    columns = enumerate(zip_longest(*named.values()))
+    first = next((at for at, characters in columns if len(set(characters)) > 1), 0)
+    said = [f"rank {r} has {_excerpt(text, first)}" for r, text in named.items()]
+    more = [f"{len(others) - _NAMED} more differ"] if len(others) > _NAMED else []
+    return PeerError(f"ranks disagree on {name}: {', '.join(said + more)}; give all ranks the same")
+
+
+def _printable(text: Tensor) -> str:
+    """Return one line, and nothing that a terminal obeys: it is from another machine."""
+    said = bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
+    return "".join(c if c.isprintable() else "?" for c in said)
+
+
+def _excerpt(text: str, first: int) -> str:
+    """Return what fits in a message, with the first character that differs."""
+    start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
+    end = start + _SHOWN
+    return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
+
+
+# ---- tensors ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A tensor that is not the same on all ranks.
+
+    Attributes:
+        name: of the tensor.
+        groups: ranks that hold the same, the largest group first, then by their lowest rank.
+
+    Example:
+        >>> torn = Divergence("weight", ((0, 1, 3), (2,)))
+        >>> torn.majority, torn.minority, str(torn)
+        ((0, 1, 3), (2,), "'weight' differs on rank 2")
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def majority(self) -> tuple[int, ...]:
+        """More than half of the ranks, if they agree; else nobody."""
+        largest = self.groups[0]
+        return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The others."""
+        ranks = sorted(rank for group in self.groups for rank in group)
+        return tuple(rank for rank in ranks if rank not in self.majority)
+
+    def __str__(self) -> str:
+        if self.majority:
+            return f"'{self.name}' differs on {_ranks(self.minority)}"
+        sides = " and ".join(_ranks(group) for group in self.groups)
+        return f"'{self.name}' differs between {sides}, none of which is a majority"
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a text that two tensors share only if dtype, shape and all bits are equal.
+
+    The tensor is read as a table of 8-byte words; the sums of its rows and of its columns are
+    hashed.  So one word that differs is always seen, and two that changed places; four words or more
+    whose differences cancel in every row and every column are not.  The same on every device.
+
+    Cost: two passes over the tensor's memory; a 1024th part of it is hashed, and leaves a GPU.
+
+    Example:
+        >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
+        False
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.data_ptr() % _WORD or flat.storage_offset() % _WORD:
+        flat = flat.clone()
+    words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
+    full = words.numel() // _ROW * _ROW
+    table = words[:full].view(-1, _ROW)
+    rest = flat[full * _WORD :]
+    state = hashlib.blake2b(digest_size=8)
+    for part in (table.sum(0), table.sum(1), rest):  # sums wrap around: modulo 2^64
+        state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {state.hexdigest()}"
+
+
+async def check_equal_parameters(
+    comm: Communicator, parameters: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Return when all ranks hold the same tensors, bit for bit.
+
+    Args:
+        comm: the group; all its ranks call it.
+        parameters: names and tensors, as ``model.named_parameters()`` gives them.
+
+    Raises:
+        PeerError: names the first tensor that differs and the ranks that do; on all ranks.
+
+    Cost: that of ``digest``; two allgathers, of 8 bytes per tensor in the second.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     named = [("weight", torch.zeros(2)), ("bias", torch.ones(1) * (comm.rank // 2))]
+        ...     await check_equal_parameters(comm, named)
+        >>> try: simulate(program, 3)
+        ... except Exception as error: str(error).split(" has ")[0]
+        'ranks disagree on parameter bias: rank 0'
+    """
+    digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
+    names = f"{len(digests)} with digest {_hash(chr(10).join(digests)).hex()}"
+    await agree(comm, {"the names of the parameters": names})
+    await agree(comm, digests)
+
+
+async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[Divergence]:
+    """Return the tensors that are not equal on all ranks, in the order given.
+
+    Args:
+        comm: the group; all its ranks call it.
+        tensors: by name; as many, and in the same order, on all ranks.
+
+    Raises:
+        PeerError: the ranks compare tensors of other names.
+
+    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes, and where something differs
+    another, of 8 bytes per tensor.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     return await divergences(comm, {"weight": torch.ones(3) * (comm.rank == 1)})
+        >>> [str(found) for found in simulate(program, 3).results[0]]
+        ["'weight' differs on rank 1"]
+    """
+    mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
+    names = _number("\n".join(tensors))
+    sums = torch.tensor([names, _number(str(mine.tolist()))])
+    everyone = await comm.allgather(sums, "sentinel")
+    others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
+    if others:
+        raise PeerError(
+            f"rank {comm.rank} compares {len(tensors)} tensors, but {_ranks(others)} others than that; "
+            "give all ranks the same model, and the same optimizer in the same state"
+        )
+    if all(torch.equal(theirs, sums) for theirs in everyone):
+        return []
+    columns = torch.stack(await comm.allgather(mine, "sentinel")).T.tolist()
+    found = zip(tensors, (_groups(column) for column in columns), strict=True)
+    return [Divergence(name, groups) for name, groups in found if len(groups) > 1]
+
+
+async def heal_(
+    comm: Communicator, tensors: Mapping[str, Tensor], torn: Sequence[Divergence]
+) -> None:
+    """Overwrite what differs, in place, by what the majority holds; all ranks call it.
+
+    Raises:
+        PeerError: a tensor has no majority; then nothing is changed.
+
+    Cost: a message of the tensor's bytes for every rank that is healed, all from the majority's lowest.
+    """
+    hopeless = [each for each in torn if not each.majority]
+    if hopeless:
+        raise PeerError(
+            f"{hopeless[0]}: nobody can tell which is right; restart from the last checkpoint"
+        )
+    for each in torn:
+        tensor, source = tensors[each.name].detach(), each.majority[0]
+        if comm.rank == source:
+            payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+            sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in each.minority]
+            for operation in sending:
+                await operation
+        elif comm.rank in each.minority:
+            nbytes = tensor.numel() * tensor.element_size()
+            payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
+            values = payload.clone().view(tensor.dtype)  # a received payload may start at any byte
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _groups(column: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that have the same number, the largest group first.
+
+    Example:
+        >>> _groups([7, 5, 5, 8])
+        ((1, 2), (0,), (3,))
+    """
+    members: dict[int, list[int]] = {}
+    for rank, number in enumerate(column):
+        members.setdefault(number, []).append(rank)
+    return tuple(sorted((tuple(m) for m in members.values()), key=lambda m: (-len(m), m)))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(_hash(text), "little", signed=True)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

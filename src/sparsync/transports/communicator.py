@@ -1,0 +1,401 @@
+"""The seam between algorithms and networks: ``Communicator``, one rank's handle on a group.
+
+Algorithms are ``async def`` over these calls; ``driver`` says who resumes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import ClassVar, Literal, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.transports.actors import Actor, Host, SoloHost
+from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.ledger import Framing, Ledger, Raw, Several
+
+__all__ = [
+    "Closeable",
+    "Communicator",
+    "ReduceOp",
+    "SoloCommunicator",
+    "Subgroup",
+    "check_timeout",
+    "dissemination_allgatherv",
+    "ring_allgatherv",
+    "rotated_alltoallv",
+    "rounds",
+]
+
+C = TypeVar("C", bound="Communicator")
+ReduceOp = Literal["sum", "max", "min"]
+
+
+def check_timeout(seconds: float) -> float:
+    """Return a deadline in seconds, or refuse one that no clock can count.
+
+    Raises:
+        ConfigurationError: not a number in (0, 10^6]: waits must end.
+    """
+    if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
+        raise ConfigurationError(
+            f"timeout is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
+        )
+    return float(seconds)
+
+
+class Closeable(Protocol):
+    """Something that can be ended."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Communicator(ABC):
+    """One rank's handle on a group: point-to-point calls, and the collectives built from them.
+
+    Attributes:
+        rank: this rank, in ``[0, world_size)``.
+        world_size: number of ranks P; 1 is legal and never communicates.
+        device: where payloads must live (CUDA tensors are staged to it).
+        ledger: what was sent and received.
+        tag: the channel of this handle's messages; see ``channel``.
+        companions: threads and actors that others started for this group; ``close`` ends them.
+        pads: ``alltoallv`` sends every message at its sender's capacity.
+
+    All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
+    order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
+    below.
+    """
+
+    pads: ClassVar[bool] = False
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.ledger = Ledger()
+        self.tag = 0
+        self.companions: dict[str, Closeable] = {}
+
+    def channel(self, tag: int) -> Communicator:
+        """Return a handle on the same group, links and ledger whose messages never meet others'.
+
+        Channels are what lets several units be in flight: each unit has its own.
+        """
+        twin = copy.copy(self)
+        twin.tag = tag
+        return twin
+
+    def close(self) -> None:
+        """End the companions; release sockets, if the transport has its own.  Twice is legal."""
+        while self.companions:
+            self.companions.popitem()[1].close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- provided by a transport -------------------------------------------------------------
+
+    @abstractmethod
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Begin to send; the payload must not change until the operation is done."""
+
+    @abstractmethod
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Begin to receive at most ``capacity`` bytes."""
+
+    @property
+    def now(self) -> float:
+        """Seconds by this rank's clock: the machine's, or the simulator's."""
+        return time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Book the time that passes under a stage, one of ``ledger.STAGES``.
+
+        No moment is booked twice: what is booked meanwhile, by stages inside or by other units in
+        flight, is left out.
+        """
+        start, booked = self.now, self.ledger.booked
+        try:
+            yield
+        finally:
+            elsewhere = self.ledger.booked - booked
+            self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
+
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
+        """Account for reducing a (dense) message of ``nbytes``: virtual time in the simulator."""
+        return Finished()
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor next to this rank, on its own channel; all ranks call it together."""
+        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq or torch (gloo)")
+
+    # ---- point to point ------------------------------------------------------------------------
+
+    def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send without waiting.  Await the result before changing ``payload``."""
+        self._check_peer(dest, "send to")
+        payload = payload.to(self.device)
+        self.ledger.sent(phase, payload.numel(), framing.parts(payload))
+        return self.start_send(payload, dest, phase, framing)
+
+    def irecv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive without waiting.  Await the result for exactly the bytes that were sent."""
+        self._check_peer(source, "receive from")
+        return self.start_recv(source, capacity, phase, framing)
+
+    def _check_peer(self, peer: int, verb: str) -> None:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ConfigurationError(
+                f"rank {self.rank} cannot {verb} rank {peer}; "
+                f"name another rank in [0, {self.world_size})"
+            )
+
+    # ---- collectives, from point-to-point; a transport may override them with a native call -----
+
+    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+        """Reduce element-wise over ranks; `[m]`, any dtype.  Returns a new tensor, equal on all."""
+        return await _allreduce(self, tensor, phase, op)
+
+    async def allgather(self, tensor: Tensor, phase: str) -> list[Tensor]:
+        """Collect one tensor of the same shape and dtype from every rank, in rank order."""
+        return await _allgather(self, tensor, phase)
+
+    async def allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order."""
+        return await dissemination_allgatherv(self, payload, capacities, phase, framing)
+
+    async def ring_allgatherv(
+        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Do as ``allgatherv``, on a ring: P - 1 rounds, but nobody sends more than the total."""
+        return await ring_allgatherv(self, payload, capacities, phase, framing)
+
+    async def alltoallv(
+        self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
+    ) -> list[Tensor]:
+        """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order.
+
+        ``capacities[r]`` is the most that rank r sends to any one; the list is the same on all ranks,
+        so that a transport may use a native call with padded messages.
+        """
+        return await rotated_alltoallv(self, payloads, capacities, phase, framing)
+
+    async def barrier(self) -> None:
+        """Return when every rank has called."""
+        await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
+
+    async def split(self, color: int, key: int = 0) -> Subgroup:
+        """Form one group per ``color``; ranks inside are ordered by ``(key, rank)``."""
+        mine = torch.tensor([color, key], dtype=torch.int64)
+        entries = [t.tolist() for t in await self.allgather(mine, "split")]
+        members = [r for r in range(self.world_size) if entries[r][0] == color]
+        return Subgroup(self, sorted(members, key=lambda r: (entries[r][1], r)))
+
+
+@final
+class Subgroup(Communicator):
+    """Some ranks of a parent communicator, renumbered; shares its links and its ledger."""
+
+    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
+        if parent.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise ConfigurationError(
+                f"Subgroup: ranks {list(ranks)} must be distinct and contain rank {parent.rank}"
+            )
+        super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
+        self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
+        self.tag = parent.tag
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send through the parent."""
+        return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive through the parent."""
+        source = self.ranks[source]
+        return self.parent.channel(self.tag).start_recv(source, capacity, phase, framing)
+
+    @property
+    def now(self) -> float:
+        """Ask the parent."""
+        return self.parent.now
+
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
+        """Account through the parent."""
+        return self.parent.work(nbytes, dense=dense)
+
+
+@final
+class SoloCommunicator(Communicator):
+    """The communicator of a single process without ``torch.distributed``: no peer, no message."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor that nobody writes to."""
+        return SoloHost(actor)
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Never reached: there is no rank to send to (``isend`` refuses first)."""
+        raise AssertionError("a world of one sends nothing")
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Never reached: there is no rank to receive from (``irecv`` refuses first)."""
+        raise AssertionError("a world of one receives nothing")
+
+
+# ---- collectives, built from point-to-point calls, for any world size --------------------------------
+#
+# Logarithmic ones run on a circulant graph: with skips s_0 = P, s_{i+1} = ceil(s_i / 2) down to 1
+# there are ceil(log2 P) rounds, and every block crosses each rank's port once.  For P a power of two
+# these are the rounds and volumes of recursive doubling and halving.
+#
+# References: Bruck et al., IEEE TPDS 1997 (allgather); Träff, "Optimal, Non-pipelined Reduce-scatter
+# and Allreduce Algorithms", 2024 (the circulant reduce-scatter).
+
+
+def rounds(world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
+
+    Example:
+        >>> list(rounds(6)), sum(count for _, count in rounds(6))
+        ([(3, 3), (2, 1), (1, 1)], 5)
+    """
+    wide = world_size
+    while wide > 1:
+        skip = (wide + 1) // 2
+        yield skip, wide - skip
+        wide = skip
+
+
+async def _allreduce(comm: Communicator, tensor: Tensor, phase: str, op: ReduceOp) -> Tensor:
+    """Reduce-scatter, then allgather.  Cost: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements."""
+    world_size, size = comm.world_size, tensor.numel()
+    width = -(-size // world_size)
+    padded = tensor.new_zeros(width * world_size)
+    padded[:size] = tensor.flatten()
+    blocks = padded.view(world_size, width)  # block r belongs to rank r
+    for skip, count in rounds(world_size):
+        theirs = await _exchange(comm, blocks, comm.rank + skip, count, skip, phase)
+        for i, block in enumerate(theirs):
+            _combine_(blocks[(comm.rank + i) % world_size], block, op)
+        await comm.work(theirs.numel() * theirs.element_size(), dense=True)
+    for skip, count in reversed(list(rounds(world_size))):
+        theirs = await _exchange(comm, blocks, comm.rank, count, -skip, phase)
+        for i, block in enumerate(theirs):
+            blocks[(comm.rank + skip + i) % world_size] = block
+    return padded[:size].view(tensor.shape)
+
+
+async def _exchange(
+    comm: Communicator, blocks: Tensor, first: int, count: int, skip: int, phase: str
+) -> Tensor:
+    """Send ``count`` blocks from ``first`` on to ``rank + skip``; as many come from ``rank - skip``."""
+    framing = Raw("value" if blocks.is_floating_point() else "control")
+    world_size, width = blocks.shape
+    first %= world_size
+    ends = blocks[first : first + count], blocks[: max(first + count - world_size, 0)]
+    payload = torch.cat(ends).view(-1).view(torch.uint8)
+    source, dest = (comm.rank - skip) % world_size, (comm.rank + skip) % world_size
+    receiving = comm.irecv(source, payload.numel(), phase, framing)
+    sending = comm.isend(payload, dest, phase, framing)
+    theirs: Tensor = await receiving
+    await sending
+    return theirs.to(blocks.device).view(blocks.dtype).view(count, width)
+
+
+def _combine_(mine: Tensor, theirs: Tensor, op: ReduceOp) -> None:
+    """``mine = mine op theirs``, in place."""
+    if op == "sum":
+        mine += theirs
+    elif op == "max":
+        torch.maximum(mine, theirs, out=mine)
+    else:
+        torch.minimum(mine, theirs, out=mine)
+
+
+async def _allgather(comm: Communicator, tensor: Tensor, phase: str) -> list[Tensor]:
+    """Collect equal shapes.  Cost: ceil(log2 P) messages, (P - 1) n elements received."""
+    payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+    framing = Raw("value" if tensor.is_floating_point() else "control")
+    blocks = await comm.allgatherv(payload, [payload.numel()] * comm.world_size, phase, framing)
+    # a received block may start at any byte: clone aligns it before the dtype is put back
+    return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
+
+
+async def dissemination_allgatherv(
+    comm: Communicator, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+) -> list[Tensor]:
+    """Collect one message per rank.  Cost: ceil(log2 P) messages; all others' bytes received.
+
+    A message is sent again in every round by the ranks that hold it early, its owner first: when
+    one rank holds most bytes it sends them up to ceil(log2 P) times (the ring sends them once).
+    """
+    world_size, rank = comm.world_size, comm.rank
+    blocks = [payload.to(comm.device)]  # blocks[i] belongs to rank + i
+    for skip, count in reversed(list(rounds(world_size))):
+        around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
+        outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
+        source, dest = (rank + skip) % world_size, (rank - skip) % world_size
+        receiving = comm.irecv(source, sum(around[skip:]), phase, expected)
+        sending = comm.isend(torch.cat(blocks[:count]), dest, phase, outgoing)
+        blocks += expected.cut(await receiving)
+        await sending
+    return [blocks[(r - rank) % world_size] for r in range(world_size)]
+
+
+async def ring_allgatherv(
+    comm: Communicator, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+) -> list[Tensor]:
+    """Collect one message per rank.  Cost: P - 1 messages; sent and received at most the total."""
+    world_size, rank = comm.world_size, comm.rank
+    blocks = {rank: payload.to(comm.device)}
+    for hop in range(world_size - 1):
+        passing, coming = (rank - hop) % world_size, (rank - hop - 1) % world_size
+        receiving = comm.irecv((rank - 1) % world_size, capacities[coming], phase, framing)
+        sending = comm.isend(blocks[passing], (rank + 1) % world_size, phase, framing)
+        blocks[coming] = await receiving
+        await sending
+    return [blocks[r] for r in range(world_size)]
+
+
+async def rotated_alltoallv(
+    comm: Communicator,
+    payloads: Sequence[Tensor],
+    capacities: Sequence[int],
+    phase: str,
+    framing: Framing,
+) -> list[Tensor]:
+    """Exchange one message with every rank, destinations rotated (rank + 1, rank + 2, ...)."""
+    world_size, rank = comm.world_size, comm.rank
+    receiving, sending = {}, []
+    for shift in range(1, world_size):
+        source, dest = (rank - shift) % world_size, (rank + shift) % world_size
+        receiving[source] = comm.irecv(source, capacities[source], phase, framing)
+        sending.append(comm.isend(payloads[dest], dest, phase, framing))
+    received = {rank: payloads[rank].to(comm.device)}
+    for source, operation in receiving.items():
+        received[source] = await operation
+    for operation in sending:
+        await operation
+    return [received[r] for r in range(world_size)]

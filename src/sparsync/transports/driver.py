@@ -1,0 +1,280 @@
+"""Drive coroutines over operations: to the end, side by side, or on a background thread.
+
+Algorithms are ``async def`` over a communicator's calls and never learn who drives them.  Every
+driver, the simulator included, resumes them through ``Task``: an operation that fails raises its
+error at the ``await`` that waits for it, where the algorithm may handle it.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar, final
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["Engine", "Finished", "Flight", "Operation", "Task", "run", "together"]
+
+T = TypeVar("T")
+
+_PATIENCE = 0.001  # seconds between looks for a new job while others are in flight
+_LONG = 0.1  # seconds between looks at the younger members when no new one may start
+
+
+class Operation(ABC):
+    """A send or receive under way.  ``await`` it for its result: the bytes received, or None."""
+
+    done: bool = False
+    result: Any = None
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until done (real transports); raise a ``CommunicationError`` if it cannot be."""
+
+    def poll(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` (0: not at all); tell whether it is done; raise as ``wait``.
+
+        A transport that cannot look without waiting says False to 0 and waits to the end otherwise.
+        """
+        if not self.done and seconds > 0:
+            self.wait()
+        return self.done
+
+    def __await__(self) -> Generator[Operation, None, Any]:
+        if not self.done:
+            yield self
+        return self.result
+
+
+@final
+class Finished(Operation):
+    """An operation that needed no network."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.done, self.result = True, result
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Task(Generic[T]):
+    """A coroutine under way.
+
+    Attributes:
+        waits_for: the operation that it awaits.
+        ended: it has returned ``result``.
+    """
+
+    waits_for: Operation
+    result: T
+
+    def __init__(self, program: Coroutine[Operation, None, T]) -> None:
+        self.program, self.ended = program, False
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Run to the next wait or the end; ``error`` is raised at the present wait.
+
+        Raises:
+            BaseException: whatever the coroutine does not handle.
+        """
+        try:
+            if error is None:
+                self.waits_for = self.program.send(None)
+            else:
+                self.waits_for = self.program.throw(error)
+        except StopIteration as stop:
+            self.result, self.ended = stop.value, True
+
+    def advance(self, seconds: float | None) -> bool:
+        """Wait for the operation, at most ``seconds``, and resume; tell whether it went on."""
+        error = None
+        try:
+            if seconds is None:
+                self.waits_for.wait()
+            elif not self.waits_for.poll(seconds):
+                return False
+        except BaseException as caught:
+            error = caught
+        self.resume(error)
+        return True
+
+
+def run(coroutine: Coroutine[Operation, None, T]) -> T:
+    """Drive an algorithm to its end, blocking at each operation that it awaits."""
+    task = Task(coroutine)
+    task.resume()
+    while not task.ended:
+        task.advance(None)
+    return task.result
+
+
+@final
+class Flight:
+    """Coroutines under way at once, in the order in which they were started.
+
+    Whoever drives a flight blocks on its *oldest* member alone.  All ranks start their members in
+    the same order, so the oldest always finds its peers in the same member: there is no deadlock,
+    even on a transport that cannot be asked whether a message is there.
+
+    An error that a member does not handle ends the flight: the other members are closed.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[tuple[Task[Any], Callable[[Any], None]]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def start(
+        self, program: Coroutine[Operation, None, Any], finish: Callable[[Any], None]
+    ) -> None:
+        """Run ``program`` to its first wait; ``finish(result)`` is called at its end."""
+        member = Task(program), finish
+        self._members.append(member)
+        self._move(member, member[0].resume)
+
+    def advance(self, seconds: float = 0.0) -> None:
+        """Wait for the oldest, at most about ``seconds``; take every member as far as it comes."""
+        for member in list(self._members):
+            step = member[0].advance
+            while member in self._members and self._move(member, partial(step, seconds)):
+                seconds = 0.0
+            seconds = 0.0
+
+    async def turn(self) -> None:
+        """Await what the oldest member awaits, and advance."""
+        oldest = self._members[0]
+        try:
+            await oldest[0].waits_for
+        except Exception as error:
+            self._move(oldest, partial(oldest[0].resume, error))
+        self.advance()
+
+    def close(self) -> None:
+        """End every member."""
+        members, self._members = self._members, []
+        for task, _ in members:
+            task.program.close()
+
+    def _move(self, member: tuple[Task[Any], Callable[[Any], None]], step: Callable[[], T]) -> T:
+        task, finish = member
+        try:
+            moved = step()
+        except BaseException:
+            self.close()
+            raise
+        if task.ended:
+            self._members.remove(member)
+            finish(task.result)
+        return moved
+
+
+async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
+    """Run coroutines side by side, started in the order given; return their results in that order.
+
+    Example:
+        >>> async def one(): return 1
+        >>> async def two(): return 2
+        >>> run(together([one(), two()]))
+        [1, 2]
+    """
+    results: dict[int, T] = {}
+    flight = Flight()
+    try:
+        for i, program in enumerate(programs):
+            flight.start(program, lambda result, i=i: results.update({i: result}))  # type: ignore[misc]
+        while flight:
+            await flight.turn()
+    finally:
+        flight.close()
+    return [results[i] for i in range(len(programs))]
+
+
+@final
+class Engine:
+    """Runs jobs on a daemon thread: the communication of one model.
+
+    Coroutines run side by side, started in the order submitted, which is the same on all ranks; a
+    callable waits until everything before it has ended.  Nothing waits inside another's callback
+    (which deadlocks gloo).
+
+    Example:
+        >>> engine = Engine("demo")
+        >>> engine.submit(lambda: 6 * 7).result(timeout=5)
+        42
+        >>> engine.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Any, Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"sparsync-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """The thread takes jobs."""
+        return self._thread.is_alive()
+
+    def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
+        """Queue a job; the future has its result or its exception.
+
+        When a coroutine fails, those in flight with it fail with the same exception.
+        """
+        if not self._thread.is_alive():  # nobody would run it: its future would wait for ever
+            if isinstance(job, Coroutine):
+                job.close()
+            raise ConfigurationError(
+                "this engine is closed, or its handle was: attach again to a freshly wrapped model"
+            )
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def stop(self) -> None:
+        """Let the thread end when it has finished what is queued; returns at once."""
+        self._jobs.put(None)
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread; called on the thread itself: once it returns."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        flight, flying = Flight(), list[Future[Any]]()
+
+        def guarded(step: Callable[[], None]) -> None:
+            """Give an error, which ends the flight, to all futures that are still open."""
+            try:
+                step()
+            except BaseException as error:
+                for future in flying:
+                    if not future.done():
+                        future.set_exception(error)
+            flying[:] = [future for future in flying if not future.done()]
+
+        while True:
+            try:
+                item = self._jobs.get(block=not flight)
+            except Empty:
+                guarded(partial(flight.advance, _PATIENCE))
+                continue
+            coroutine = item is not None and isinstance(item[0], Coroutine)
+            while flight and not coroutine:
+                guarded(partial(flight.advance, _LONG))
+            if item is None:
+                return
+            job, future = item
+            if coroutine:
+                flying.append(future)
+                guarded(partial(flight.start, job, future.set_result))
+            else:
+                try:
+                    future.set_result(job())
+                except BaseException as error:
+                    future.set_exception(error)
+            del item, job, future  # while this waits, it must not keep a model alive

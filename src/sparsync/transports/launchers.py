@@ -1,0 +1,296 @@
+"""Detect which rank a process is, under torchrun, MPI (``mpiexec``) or Slurm (``srun``).
+
+``init_process_group`` initialises ``torch.distributed`` under any of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from sparsync.errors import ConfigurationError, DeadlineError
+from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.driver import run
+from sparsync.transports.mpi import MpiCommunicator
+from sparsync.transports.mpi_requests import load_mpi
+
+__all__ = [
+    "Placement",
+    "connect_mpi",
+    "destroy_process_group",
+    "detect",
+    "first_host",
+    "init_process_group",
+    "slurm_port",
+]
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# rank, world size, rank on its host: what MPI's launchers tell their processes
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI; srun --mpi=pmi2
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # srun --mpi=pmix
+    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+_SLURM = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+_HOST_BYTES = 256  # a host name has at most 255
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One process among the ranks of its job.
+
+    Attributes:
+        rank: in ``[0, world_size)``.
+        world_size: number of ranks P.
+        local_rank: among the ranks of this host; 0 where the launcher does not tell.
+        host: rank 0's, where the environment tells (MASTER_ADDR, or Slurm's first host).
+        launcher: the one that started it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str | None
+    launcher: Literal["torchrun", "mpi", "slurm"]
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
+    """Tell which rank this process is, from what its launcher put into the environment.
+
+    The innermost launcher counts: torchrun's ranks may be started by srun or mpiexec, and mpiexec's
+    by srun.  The batch script of Slurm itself is no rank; what ``srun`` starts in it is.
+
+    Args:
+        environ: default ``os.environ``.
+
+    Returns:
+        None when no launcher started it.
+
+    Raises:
+        ConfigurationError: the launcher's numbers make no sense.
+
+    Example:
+        >>> here = detect({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"})
+        >>> here.rank, here.world_size, here.launcher
+        (2, 4, 'mpi')
+    """
+    environ = os.environ if environ is None else environ
+    slurm_host = first_host(_slurm_hosts(environ)) if _slurm_hosts(environ) else None
+    host = environ.get("MASTER_ADDR") or slurm_host
+    found: tuple[tuple[str, str, str], Literal["torchrun", "mpi", "slurm"]] | None = None
+    if _has(environ, _TORCHRUN):
+        found, host = (_TORCHRUN, "torchrun"), environ.get("MASTER_ADDR")
+    elif mpi := [names for names in _MPI if _has(environ, names)]:
+        found = mpi[0], "mpi"
+    elif not _in_batch_script(environ):
+        found = next(((n, "slurm") for n in _SLURM if _has(environ, n)), None)
+    if found is None:
+        return None
+    names, launcher = found
+    rank, world_size = _number(environ, names[0]), _number(environ, names[1])
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"{names[0]}={rank} and {names[1]}={world_size} make no sense; a rank is in "
+            "[0, world size). Start all processes with one torchrun, mpiexec or srun"
+        )
+    local_rank = _number(environ, names[2]) if names[2] in environ else 0
+    return Placement(rank, world_size, local_rank, host, launcher)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's notation for several.
+
+    Raises:
+        ConfigurationError: it is not that notation.
+
+    Example:
+        >>> first_host("node[003-005,9],login1"), first_host("a1,b2"), first_host("r[1-2]n[07,9]-ib")
+        ('node003', 'a1', 'r1n07-ib')
+    """
+    # the first comma outside brackets ends the first part; of each bracket the first number counts
+    part = re.match(r"(?:[^,\[\]\s]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
+    if part is None:
+        raise ConfigurationError(
+            f"SLURM_NODELIST is {nodes!r}; expected hosts such as node[003-005,9]. "
+            "Or set MASTER_ADDR to rank 0's host"
+        )
+    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", part[0])
+
+
+def connect_mpi(timeout: float = 300.0) -> Communicator:
+    """Connect the ranks of an mpiexec (or of an srun that starts MPI), without ``torch.distributed``.
+
+    Args:
+        timeout: seconds that any wait may take.
+
+    Raises:
+        ConfigurationError: mpi4py or MPI is missing, or does not know the ranks of the launcher.
+    """
+    here, comm = detect(), MpiCommunicator(timeout=timeout)
+    if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
+        comm.close()
+        raise ConfigurationError(
+            f"the launcher ({here.launcher}) made this rank {here.rank} of {here.world_size}, MPI "
+            f"knows {comm.world_size}; use the mpiexec of the MPI that mpi4py uses, or srun --mpi="
+        )
+    return comm
+
+
+def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Placement:
+    """Initialise ``torch.distributed`` in every rank of a torchrun, mpiexec or srun.
+
+    Where rank 0 listens: MASTER_ADDR and MASTER_PORT if they are set; else, under MPI, where rank 0
+    says through mpi4py; else, under Slurm, the job's first host, with a port made of the job's number.
+
+    Args:
+        backend: of the default group.
+        timeout: seconds that the ranks wait for each other, here and in the group's operations.
+
+    Returns:
+        Which rank this is.
+
+    Raises:
+        ConfigurationError: no launcher started this process, or it does not tell where rank 0 is.
+        DeadlineError: not all ranks arrived in time.
+    """
+    here, timeout = detect(), check_timeout(timeout)
+    if here is None:
+        raise ConfigurationError(
+            "no launcher started this process (neither RANK and WORLD_SIZE, nor PMI_RANK, "
+            "OMPI_COMM_WORLD_RANK or SLURM_PROCID is set); start it with torchrun, mpiexec or srun"
+        )
+    wait_at_most = timedelta(seconds=timeout)
+    if here.launcher == "torchrun":
+        dist.init_process_group(backend, timeout=wait_at_most)
+        return here
+    try:
+        store = _meet(here, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait_at_most
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise DeadlineError(
+            f"rank {here.rank} of {here.world_size} ({here.launcher}) did not meet the others within "
+            f"{timeout:g} s ({str(error).splitlines()[0]}); were all started by one command?"
+        ) from error
+    return here
+
+
+def destroy_process_group() -> None:
+    """Leave ``torch.distributed``, at the end of a program.
+
+    gloo's threads drop the tensors of the last call a moment after it has returned, for which they
+    need the interpreter: one that is about to exit would abort the process ("terminate called without
+    an active exception").  They end with the last reference to their group, so this collects those
+    that are left in cycles; keep none of your own.
+    """
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _meet(here: Placement, timeout: float) -> TCPStore:
+    """Return the store of the job, which rank 0 serves."""
+    host, port = here.host, os.environ.get("MASTER_PORT")
+    if host is not None and port is not None:
+        address = host, _number(os.environ, "MASTER_PORT")
+    elif here.launcher == "mpi" and "MASTER_ADDR" not in os.environ and _mpi_knows(here):
+        return _meet_by_mpi(here, timeout)
+    elif host is not None and "SLURM_JOB_ID" in os.environ:
+        address = host, slurm_port(os.environ)
+    else:
+        raise ConfigurationError(
+            f"rank {here.rank} ({here.launcher}) cannot know where rank 0 listens: set MASTER_ADDR and "
+            "MASTER_PORT, or pip install 'sparsync[mpi]' and start with the mpiexec of mpi4py's MPI"
+        )
+    return _store(*address, here, timeout)
+
+
+def _store(host: str, port: int, here: Placement, timeout: float) -> TCPStore:
+    wait_at_most = timedelta(seconds=timeout)
+    serving = here.rank == 0
+    return TCPStore(
+        host, port, here.world_size, serving, timeout=wait_at_most, wait_for_workers=False
+    )
+
+
+def _mpi_knows(here: Placement) -> bool:
+    """Tell whether mpi4py sees the ranks that the environment tells of.
+
+    It does not where mpi4py is missing, or uses another MPI than the launcher's: every process is
+    then a world of its own.
+    """
+    try:
+        world = load_mpi().COMM_WORLD
+    except ConfigurationError:
+        return False
+    return bool(world.Get_rank() == here.rank and world.Get_size() == here.world_size)
+
+
+def _meet_by_mpi(here: Placement, timeout: float) -> TCPStore:
+    """Let rank 0 serve on a port that its system chose, and tell the others."""
+    with MpiCommunicator(timeout=timeout) as comm:
+        names = [_text(t) for t in run(comm.allgather(_bytes(socket.gethostname()), "hosts"))]
+        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        served = _store(host, 0, here, timeout) if here.rank == 0 else None
+        mine = torch.tensor([served.port if served is not None else 0])
+        port = int(run(comm.allgather(mine, "port"))[0])
+    return served if served is not None else _store(host, port, here, timeout)
+
+
+def slurm_port(environ: Mapping[str, str], *, first: int = 20_000, ports: int = 10_000) -> int:
+    """Return the port of a job step: the same in all its tasks, another in the next job's.
+
+    Args:
+        environ: with SLURM_JOB_ID, and the number of the step.
+        first: lowest port; the system gives out those from 32,768 on by itself.
+        ports: number of ports to choose from.
+    """
+    step = environ.get("SLURM_STEP_ID", "0")
+    return first + (_number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)) % ports
+
+
+def _slurm_hosts(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _in_batch_script(environ: Mapping[str, str]) -> bool:
+    """Tell a batch script from the tasks of its srun: sbatch sets SLURM_PROCID there, too."""
+    return "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
+
+
+def _has(environ: Mapping[str, str], names: tuple[str, str, str]) -> bool:
+    return names[0] in environ and names[1] in environ
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{name} is {environ[name]!r}; the launcher sets it to a whole number"
+        ) from error
+
+
+def _bytes(text: str) -> torch.Tensor:
+    raw = text.encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    return torch.tensor(list(raw), dtype=torch.uint8)
+
+
+def _text(raw: torch.Tensor) -> str:
+    return bytes(raw.tolist()).rstrip(b"\0").decode()

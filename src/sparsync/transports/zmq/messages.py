@@ -1,0 +1,216 @@
+"""Messages between ranks: their 48-byte header, and where they meet the receives that wait for them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+from torch import Tensor
+
+from sparsync.errors import CommunicationError, PeerError, WireFormatError
+
+__all__ = ["HEADER_BYTES", "TAGS", "Claim", "Header", "Mailboxes", "Message", "pack"]
+
+MAGIC: Final = b"sz"
+VERSION: Final = 1
+# magic, version, flags, source, job, tag, phase, step, sequence, length
+LAYOUT: Final = struct.Struct("<2sBBIQIIqQQ")
+HEADER_BYTES: Final = LAYOUT.size
+
+HELLO: Final = 1  # flag: a link was opened; nothing follows
+APART: Final = 2  # flag: the payload is a frame of its own
+TAGS: Final = 2**32  # channels are u32
+
+
+class Header(NamedTuple):
+    """The facts about a message that a receiver reads before the payload.
+
+    Attributes:
+        flags: ``HELLO``, ``APART`` or 0 (the payload follows the header in the same frame).
+        source: rank of the sender.
+        job: number of the group, drawn by rank 0: messages of another job are refused.
+        tag: channel.
+        phase: CRC-32 of the phase's name.
+        step: the sender's ``ledger.step``.
+        sequence: number of this message among those of its source and tag, from 0.
+        length: bytes of payload.
+
+    Example:
+        >>> raw = pack(0, 3, 7, 1, 9, 5, 0, 16)
+        >>> len(raw), Header.parse(raw).source, Header.parse(raw).length
+        (48, 3, 16)
+    """
+
+    flags: int
+    source: int
+    job: int
+    tag: int
+    phase: int
+    step: int
+    sequence: int
+    length: int
+
+    @classmethod
+    def parse(cls, frame: bytes | memoryview) -> Header:
+        """Read the header at the start of ``frame``.
+
+        Raises:
+            WireFormatError: too short, another protocol or another version.
+        """
+        if len(frame) < HEADER_BYTES:
+            raise WireFormatError(
+                f"a frame of {len(frame)} bytes holds no header of {HEADER_BYTES}; not our message"
+            )
+        magic, version, *rest = LAYOUT.unpack_from(frame)
+        if magic != MAGIC or version != VERSION or rest[0] not in (0, HELLO, APART):
+            raise WireFormatError(
+                f"a frame starts with {bytes(frame[:4]).hex()}, not with {MAGIC.hex()} and version "
+                f"{VERSION}; all ranks need the same version of sparsync"
+            )
+        return cls(*rest)
+
+
+def pack(
+    flags: int, source: int, job: int, tag: int, phase: int, step: int, sequence: int, length: int
+) -> bytes:
+    """Write a header; the arguments are the attributes of ``Header``."""
+    return LAYOUT.pack(MAGIC, VERSION, flags, source, job, tag, phase, step, sequence, length)
+
+
+class Message(NamedTuple):
+    """One message that arrived.  ``step``, ``phase`` (a number): what its sender was doing."""
+
+    source: int
+    tag: int
+    step: int
+    phase: int
+    payload: Tensor
+
+
+@final
+@dataclass(eq=False)
+class Claim:
+    """A receive's place in the mailboxes.
+
+    Attributes:
+        rank: who waits.
+        source: from whom; None: from anyone.
+        tag: channel.
+        step: the waiting rank's; a message of another step is refused (unless ``source`` is None).
+        phase: name.
+        capacity: bytes that the payload may have.
+        exact: it must have all of them.
+        message: what arrived.
+        error: why nothing will.
+    """
+
+    rank: int
+    source: int | None
+    tag: int
+    step: int
+    phase: str
+    capacity: int
+    exact: bool
+    message: Message | None = None
+    error: CommunicationError | None = None
+
+    def __str__(self) -> str:
+        sender = "any rank" if self.source is None else f"rank {self.source}"
+        return f"rank {self.rank}, step {self.step}: message from {sender} in phase '{self.phase}'"
+
+
+@final
+class Mailboxes:
+    """All messages that nobody has received and all receives that wait.
+
+    Args:
+        limit: bytes that unclaimed messages may take together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.unclaimed = 0  # bytes
+        self.handed = 0  # messages that met a receive that waited
+        self._phases: dict[int, str] = {}  # names that this rank has used, for errors
+        self._arrived: dict[tuple[int, int], deque[tuple[int, Message]]] = {}
+        self._waiting: dict[tuple[int | None, int], deque[Claim]] = {}
+        self._expected: dict[tuple[int, int], int] = {}
+        self._count = 0
+
+    def phase_number(self, name: str) -> int:
+        """Return the 32 bits that stand for a phase on the wire."""
+        number = zlib.crc32(name.encode())
+        self._phases[number] = name
+        return number
+
+    def next_sequence(self, source: int, tag: int) -> int:
+        """Return the number that the next message of a source and channel must have."""
+        return self._expected.get((source, tag), 0)
+
+    def deliver(self, message: Message) -> bool:
+        """Hand a message to the receive that waits for it, or keep it; False: there is no room."""
+        key = message.source, message.tag
+        waiting = self._waiting.get(key) or self._waiting.get((None, message.tag))
+        nbytes = message.payload.numel()
+        if not waiting and self.unclaimed + nbytes > self.limit:
+            return False
+        self._expected[key] = self._expected.get(key, 0) + 1
+        if waiting:
+            self._give(message, waiting.popleft())
+            self.handed += 1
+            return True
+        self.unclaimed += nbytes
+        self._count += 1
+        self._arrived.setdefault(key, deque()).append((self._count, message))
+        return True
+
+    def post(self, claim: Claim) -> None:
+        """Give a receive the message that arrived first for it, or let it wait.
+
+        A message goes to a receive that names its source before one that takes any.
+        """
+        if claim.source is None:
+            boxes = [box for (_, tag), box in self._arrived.items() if tag == claim.tag and box]
+            box = min(boxes, key=lambda b: b[0][0], default=None)
+        else:
+            box = self._arrived.get((claim.source, claim.tag))
+        if box:
+            message = box.popleft()[1]
+            self.unclaimed -= message.payload.numel()
+            self._give(message, claim)
+        else:
+            self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
+
+    def waiting_for(self) -> set[int]:
+        """Return the ranks that receives name."""
+        return {s for (s, _), waiting in self._waiting.items() if waiting and s is not None}
+
+    def fail(self, source: int | None, reason: str) -> None:
+        """End every receive that names this source (None: those that take any) with an error."""
+        for (waited, _), waiting in self._waiting.items():
+            while waited == source and waiting:
+                claim = waiting.popleft()
+                claim.error = PeerError(f"{claim} will not come: {reason}")
+
+    def _give(self, message: Message, claim: Claim) -> None:
+        """End a receive with this message, or with the error that it does not fit."""
+        nbytes = message.payload.numel()
+        same_step = message.step == claim.step or claim.source is None
+        if message.phase != self.phase_number(claim.phase) or not same_step:
+            name = self._phases.get(message.phase)
+            phase = f"number {message.phase:#x}" if name is None else f"'{name}'"
+            claim.error = PeerError(
+                f"{claim}: rank {message.source} sent one of step {message.step}, phase {phase}; "
+                "the ranks are not in the same call"
+            )
+        elif nbytes > claim.capacity or (claim.exact and nbytes < claim.capacity):
+            most = "exactly" if claim.exact else "at most"
+            claim.error = PeerError(
+                f"{claim}: rank {message.source} sent {nbytes} bytes where {most} "
+                f"{claim.capacity} can be; the ranks disagree on sizes"
+            )
+        else:
+            claim.message = message

@@ -1,0 +1,30 @@
+"""``sparsync.attach`` with flat settings, which tests combine freely."""
+
+from dataclasses import fields
+
+import sparsync
+from sparsync.presets import resolve
+
+__all__ = ["attach", "options"]
+
+GROUPS = {
+    "compression": sparsync.Compression,
+    "transport": sparsync.Transport,
+    "monitoring": sparsync.Monitoring,
+}
+OWN = ("optimizer", "density", "correction", "replicate", "schedule")
+
+
+def options(algorithm="budgeted", transport="auto", **settings):
+    """Return the arguments of ``attach``: settings by group, the rest as options of the preset."""
+    settings["name"] = transport
+    found = {name: settings.pop(name) for name in OWN if name in settings}
+    for group, kind in GROUPS.items():
+        names = [field.name for field in fields(kind) if field.name in settings]
+        found[group] = kind(**{name: settings.pop(name) for name in names})
+    return {"algorithm": resolve(algorithm, **settings), **found}
+
+
+def attach(model, algorithm="budgeted", **settings):
+    """Attach to a model."""
+    return sparsync.attach(model, **options(algorithm, **settings))

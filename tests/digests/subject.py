@@ -1,0 +1,159 @@
+"""What is recorded: all that the recorder takes from the library, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsync import (
+    Correction,
+    LocalAdamW,
+    LocalUpdates,
+    simulate,
+)
+from sparsync.api import _prepare
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.launch import launch
+from sparsync.cli.mpiexec import mpiexec_command
+from sparsync.cost.machine import Machine
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.linear.exchanges import gradient_exchange, update_exchange
+from sparsync.linear.problem import LOSSES, Penalty, Problem
+from sparsync.linear.scd import Scd
+from sparsync.linear.sgd import Sgd
+from sparsync.linear.solver import Schedule
+from sparsync.presets import PRESETS, resolve
+from sparsync.selection import (
+    BinarySearch,
+    Blockwise,
+    BySize,
+    Everything,
+    Exact,
+    GaussianK,
+    Layered,
+    OneSigned,
+    Reused,
+    Sampled,
+    Trimmed,
+)
+from sparsync.selection.base import reaching
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.transports.connect import connect_group
+from sparsync.transports.driver import run
+from sparsync.units import plan_units
+from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
+from sparsync_papers.optimizers import UpdateSpaceAdamW, UpdateSpaceSGD
+from tests.attaching import attach
+
+__all__ = [
+    "PRESETS",
+    "SCHEMES",
+    "SELECTORS",
+    "AdaptiveDensity",
+    "ConfigurationError",
+    "Coo",
+    "Correction",
+    "LocalAdamW",
+    "LocalUpdates",
+    "Machine",
+    "Packed",
+    "Qsgd",
+    "Reducer",
+    "SignMean",
+    "Signs",
+    "SparseQsgd",
+    "StreamCodec",
+    "UpdateSpaceAdamW",
+    "UpdateSpaceSGD",
+    "Warmup",
+    "Whole",
+    "attach",
+    "connect_group",
+    "encoded",
+    "launch",
+    "linear_solver",
+    "mpiexec_command",
+    "plan_units",
+    "reduced",
+    "reducer_state",
+    "resolve",
+    "restore_reducer",
+    "run",
+    "selected",
+    "simulate",
+]
+
+SELECTORS: Mapping[str, Callable[[], Any]] = {
+    "everything": Everything,
+    "exact": Exact,
+    "reused": Reused,
+    "reused for 2 steps, no cap": partial(Reused, 2, cap=None),
+    "blockwise": Blockwise,
+    "blockwise, 2 of 16": partial(Blockwise, 2, 16),
+    "trimmed": Trimmed,
+    "by size": partial(BySize, 0),
+    "by size, searched": partial(BySize, 0, 0, 0),
+    "gaussian": GaussianK,
+    "binary search": BinarySearch,
+    "binary search, reused": partial(BinarySearch, reuse_period=2),
+    "sampled": Sampled,
+    "sampled, a tenth": partial(Sampled, 0.1, least=1),
+    "one-signed": lambda: OneSigned(Exact()),
+    "layered": lambda: Layered(Exact).for_layers([1000, 1, 4000, 999]),
+    "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())).for_layers([2000, 4000]),
+}
+
+
+async def reduced(vector: Tensor, comm: Any, *, k: int | None, **arguments: Any) -> Any:
+    """Do what ``allreduce`` does, on a communicator that cannot block."""
+    arguments = dict(arguments)
+    algorithm, op = arguments.pop("algorithm", None), arguments.pop("op", "sum")
+    return await _prepare(vector, algorithm, k, op, arguments)(comm)
+
+
+def encoded(
+    codec: Any, values: Tensor, *, dense: bool, rank: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return a rank's message, and the vector that others read from it."""
+    codec = codec.seeded(rank, step)
+    given = DenseVector(values) if dense else SparseVector.from_dense(values)
+    payload = codec.encode(given).payload
+    return payload, codec.decode(payload, values.numel()).to_dense()
+
+
+def selected(selector: Any, accumulated: Tensor, k: int, step: int, *, watched: bool) -> list[Any]:
+    """Return what is selected; ``watched``: from what was collected while accumulating, if any was."""
+    collect = selector.collect_from(k, step, accumulated.dtype) if watched else None
+    collected = reaching(accumulated, *collect) if collect else None
+    vector = selector.select(accumulated, k, step, collected)
+    if isinstance(vector, DenseVector):
+        return [vector.values.clone()]
+    return [vector.indices.to(torch.int64), vector.values.clone()]
+
+
+def linear_solver(
+    solver: str,
+    comm: Any,
+    features: Any,
+    labels: Any,
+    exchange: str,
+    dtype: type,
+    *,
+    model: str,
+    l1: float = 0.0,
+    l2: float = 0.0,
+) -> Any:
+    """Return a solver of one rank's rows."""
+    kind = np.dtype(dtype)
+    problem = Problem(features, labels, LOSSES[model], Penalty(l1, l2), dtype=kind)
+    if solver == "scd":
+        return Scd(comm, problem, update_exchange(exchange, kind), coordinates=4)
+    return Sgd(comm, problem, gradient_exchange(exchange, kind), schedule=Schedule("1/t", 0.5))

@@ -1,0 +1,57 @@
+"""List the files whose functions run when two ranks train with the defaults, and their lines.
+
+``python -m tests.house_rules.default_path``
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from sparsync.cli.launch import launch
+
+SOURCE = Path(sparsync.__file__).parent
+STEPS = 3
+
+
+def train() -> set[str]:
+    """Train a few steps; return the library's files of which a function has run."""
+    seen: set[str] = set()
+
+    def note(frame, event, _argument):
+        if event == "call" and frame.f_code.co_name not in ("<module>", "<lambda>"):
+            seen.add(frame.f_code.co_filename)
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    threading.setprofile_all_threads(note) if sys.version_info >= (3, 12) else None
+    threading.setprofile(note)
+    sys.setprofile(note)
+    parallel = DistributedDataParallel(model)
+    sync = sparsync.attach(parallel, density=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parallel(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    sync.close()
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return {name for name in seen if Path(name).is_relative_to(SOURCE)}
+
+
+def lines_of(files: set[str]) -> dict[str, int]:
+    """Count the lines of every file, by its path inside the package."""
+    paths = [Path(name) for name in sorted(files)]
+    library = [path for path in paths if path.relative_to(SOURCE).parts[0] != "cli"]
+    return {str(path.relative_to(SOURCE)): path.read_text().count("\n") for path in library}
+
+
+if __name__ == "__main__":
+    lines = lines_of(launch(train, 2, timeout=60.0))
+    zmq = {name: n for name, n in lines.items() if name.startswith("transports/zmq/")}
+    for name, count in lines.items():
+        print(f"{count:5}  {name}")
+    print(f"{len(lines)} files, {sum(lines.values())} lines; zmq's {len(zmq)}, {sum(zmq.values())}")

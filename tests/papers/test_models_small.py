@@ -1,0 +1,207 @@
+"""Small variants of the papers' models: shapes, gradients, initial weights, what sees what."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparsync.errors import ConfigurationError
+from sparsync_papers.models import MODELS
+
+BLOCK = {"width": 8, "layers": 2, "heads": 2, "inner": 16, "vocabulary": 30}
+PAIRS = {"source_vocabulary": 30, "target_vocabulary": 30, "width": 8}
+
+SMALL = {
+    "vgg16_cifar10": {"width": 2},
+    "vgg16_imagenet": {"width": 2, "hidden": 8, "classes": 10},
+    "alexnet": {"width": 2, "hidden": 8, "classes": 10},
+    "resnet20_cifar10": {"width": 2},
+    "resnet44_cifar10": {"width": 2},
+    "resnet110_cifar10": {"width": 2},
+    "resnet50": {"width": 2, "classes": 10},
+    "resnet18x4": {"width": 4, "classes": 10},
+    "resnet34x4": {"width": 4, "classes": 10},
+    "habitat_policy": {"side": 64, "width": 4, "seen": 16, "hidden": 8, "embedding": 4},
+    "lstm_an4": {"bins": 41, "width": 8, "layers": 3, "channels": 2, "lookahead": 3},
+    "bert": {**BLOCK, "positions": 12},
+    "transformer_wmt17": BLOCK,
+    "lstm_ptb": {"vocabulary": 30, "width": 8},
+    "lstm_wikitext2": {"vocabulary": 30, "width": 8},
+    "encoder_decoder_lstm": PAIRS,
+    "encoder_decoder_hansards": PAIRS,
+}
+
+every_model = pytest.mark.parametrize("name", sorted(MODELS))
+
+
+def small(name, *, seed=0, **options):
+    torch.manual_seed(seed)
+    return MODELS[name].build(**{**SMALL[name], **options})
+
+
+def tokens(batch, positions):
+    return torch.randint(1, 30, (batch, positions))
+
+
+def inputs_of(name):
+    """A batch of two, and the shapes of what comes out."""
+    torch.manual_seed(1)
+    if name == "habitat_policy":
+        inputs = torch.rand(2, 3, 1, 64, 64), torch.rand(2, 3, 3), torch.randint(5, (2, 3))
+        return inputs, [(2, 3, 4), (2, 3)]
+    if name == "lstm_an4":
+        return (torch.randn(2, 1, 41, 15),), [(2, 8, 29)]
+    if name == "bert":
+        return (tokens(2, 9), torch.randint(2, (2, 9))), [(2, 9, 30), (2, 2)]
+    if name in ("transformer_wmt17", "encoder_decoder_lstm", "encoder_decoder_hansards"):
+        return (tokens(2, 7), tokens(2, 5)), [(2, 5, 30)]
+    if name in ("lstm_ptb", "lstm_wikitext2"):
+        return (tokens(2, 9),), [(2, 9, 30)]
+    side = 64 if name == "alexnet" else 32
+    return (torch.randn(2, 3, side, side),), [(2, 10)]
+
+
+def outputs_of(model, inputs):
+    outputs = model(*inputs)
+    return [o for o in outputs if torch.is_tensor(o)] if isinstance(outputs, tuple) else [outputs]
+
+
+@every_model
+def test_shapes_are_as_documented_and_every_parameter_has_a_gradient(name):
+    model = small(name)
+    inputs, shapes = inputs_of(name)
+    outputs = outputs_of(model, inputs)
+    assert [tuple(o.shape) for o in outputs] == shapes
+    assert all(o.dtype == torch.float32 for o in outputs)
+    sum(o.square().sum() for o in outputs).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_model
+def test_the_seed_fixes_the_weights(name):
+    first, same, other = small(name), small(name), small(name, seed=1)
+    assert all(map(torch.equal, first.state_dict().values(), same.state_dict().values()))
+    assert not all(map(torch.equal, first.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "lr", "steps"),
+    [
+        ("resnet20_cifar10", 2, 0.02, 15),
+        ("transformer_wmt17", 8, 0.02, 20),
+        ("lstm_ptb", 32, 0.05, 40),
+    ],
+)
+def test_it_learns_a_batch_by_heart(name, width, lr, steps):
+    """Classes alone, without the inputs, would take a loss of log 30 to one of log 7: by 0.57."""
+    model = small(name, width=width)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout | torch.nn.LSTM):
+            part.eval()
+    inputs, _ = inputs_of(name)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(steps):
+        logits = model(*inputs).flatten(0, -2)
+        loss = F.cross_entropy(logits, torch.arange(len(logits)) % 7)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_convolutions_start_as_he_says():
+    for model in (small("vgg16_cifar10", width=16), small("resnet20_cifar10", width=16)):
+        convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        for m in convolutions[1:]:  # the first has few weights
+            wanted = (2 / (m.out_channels * m.kernel_size[0] ** 2)) ** 0.5
+            assert m.weight.std().item() == pytest.approx(wanted, rel=0.1)
+            assert m.bias is None or not m.bias.any()
+
+
+def test_the_policy_remembers_as_if_asked_at_once():
+    model = small("habitat_policy").eval()
+    (images, goals, previous), _ = inputs_of("habitat_policy")
+    logits, values, _ = model(images, goals, previous)
+    state = None
+    for step in range(3):
+        part = slice(step, step + 1)
+        one, value, state = model(images[:, part], goals[:, part], previous[:, part], state)
+        torch.testing.assert_close(one[:, 0], logits[:, step])
+        torch.testing.assert_close(value[:, 0], values[:, step])
+
+
+def test_speech_positions_are_those_that_come_out():
+    model = small("lstm_an4").eval()
+    for frames in (1, 2, 15, 16):
+        shape = model(torch.randn(1, 1, 41, frames)).shape
+        assert shape[1] == model.positions(torch.tensor(frames))
+
+
+def test_speech_hears_no_further_than_documented():
+    """27 positions with a lookahead of 20: 7 more than it."""
+    model = small("lstm_an4", lookahead=3).eval()
+    utterance = torch.randn(1, 1, 41, 60)
+    padded = torch.cat((utterance, torch.randn(1, 1, 41, 20)), -1)
+    differing = (model(utterance) - model(padded)[:, :30]).abs().amax(-1)[0] > 1e-6
+    assert not differing[: 30 - 3 - 7].any()
+    assert differing[-1]
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "transformer_wmt17", "encoder_decoder_lstm", "encoder_decoder_hansards"]
+)
+def test_padding_changes_nothing(name):
+    model = small(name).eval()
+    (source, second), _ = inputs_of(name)
+    longer = F.pad(source, (0, 3))  # token 0
+    if name == "bert":
+        words, sentences = model(source, second)
+        padded_words, padded_sentences = model(longer, F.pad(second, (0, 3)))
+        torch.testing.assert_close(padded_words[:, :9], words)
+        torch.testing.assert_close(padded_sentences, sentences)
+    else:
+        torch.testing.assert_close(model(longer, second), model(source, second))
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_wmt17", "encoder_decoder_lstm", "lstm_ptb", "lstm_wikitext2"]
+)
+def test_no_position_sees_those_after_it(name):
+    model = small(name).eval()
+    (*before, target), _ = inputs_of(name)
+    changed = target.clone()
+    changed[:, 3] = target[:, 3] % 29 + 1
+    difference = (model(*before, changed) - model(*before, target)).abs().amax(-1)
+    assert (difference[:, :3] < 1e-6).all()
+    assert (difference[:, 3] > 0).all()
+
+
+def test_bert_tells_orders_and_segments_apart():
+    model = small("bert").eval()
+    (inputs, segments), _ = inputs_of("bert")
+    words, _ = model(inputs, segments)
+    assert not torch.allclose(model(inputs.flip(1), segments)[0].flip(1), words)
+    assert not torch.allclose(model(inputs, 1 - segments)[0], words)
+    assert torch.equal(model(inputs)[0], model(inputs, torch.zeros_like(inputs))[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bert", {"heads": 3}, "heads is 3 and width 8"),
+        ("transformer_wmt17", {"width": 9, "heads": 3}, "width is 9, expected an even one"),
+        ("lstm_an4", {"bins": 40}, "bins is 40, expected at least 41"),
+        ("habitat_policy", {"side": 100}, "side is 100"),
+        ("habitat_policy", {"side": 128, "seen": 15}, "seen is 15"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        small(name, **options)
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(ConfigurationError, match=r"13 tokens .* at most 12"):
+        small("bert")(tokens(1, 13))

@@ -1,0 +1,166 @@
+"""The frame of ``sparsync reproduce``: files, page, failures, names."""
+
+import csv
+import io
+import json
+import re
+
+import pytest
+import typer
+from matplotlib.image import imread
+from rich.console import Console
+
+from sparsync.errors import ConfigurationError
+from sparsync_papers.reproduce import (
+    Outcome,
+    Panel,
+    Settings,
+    Stated,
+    Table,
+    Unavailable,
+    artifact,
+)
+from sparsync_papers.reproduce import command as command_module
+from sparsync_papers.reproduce.catalogue import ARTIFACTS, UNAVAILABLE
+from sparsync_papers.reproduce.command import command, find, reproduce
+from sparsync_papers.reproduce.drawing import png
+from sparsync_papers.reproduce.page import page
+from sparsync_papers.reproduce.report import shown, write_files
+
+HALF = Stated("half <of> 1", "0.5 & more", "section 1", (0.5,))
+KINDS = ("curves", "bars", "stacks")
+
+
+@artifact("oktopk-works", "conclusion", minutes=0.1)
+def works(settings):
+    """Title [b]."""
+    rows = Table({"P": p, "seconds": settings.seed + 1 / p} for p in settings.track((1, 2)))
+    curve = {"ours": rows.points("P", "seconds"), "theirs": [(1, 2.0), (2, 1.0)]}
+    panels = [Panel(kind, "P", "s", curve, kind=kind, log="y") for kind in KINDS]
+    return Outcome(rows, [HALF.compare("0.4", False, "[it] is less")], {"n": 5}, "a lot", panels)
+
+
+@artifact("oktopk-breaks", "conclusion", minutes=0.1)
+def breaks(settings):
+    """Title."""
+    raise ValueError("no <such> thing\nand more")
+
+
+def text_of(finished):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(shown(finished))
+    return console.export_text()
+
+
+def test_a_run_shows_both_figures_settings_and_what_differs():
+    (finished,) = reproduce([works], seed=3)
+    text = text_of(finished)
+    for part in ("0.5 & more", "[section 1]", "0.4", "no: [it] is less", "title [b]"):
+        assert part in text
+    assert "n 5; seed 3" in text and "Differs from the paper: a lot" in text
+    assert "Quick" not in text
+
+
+def test_files_hold_rows_comparisons_and_pictures(tmp_path):
+    (finished,) = reproduce([works], draw=True)
+    paths = {path.suffix: path for path in write_files(finished, tmp_path)}
+    rows = list(csv.DictReader(paths[".csv"].read_text().splitlines()))
+    assert rows == [{"P": "1", "seconds": "1.0"}, {"P": "2", "seconds": "0.5"}]
+    content = json.loads(paths[".json"].read_text())
+    (compared,) = content["comparisons"]
+    assert compared["stated"]["numbers"] == [0.5] and compared["same"] is False
+    assert content["settings"] == {"n": 5} and content["differs"] == "a lot"
+    assert paths[".png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_fails_does_not_stop_the_others_and_is_told():
+    first, second = reproduce([breaks, works])
+    assert first.outcome is None and first.error == "ValueError: no <such> thing"
+    assert second.outcome is not None
+    assert "failed: ValueError" in text_of(first)
+
+
+def test_the_page_is_one_file_without_script_and_escapes_text():
+    html = page(reproduce([works, breaks], draw=True), [Unavailable("a <b>", "P.", "no time")])
+    assert "half &lt;of&gt; 1" in html and "0.5 &amp; more" in html and "a &lt;b&gt;" in html
+    assert "no &lt;such&gt; thing" in html
+    assert html.count('src="data:image/png;base64,') == 1
+    assert not re.search(r"<script|<link|https?://", html)
+    assert "color-scheme: light dark" in html
+    assert "2 artifacts, 0 of 1 conclusions are the papers&#x27;; 1 failed." in html
+
+
+def test_a_quick_run_says_so_everywhere():
+    (finished,) = reproduce([works], quick=True)
+    assert "Quick: scaled down" in text_of(finished)
+    assert "nothing is said about the papers" in page([finished], [])
+
+
+def test_another_conclusion_needs_a_reason():
+    with pytest.raises(ConfigurationError, match=r"half <of> 1: .*say why"):
+        HALF.compare("0.4", same=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_series_can_be_told_apart_in_grey(kind):
+    """Crossing series drawn in the other order are another picture: colour is not what differs."""
+    points_of = {"a": [(1, 1.0), (2, 2.0)], "b": [(1, 2.0), (2, 1.0)]}
+
+    def grey(names):
+        panel = Panel("", "", "", {name: points_of[name] for name in names}, kind=kind)
+        return imread(io.BytesIO(png([panel])))[..., :3].mean(-1)
+
+    assert abs(grey("ab") - grey("ba")).max() > 0.2
+
+
+# ---- names ----------------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_paper_first():
+    names = [artifact.name for artifact in ARTIFACTS]
+    assert len(set(names)) == len(names)
+    papers = {artifact.paper for artifact in ARTIFACTS}
+    assert papers == {"Ok-Topk", "RedSync", "SparCML", "WAGMA"} >= {u.paper for u in UNAVAILABLE}
+    assert all(artifact.title and artifact.conclusion for artifact in ARTIFACTS)
+
+
+def test_an_unknown_name_gets_one_line_with_close_ones():
+    with pytest.raises(ConfigurationError, match=r"oktopk-tabel1.*did you mean oktopk-table1"):
+        find("oktopk-tabel1")
+    with pytest.raises(ConfigurationError, match="--list shows the names"):
+        find("zzz")
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(monkeypatch):
+    monkeypatch.setattr(command_module, "ARTIFACTS", (works, breaks))
+
+
+def test_all_writes_the_page_and_ends_with_1_if_one_fails(two, tmp_path, capsys):
+    with pytest.raises(typer.Exit) as ended:
+        command(all_=True, out=tmp_path / "new" / "folder")
+    assert ended.value.exit_code == 1
+    assert "failed: oktopk-breaks" in capsys.readouterr().err
+    files = {path.name for path in (tmp_path / "new" / "folder").iterdir()}
+    assert files == {f"oktopk-works.{end}" for end in ("csv", "json", "png")} | {"index.html"}
+
+
+def test_the_list_shows_names_and_what_cannot_be(two, capsys):
+    command(list_=True)
+    shown_list = capsys.readouterr().out
+    assert "works" in shown_list and "not here" in shown_list
+
+
+@pytest.mark.parametrize("arguments", [{}, {"names": ["sparcml-fig7"], "all_": True}])
+def test_names_or_all_are_needed(arguments):
+    with pytest.raises(ConfigurationError, match="names or --all"):
+        command(**arguments)
+
+
+def test_settings_choose_and_count():
+    counted = []
+    settings = Settings(quick=True, advance=counted.append)
+    assert list(settings.track(settings.pick((1, 2), (7,)))) == [7] and counted == [1]

@@ -1,0 +1,127 @@
+"""WAGMA's artifacts: virtual time, training in it, and what is compared."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from sparsync_papers.reproduce import Settings
+from sparsync_papers.reproduce.wagma_imbalance import figure_9
+from sparsync_papers.reproduce.wagma_throughput import (
+    BETA,
+    COMPUTE,
+    LATE,
+    ROWS,
+    SETTINGS,
+    TARGETS,
+    VARIANTS,
+    Scheme,
+    control,
+    estimated_seconds,
+    ideal_seconds,
+    step_seconds,
+)
+from sparsync_papers.reproduce.wagma_training import average_models
+
+BALANCED, LATE_RANKS = SETTINGS["control"], SETTINGS["fig4"]
+LOCAL = ROWS["local SGD, H = 1"]
+
+
+def test_local_sgd_has_the_rate_that_beta_was_solved_from():
+    assert 1 / step_seconds(BALANCED, LOCAL, 16, steps=1) == pytest.approx(1.52, rel=0.01)
+    assert 1 / step_seconds(BALANCED, ROWS["AD-PSGD"], 4, steps=3) == pytest.approx(1.61, rel=1e-3)
+    assert pytest.approx(0.183e-9, rel=0.01) == BETA  # seconds per byte
+
+
+def test_an_ideal_step_is_computation_and_the_mean_delay():
+    expected = COMPUTE + LATE.count / 8 * LATE.each
+    assert ideal_seconds(LATE_RANKS, 8, steps=5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("row", ["local SGD, H = 1", "Allreduce-SGD", "D-PSGD, barrier every step"])
+def test_one_step_stands_for_all_where_everybody_waits(row):
+    scheme, settings = {**ROWS, **VARIANTS}[row], Settings(seed=3, quick=True)
+    assert scheme.all_wait
+    simulated = step_seconds(LATE_RANKS, scheme, 8, steps=10, seed=3)
+    assert estimated_seconds(scheme, LATE_RANKS, 8, settings) == pytest.approx(simulated, rel=0.01)
+
+
+def test_who_does_not_wait_for_all_is_simulated_whole():
+    waiting = {row for row, scheme in {**ROWS, **VARIANTS}.items() if scheme.all_wait}
+    meets = {row for row in VARIANTS if row.endswith("barrier every step")}
+    assert waiting == {"local SGD, H = 1", "Allreduce-SGD"} | meets
+
+
+def test_a_barrier_every_step_lets_no_rank_ahead():
+    free, held = (
+        step_seconds(LATE_RANKS, scheme, 8, steps=10)
+        for scheme in (ROWS["D-PSGD"], VARIANTS["D-PSGD, barrier every step"])
+    )
+    assert free < COMPUTE + LATE.each <= held
+
+
+def test_names_stand_for_the_setting_s_numbers():
+    local = Scheme("local", {"period": "tau"}).make(SETTINGS["fig7"], 4)
+    assert local.period == SETTINGS["fig7"].period == 8
+    whole = VARIANTS["WAGMA, S = P"].make(LATE_RANKS, 32)
+    assert (whole.group_size, whole.sync_period) == (32, 10)
+
+
+def test_targets_name_rows_and_ranks_that_there_are():
+    for target in TARGETS:
+        assert target.ranks in SETTINGS[target.figure].ranks
+        assert set(target.rows) <= {*ROWS, *VARIANTS}
+        assert target.ratio > 1
+
+
+def test_the_control_is_within_7_percent():
+    outcome = control.run(Settings(quick=True))
+    assert all(comparison.same for comparison in outcome.comparisons)
+    rates = [row["steps per second"] for row in outcome.rows]
+    assert max(rates) == pytest.approx(1.61, rel=1e-3)
+
+
+def test_a_heavy_tail_has_the_paper_s_three_figures(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no Gymnasium
+    outcome = figure_9.run(Settings())
+    (row,) = outcome.rows
+    assert row["iterations"] == 5000
+    assert row["shortest"] == pytest.approx(1.7, abs=0.05) and row["median"] < 2
+    assert 20 < row["longest"] <= 43.5
+    for points in outcome.panels[0].series.values():
+        assert math.fsum(height for _, height in points) == pytest.approx(100)
+
+
+# ---- training in virtual time ---------------------------------------------------------------------
+
+
+def constant_slopes(rank):
+    """A model of one parameter, which local steps of rank r move by r + 1."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def descend(step):
+        model.weight.data += rank + 1
+
+    return model, descend
+
+
+def averaged(row, **more):
+    options = {"ranks": 4, "steps": 10, "pieces": 10, **more}
+    return average_models(constant_slopes, LATE_RANKS, ROWS[row], Settings(), **options)
+
+
+def test_allreduce_averages_what_all_ranks_did():
+    run = averaged("Allreduce-SGD")
+    assert run.final.tolist() == [25.0]  # ten steps of (1 + 2 + 3 + 4) / 4
+    assert [look.item() for _, look in run.looks] == [5.0, 10.0, 15.0, 20.0, 25.0]
+    times = [seconds for seconds, _ in run.looks]
+    assert times == sorted(times) and times[-1] == pytest.approx(10 * run.seconds)
+    assert run.seconds >= COMPUTE + LATE.each
+
+
+def test_late_ranks_take_part_of_wagma_s_updates_back():
+    wagma, allreduce = averaged("WAGMA"), averaged("Allreduce-SGD")
+    assert wagma.seconds < allreduce.seconds
+    assert 0 < wagma.final.item() < allreduce.final.item()

@@ -1,0 +1,145 @@
+"""The papers' workloads: each reads its real format, trains, and is evaluated in shares."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads import Evaluation, make_workload, needs_data, outputs_of, workload_names
+from sparsync.errors import ConfigurationError
+
+from .data_files import WRITERS, write_cifar10, write_cifar10_binary
+
+IN_NEED = [name for name in workload_names() if needs_data(name)]
+PLACE = {"seed": 0, "step": 0, "rank": 0, "world_size": 2, "batch_size": 2}
+METRICS = {
+    "imagenet": {"top-5"},
+    "an4": {"WER", "CER"},
+    "wikipedia": {"perplexity", "next sentence"},
+    "ptb": {"perplexity"},
+    "wikitext2": {"perplexity"},
+    "wmt17": {"BLEU"},
+    "atis": {"BLEU"},
+    "hansards": {"BLEU"},
+}
+
+every_name = pytest.mark.parametrize("name", IN_NEED)
+
+
+@pytest.fixture
+def workload(name, tmp_path):
+    write, sizes = WRITERS[name]
+    write(tmp_path)
+    return make_workload(name, data=tmp_path, **sizes)
+
+
+def test_every_workload_that_needs_data_is_tried_here():
+    assert sorted(WRITERS) == sorted(IN_NEED)
+
+
+@every_name
+def test_it_trains_and_is_evaluated_in_shares(name, workload):
+    model = workload.make_model(seed=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    inputs, targets = workload.batch(**PLACE)
+    loss = workload.loss(outputs_of(model, inputs), targets)
+    loss.backward()
+    assert loss.item() > 0
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+    # one by one: the LSTM of AN4 hears the padding of its neighbours
+    whole = workload.evaluate(model, batch_size=1)
+    assert model.training
+    shares = [workload.evaluate(model, rank=rank, world_size=2, batch_size=1) for rank in range(2)]
+    total = Evaluation.total(shares)
+    assert (total.hits, total.count) == (whole.hits, whole.count) and whole.count
+    assert total.loss == pytest.approx(whole.loss, rel=1e-4)
+    assert set(whole.metrics) == METRICS.get(name.split("-")[-1], set())
+    for metric in whole.metrics:
+        near = pytest.approx(whole.metrics[metric].value, rel=1e-4)
+        assert total.metrics[metric].value == near, metric
+
+
+@every_name
+def test_batches_and_models_are_functions_of_their_arguments(name, workload):
+    def flat(**changed):
+        inputs, targets = workload.batch(**{**PLACE, **changed})
+        parts = [p for side in (inputs, targets) for p in (side if type(side) is tuple else [side])]
+        return torch.cat([part.flatten().double() for part in parts])
+
+    first = flat()
+    assert torch.equal(flat(), first)
+    changes = ({"seed": s, "step": t, "rank": r} for s in (0, 3) for t in (0, 1, 2) for r in (0, 1))
+    others = [flat(**change) for change in changes]
+    assert any(not torch.equal(other, first) for other in others)
+    state = torch.random.get_rng_state()
+    one, two, other = (next(workload.make_model(seed).parameters()) for seed in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_ranks_read_disjoint_shares(tmp_path):
+    write_cifar10(tmp_path)
+    training, _ = make_workload("resnet20-cifar10", data=tmp_path).parts
+    shares = [
+        set(training.chosen(**{**PLACE, "rank": rank, "world_size": 3, "batch_size": 50}).tolist())
+        for rank in range(3)
+    ]
+    assert sum(map(len, shares)) == 20 and set.union(*shares) == set(range(20))
+
+
+@every_name
+def test_an_empty_folder_is_refused_at_once_in_one_line(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=re.escape(f" in {tmp_path}; ")) as refused:
+        TrainSettings(workload=name, data=tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workload": "lstm-ptb"}, "lstm-ptb needs data, which is not downloaded; give its folder"),
+        ({"workload": "atis", "data": Path("nowhere")}, "in nowhere, which is no folder; give one"),
+        ({"workload": "bytes", "data": Path("here")}, "data is here, but bytes has no data; leave"),
+    ],
+)
+def test_data_that_is_missing_or_not_needed_is_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        TrainSettings(**options)
+
+
+def test_sizes_that_heads_do_not_divide_are_refused(tmp_path):
+    for name, options in (("bert-wikipedia", {"width": 100}), ("transformer-wmt17", {"width": 32})):
+        WRITERS[name][0](tmp_path)
+        with pytest.raises(ConfigurationError, match="give a multiple of 64"):
+            make_workload(name, data=tmp_path, **options)
+    with pytest.raises(ConfigurationError, match="context is 7; give at least 8"):
+        make_workload("bert-wikipedia", data=tmp_path, context=7)
+
+
+def test_defaults_are_the_papers(tmp_path):
+    write_cifar10_binary(tmp_path / "images")
+    vgg = TrainSettings(workload="vgg16-cifar10", data=tmp_path / "images")
+    assert (vgg.optimizer, vgg.learning_rate, vgg.momentum) == ("sgd", 0.1, 0.9)
+    assert (vgg.samples, vgg.decay, vgg.largest_norm) == (16, 1e-4, None)
+    WRITERS["bert-wikipedia"][0](tmp_path / "text")
+    bert = TrainSettings(workload="bert-wikipedia", data=tmp_path / "text")
+    assert (bert.optimizer, bert.learning_rate, bert.samples) == ("adamw", 2e-4, 8)
+    assert bert.decay == 0.01
+    assert TrainSettings(workload="bert-wikipedia", data=bert.data, optimizer="sgd").decay == 0
+
+
+def test_models_have_the_papers_sizes_on_the_papers_data(tmp_path):
+    write_cifar10(tmp_path)
+    with torch.device("meta"):
+        model = make_workload("vgg16-cifar10", data=tmp_path).make_model(0)
+    assert sum(p.numel() for p in model.parameters()) == 14_728_266
+
+
+def test_the_document_tells_of_every_workload():
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert [name for name in IN_NEED if f"`{name}`" not in text] == []

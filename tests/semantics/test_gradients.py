@@ -1,0 +1,355 @@
+"""Gradients: accumulation, several backward passes, clipping, NaN, COO, precision, devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import sparsync
+from sparsync import Correction
+from sparsync.units import plan_units
+
+from .models import Odd, Words
+from .practice import section
+from .training import (
+    SPARSE,
+    Training,
+    added,
+    assert_close,
+    attached,
+    batch,
+    equal_on_all_ranks,
+    gradients,
+    here,
+    mean_square,
+    moved,
+    network,
+    refused,
+    same_training,
+    sgd,
+    weights,
+)
+
+practice = section(__name__, "Gradients")
+
+
+_SUM = "works. Gradients are local, so they add up as usual."
+
+
+@practice(
+    "gradient accumulation under `no_sync()`",
+    attach="works. The sum over micro-batches is exchanged once, with the last one; below density 1 the "
+    "part that is not delivered waits in the residual. As with plain DDP, the forward pass decides, so "
+    "it belongs inside the context, too.",
+    local=f"{_SUM} Call `step()` once per optimizer step.",
+    UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
+)
+def test_no_sync(column):
+    same_training(column, micro=2)
+
+
+@practice(
+    "several backward passes per step without `no_sync()`",
+    attach="works. Each pass is exchanged together with what is in the gradients already; the law holds "
+    "over both. It costs one exchange per pass.",
+    local=_SUM,
+)
+def test_backward_twice(column):
+    same_training(column, micro=2, no_sync=False)
+
+
+@practice(
+    "the same, with momentum or decay in `correction=`",
+    attach="refused. The averages of the first pass would enter the momentum a second time. A forgotten "
+    "`zero_grad()` is refused as well. Use `no_sync()`. The same holds without DDP (`replicate=`).",
+)
+def test_corrected_gradients_count_once(column):
+    for view in (False, True):
+        ddp_options = {"gradient_as_bucket_view": view}
+        correction = Correction(momentum=0.9)
+        with attached(network(), SPARSE, ddp=ddp_options, correction=correction) as (ddp, _):
+            for step in range(2):
+                ddp.zero_grad(set_to_none=step == 0)
+                with ddp.no_sync():
+                    mean_square(ddp, step, here()).backward()
+                mean_square(ddp, step, here()).backward()
+            with refused("still in the gradients", "no_sync()"):
+                mean_square(ddp, 2, here()).backward()
+
+
+@practice(
+    "a second `backward()` of a kept graph (`retain_graph=True`), or of an older forward pass",
+    attach="refused. DDP exchanges once per forward pass, so whatever the second pass adds would stay on "
+    "its rank (under plain DDP it does, silently). Add the losses, or use `no_sync()`. Without DDP "
+    "(`replicate=`) every pass is exchanged.",
+    local=_SUM,
+)
+def test_second_backward(column):
+    if column == "attach":
+        _second_backward_is_refused()
+        return
+    training, once = Training(column, network()), network()
+    loss = mean_square(training.called, 0, here())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    mean_square(once, 0, here()).backward()
+    assert_close(gradients(training.net), added((2.0, gradients(once))), 1e-6, "twice")
+
+
+def _second_backward_is_refused():
+    with attached(network()) as (ddp, _):
+        loss = mean_square(ddp, 0, here())
+        loss.backward(retain_graph=True)
+        with refused("second backward pass", "no_sync()"):
+            loss.backward()
+        ddp.zero_grad()
+        first, second = mean_square(ddp, 1, here()), mean_square(ddp, 2, here())
+        first.backward()
+        with refused("second backward pass", "Add the losses"):
+            second.backward()
+        ddp.zero_grad()
+        with ddp.no_sync():  # a local pass is allowed when declared as one
+            (0.0 * ddp.module(torch.ones(2, 20))).sum().backward()
+        ddp.zero_grad()
+        mean_square(ddp, 3, here()).backward()
+        assert equal_on_all_ranks(gradients(ddp))
+
+
+@practice(
+    "`backward(create_graph=True)`",
+    attach="refused. The graph of a gradient does not pass through the exchange. "
+    "`torch.autograd.grad` before `backward()` works.",
+    local="works. Gradients and their graphs are local.",
+)
+def test_graphs_of_gradients(column):
+    if column == "attach":
+        with attached(network()) as (ddp, _), refused("create_graph=True", "torch.autograd.grad"):
+            mean_square(ddp, 0, here()).backward(create_graph=True)
+        return
+    net = Training(column, network()).net
+    mean_square(net, 0, here()).backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in net.parameters())
+    found = torch.autograd.grad(penalty, list(net.parameters()))
+    net.zero_grad()  # breaks the cycle of a gradient and its graph
+    assert all(bool(g.isfinite().all()) for g in found)
+    assert any(bool(g.any()) for g in found)
+
+
+@practice(
+    "clipping of the reduced gradient (`clip_grad_norm_` after `backward()`)",
+    attach="works. Gradients are equal on all ranks, and so are their norms. What clipping removes is "
+    "lost, as in dense training; the residual is not clipped.",
+)
+def test_clipped_average(column):
+    same_training(column, clip=0.05)
+
+
+@practice(
+    "clipping of local gradients",
+    attach="works. `Correction(clip=...)` clips before gradients are accumulated; a hook on a parameter "
+    "also sees local gradients. "
+    "(tests/unit/test_correction.py::test_clipping_equals_torchs_on_one_rank)",
+    local="works. `clip_grad_norm_` before `optimizer.step()` clips this rank's gradients.",
+    UpdateSpace="works. `clip_grad_norm_` before `step()` clips this rank's gradients.",
+)
+def test_clipped(column):
+    same_training(column, clip=0.05)
+
+
+practice(
+    "NaN or Inf on one rank",
+    attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
+    "(tests/distributed/test_gloo.py::test_nonfinite_gradients_are_refused_collectively)",
+    LocalUpdates="works. All ranks return to the weights of their last exchange, and raise or skip. "
+    "(tests/unit/test_local_updates.py::test_weights_that_broke_return_to_the_last_exchange)",
+    UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
+    "unchanged. "
+    "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
+    averaging="works. The affected rank raises before its values reach others; "
+    "`nonfinite='spread'` lets them spread. (tests/unit/test_averager_start.py"
+    "::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
+)
+
+
+@practice(
+    "sparse (COO) gradients: embeddings with `sparse=True`",
+    attach="works. They are accumulated into a dense residual, and return as COO with the rows that were "
+    "delivered.",
+    LocalUpdates="works. The local optimizer consumes them; weights are exchanged.",
+    UpdateSpace="refused. Build the embedding with `sparse=False`.",
+    averaging="works. The local optimizer consumes them; weights are averaged.",
+)
+def test_coo(column):
+    if column != "UpdateSpace":
+        same_training(column, Words)
+        return
+    training = Training(column, Words())
+    training.backward(0)
+    with refused("'words.weight' is sparse", "sparse=False"):
+        training.step()
+
+
+practice = section(__name__, "Precision and devices")
+
+
+@practice(
+    "AMP: bfloat16 autocast",
+    everywhere="works. Weights are float32, and gradients as well; no setting is needed.",
+)
+def test_autocast(column):
+    def loss(model, number, rank):
+        with torch.autocast("cpu", torch.bfloat16):
+            return mean_square(model, number, rank)
+
+    same_training(column, loss=loss, tolerance=2e-3)
+
+
+_OWN_SCALE = "works. Every rank has a scale of its own;"
+
+
+@practice(
+    "AMP: `GradScaler`, with an overflow on one rank",
+    attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
+    "residuals are unchanged.",
+    LocalUpdates=f"{_OWN_SCALE} a rank that skips its step contributes an update of zero.",
+    UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "
+    "no scaler.",
+    averaging=f"{_OWN_SCALE} a rank that skips its step averages its previous model.",
+)
+def test_scaler(column):
+    if column == "UpdateSpace":
+        _update_space_takes_no_scaler()
+        return
+    attach = column == "attach"
+    training = Training(column, network(), **({"nonfinite": "propagate"} if attach else {}))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        training.optimizer.zero_grad()
+        before, kept = weights(training.net), _kept(training) if attach else None
+        overflow = step == 2 and here() == 1
+        skips = step == 2 and (attach or here() == 1)
+        loss = mean_square(training.called, step, here())
+        scaler.scale(loss * float("inf") if overflow else loss).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        assert moved(training.net, before) == (not skips)
+        assert scaler.get_scale() == (512.0 if step >= 2 and (attach or here() == 1) else 1024.0)
+        if not attach:
+            training.average()
+        elif skips:
+            after = _kept(training)
+            assert after.keys() == kept.keys() and kept
+            assert all(torch.equal(after[n], kept[n]) for n in kept)
+    training.finish()
+    assert equal_on_all_ranks(weights(training.net))
+    assert all(bool(w.isfinite().all()) for w in weights(training.net).values())
+    training.close()
+
+
+def _kept(training):
+    return training.handle.state_dict()["residual"]
+
+
+def _update_space_takes_no_scaler():
+    training = Training("UpdateSpace", network())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(mean_square(training.net, 0, here())).backward()
+    with refused("takes no GradScaler", "bfloat16"):
+        scaler.step(training.optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(training.optimizer)
+    assert equal_on_all_ranks(weights(training.net))
+
+
+@practice(
+    "`GradScaler` with a `nonfinite=` other than 'propagate'",
+    attach="refused. On an overflow 'raise' raises and names 'propagate'; under 'skip' there are no "
+    'gradients, and the scaler raises torch\'s "No inf checks were recorded".',
+)
+def test_scaler_needs_propagate(column):
+    for policy, error, words in (
+        ("raise", sparsync.NonFiniteGradientError, "(with a GradScaler: scaler=)"),
+        ("skip", AssertionError, "No inf checks were recorded for this optimizer"),
+    ):
+        with attached(network(), nonfinite=policy) as (ddp, _):
+            optimizer, scaler = sgd(ddp.parameters()), torch.amp.GradScaler("cpu")
+            before = weights(ddp)
+            with refused(words, error=error):
+                factor = float("inf") if here() == 1 else 1.0
+                scaler.scale(mean_square(ddp, 0, here()) * factor).backward()
+                scaler.step(optimizer)
+            assert_close(weights(ddp), before, 0.0, "after the refusal")
+
+
+@practice(
+    "float32, bfloat16 and float64 parameters in one model, scalars, parameters without elements",
+    attach="works. Each dtype has its own units; residuals of 16-bit parameters are float32. The average "
+    "is rounded to the gradient's dtype, like any gradient.",
+    LocalUpdates="works. Shared weights of 16-bit parameters are kept in float32.",
+    UpdateSpace="works. Updates of 16-bit parameters are exchanged in float32.",
+    averaging="works. They travel as one vector, in float64 if any of them is float64.",
+)
+def test_dtypes(column):
+    same_training(column, Odd, tolerance=1e-2)
+
+
+@practice(
+    "float16 parameters",
+    attach="works. Like bfloat16, except beyond float16's range: see the next row.",
+    local="works. Like bfloat16.",
+)
+def test_float16(column):
+    def loss(model, number, rank):
+        x, y = batch(number, rank)
+        return (model(x.half()).float() - y).pow(2).mean()
+
+    same_training(column, lambda: network().half(), loss=loss, tolerance=2e-3)
+
+
+@practice(
+    "a total that float16 cannot hold",
+    attach="refused. Several steps' worth of an entry can be delivered at once: above 65504 all ranks "
+    "refuse the step as if it held Inf. Prefer bfloat16.",
+)
+def test_float16_does_not_overflow(column):
+    net = nn.Linear(10, 1, bias=False).half()
+    nn.init.zeros_(net.weight)
+    x = torch.full((10,), 30_000.0, dtype=torch.float16)
+    with attached(net, SPARSE) as (ddp, _):
+        ddp(x).sum().backward()
+        with refused("NaN or Inf", "float16: > 65504", error=sparsync.NonFiniteGradientError):
+            for _ in range(5):
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+
+
+@practice(
+    "complex parameters",
+    attach="refused. Entries are selected by magnitude; use `torch.view_as_real`.",
+    local="refused. As with `attach`.",
+    averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager_interface.py"
+    "::test_complex_parameters_travel_and_tied_ones_once)",
+)
+def test_complex(column):
+    net = network()
+    net.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with refused("'turn' is torch.complex64", *(["view_as_real"] if column == "attach" else [])):
+        Training(column, net)
+
+
+@practice(
+    "parameters on several devices of one rank",
+    attach="untested. Each device has its own units (tested); an exchange of gradients from two GPUs has "
+    "not been run.",
+    local="untested. As with `attach`.",
+    averaging="untested. They would travel as one vector on the first one's device; this has not been "
+    "run. (tests/unit/test_averager_interface.py"
+    "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
+)
+def test_units_hold_one_device(column):
+    # "meta" stands for a second device: it cannot compute, but is a different one
+    named = [(str(i), torch.zeros(4, device="meta" if i % 2 else "cpu")) for i in range(4)]
+    units = plan_units(named)
+    assert [(u.device.type, [s.name for s in u.slots]) for u in units] == [
+        ("cpu", ["0", "2"]),
+        ("meta", ["1", "3"]),
+    ]

@@ -1,0 +1,272 @@
+"""Training loops: uneven inputs, evaluation, exceptions, optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as Ddp
+
+import sparsync
+from sparsync import Correction
+from sparsync.integrations.options import check_optimizer
+from sparsync_papers.optimizers import UpdateSpaceAdamW
+
+from .practice import section
+from .training import (
+    RATE,
+    SPARSE,
+    Training,
+    added,
+    assert_close,
+    attached,
+    equal_on_all_ranks,
+    everywhere,
+    gradients,
+    here,
+    loop,
+    mean_square,
+    moved,
+    network,
+    refused,
+    residuals,
+    same_training,
+    sgd,
+    weights,
+)
+
+practice = section(__name__, "Loops")
+
+
+BATCHES = (2, 6)  # of rank 0 and 1
+
+_STEP = "works. A rank without batches stops training, but calls `step()` as often as the others:"
+
+
+@practice(
+    "uneven inputs",
+    attach="works. `with ddp.join():`. A rank without batches contributes zero gradients and still "
+    "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
+    LocalUpdates=f"{_STEP} its residual is delivered, its updates are zero.",
+    UpdateSpace=f"{_STEP} without gradients its residual is delivered.",
+    averaging=f"{_STEP} its weights follow the average, and count in it.",
+)
+def test_uneven_inputs(column):
+    if column == "attach":
+        for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}):
+            _join_delivers_what_is_left(options)
+        return
+    training = Training(column, network(), period=2 if column == "averaging" else 1)
+    net = training.net
+    start = weights(net)
+    came = added((0.0, start))
+    for step in range(max(BATCHES)):
+        came = added((1.0, came), (RATE, _alone(net, step)))
+        training.optimizer.zero_grad()
+        if step < BATCHES[here()]:
+            mean_square(net, step, here()).backward()
+        if step < BATCHES[here()] or not training.averages:
+            training.optimizer.step()
+        if training.averages:
+            training.average()
+    training.finish()
+    assert equal_on_all_ranks(weights(net))
+    if column == "UpdateSpace":
+        left = everywhere(residuals(training.handle.state_dict(), came))
+        ranks = dist.get_world_size()
+        total = added((ranks, start), (-ranks, weights(net)), (1.0, left))
+        assert_close(everywhere(came), total, 1e-5, "the law")
+
+
+def _alone(model, step):
+    """Return this rank's gradients at a model's weights; zeros once it has no batches."""
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    if step < BATCHES[here()]:
+        mean_square(twin, step, here()).backward()
+    return gradients(twin)
+
+
+def _join_delivers_what_is_left(options):
+    """The law over all steps; in the end all ranks have the weights of the last one to finish."""
+    with attached(network(), SPARSE, ddp=options) as (ddp, sync):
+        optimizer, ranks = sgd(ddp.parameters()), dist.get_world_size()
+        came = applied = added((0.0, weights(ddp.module)))
+        norms = []
+        with ddp.join():
+            for step in range(BATCHES[here()]):
+                came = added((1.0, came), (1.0, _alone(ddp.module, step)))
+                optimizer.zero_grad()
+                mean_square(ddp, step, here()).backward()
+                applied = added((1.0, applied), (1.0, gradients(ddp.module)))
+                optimizer.step()
+                norms.append(sync.stats()["residual_norm"][0])
+        state = sync.state_dict()
+        assert state["step"] == max(BATCHES)
+        left = residuals(state, came)
+        if here() == 0:
+            applied = added((0.0, applied))  # the other rank saw all averages
+        total = added((ranks, everywhere(applied)), (1.0, everywhere(left)))
+        assert_close(everywhere(came), total, 1e-4, "the law")
+        assert equal_on_all_ranks(weights(ddp.module))
+        ddp.zero_grad()  # another epoch
+        mean_square(ddp, 9, here()).backward()
+        assert equal_on_all_ranks(gradients(ddp.module))
+        if here() == 0:  # its residual has shrunk since its last batch, and was saved
+            assert 0 < sum(float(v.square().sum()) for v in left.values()) < norms[-1] ** 2
+
+
+@practice(
+    "uneven inputs at density 1",
+    attach="works. The weights in the end are those of plain DDP's `join()`.",
+)
+def test_join_at_density_1(column):
+    def train(ddp):
+        with ddp.join():
+            loop(ddp, sgd(ddp.parameters()), BATCHES[here()])
+        return weights(ddp.module)
+
+    with attached(network()) as (ddp, _):
+        assert_close(train(ddp), train(Ddp(network())), 1e-6, "against plain DDP")
+
+
+@practice(
+    "NaN or Inf while a rank has no batches",
+    attach="works. All ranks raise; those without batches raise out of `join()`.",
+)
+def test_join_and_overflow(column):
+    with attached(network()) as (ddp, sync):
+        with refused("NaN or Inf", error=sparsync.NonFiniteGradientError), ddp.join():
+            for step in range(BATCHES[here()]):
+                loss = mean_square(ddp, step, here())
+                (loss * float("nan") if step == 4 else loss).backward()
+                ddp.zero_grad()
+        assert sync.stats()["skipped_steps"] == 1
+
+
+@practice(
+    "`join(divide_by_initial_world_size=False)`, or decay in `correction=` under `join()`",
+    attach="refused. A rank without batches still delivers its residual, so averages are over all ranks; "
+    "its weights are outdated, so they must not decay.",
+)
+def test_join_refuses(column):
+    for options, correction, words in (
+        ({"divide_by_initial_world_size": False}, None, "divides by the ranks that are not done"),
+        ({}, Correction(weight_decay=0.1), "give weight_decay to the optimizer"),
+    ):
+        training = Training("attach", network(), 1.0, correction=correction)
+        with refused(words), training.called.join(**options):
+            training.backward(0)
+        training.handle.close()
+
+
+@practice(
+    "evaluation between steps (`eval()`, `no_grad()`)",
+    attach="works. It does not touch gradients.",
+    local="works. It does not touch gradients. It evaluates this rank's weights; with `LocalUpdates` use "
+    "`with local.shared():` for the common ones.",
+)
+def test_evaluation(column):
+    def evaluate(model, rank):
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 20))
+        model.train()
+
+    same_training(column, before=evaluate)
+
+
+@practice(
+    "an exception in one rank's forward pass, caught, after which training continues",
+    attach="works. The others wait for this rank. A rank that skips a step altogether is one short in "
+    "the end: the others' last exchange ends at its deadline, with an error.",
+    local="works. As with `attach`.",
+)
+def test_failing_forward(column):
+    def fail_on_one_rank(model, rank):
+        if rank == 1:
+            try:
+                model(torch.ones(2, 19))
+            except RuntimeError:
+                return
+            raise AssertionError("a batch of the wrong shape was accepted")
+
+    same_training(column, before=fail_on_one_rank)
+
+
+practice = section(__name__, "Optimizers")
+
+
+@practice(
+    "SGD",
+    attach="works. Replicas are bit-identical.",
+    local="works. With density 1 and period 1 it equals training on the averaged gradient.",
+)
+def test_sgd(column):
+    same_training(column)
+
+
+@practice(
+    "SGD with momentum and weight decay",
+    attach="works. Applied to averages. Below 0.1 % let `correction=` apply them before the exchange "
+    "(`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
+    LocalUpdates="works. Momentum is local to the rank.",
+    averaging="works. Momentum is local, or averaged with `moments=`.",
+)
+def test_momentum(column):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=RATE, momentum=0.9, weight_decay=0.01)
+
+    same_training(column, optimizer=optimizer, exact=False)
+
+
+practice(
+    "momentum correction (`correction=`)",
+    attach="works. At density 1 it equals torch's momentum. "
+    "(tests/distributed/test_gloo.py::test_momentum_correction_under_ddp)",
+)
+
+
+@practice(
+    "Adam and AdamW",
+    attach="works. Exact at density 1; below it `attach(optimizer=)` warns that the second moment is not "
+    "that of dense training. Prefer `LocalUpdates`.",
+    LocalUpdates="works. Moments are local; no update is lost.",
+    UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
+    averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
+    "(tests/unit/test_averager_interface.py::test_moments_stay_or_travel_or_are_reset)",
+)
+def test_adamw(column):
+    if column != "UpdateSpace":
+        same_training(column, optimizer=_adamw, tolerance=1e-4, exact=False)
+        return
+    net = network()
+    optimizer = UpdateSpaceAdamW(net, 0.01, "allgather", density=SPARSE)
+    start = weights(net)
+    loop(net, optimizer)
+    assert equal_on_all_ranks(weights(net))
+    assert moved(net, start)
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@practice(
+    "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
+    attach="works. Like Adam: exact at density 1, a warning below it.",
+    LocalUpdates="works. Like any local optimizer.",
+    averaging="works. Like any local optimizer.",
+)
+def test_adafactor(column):
+    def optimizer(parameters):
+        return torch.optim.Adafactor(parameters, lr=0.01)
+
+    same_training(column, optimizer=optimizer, exact=False)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "RMSprop", "Rprop", "Adadelta", "NAdam"])
+def test_optimizers_with_second_moments_are_warned_of(name):
+    optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.warns(UserWarning, match=rf"{name} divides by its second moment"):
+        check_optimizer(optimizer, Correction(), sparse=True)

@@ -1,0 +1,361 @@
+"""Models: their parameters and layout, changes to them, DDP's settings, compilation."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+from torch.utils.checkpoint import checkpoint
+
+from sparsync import Correction
+from tests.attaching import attach
+
+from .models import Branches, channels_last, normed, tied
+from .practice import section
+from .training import (
+    STEPS,
+    Case,
+    Training,
+    added,
+    assert_close,
+    attached,
+    equal_on_all_ranks,
+    everywhere,
+    gradients,
+    here,
+    local_gradients,
+    loop,
+    mean_square,
+    network,
+    refused,
+    same_training,
+    sgd,
+    weights,
+)
+
+practice = section(__name__, "Models")
+
+
+AveragedModel = torch.optim.swa_utils.AveragedModel
+
+
+@practice(
+    "tied parameters",
+    everywhere="works. One parameter, one place in the residual; its gradient counts once.",
+)
+def test_tied(column):
+    same_training(column, tied)
+
+
+def frozen():
+    net = network()
+    net[0].requires_grad_(False)
+    return net
+
+
+@practice(
+    "frozen parameters",
+    everywhere="works. They have no residual and are not sent.",
+    averaging="works. They do not change; `finish()` equalises them only if ranks differ.",
+)
+def test_frozen(column):
+    same_training(column, frozen)
+
+
+@practice(
+    "unused parameters, differing between ranks and steps",
+    attach="works. With `find_unused_parameters=True`: a rank that does not use a parameter contributes "
+    "a zero gradient, and its residual is still delivered, even if no rank uses the parameter.",
+    local="works. No setting is needed; a residual is still delivered.",
+    averaging="works. No setting is needed.",
+)
+def test_unused(column):
+    same_training(column, Branches, ddp={"find_unused_parameters": True})
+
+
+@practice(
+    "frozen after the start, all or some",
+    attach="works. All at once (as GANs do in turns), or some under `find_unused_parameters=True`. "
+    "Otherwise the next forward pass is refused: DDP would wait for the gradient.",
+    local="works. The residual of a frozen parameter is still delivered.",
+    averaging="works. It still travels. (tests/unit/test_averager_start.py"
+    "::test_a_model_that_changes_is_refused_but_may_freeze)",
+)
+def test_frozen_later(column):
+    if column == "attach":
+        _frozen_for_a_while()
+        return
+    training = Training(column, network())
+    for step in range(STEPS):
+        training.backward(step)
+        if step == 1:
+            training.net[0].requires_grad_(False)
+        training.step()
+    training.finish()
+    assert equal_on_all_ranks(weights(training.net))
+
+
+def _frozen_for_a_while():
+    with attached(network()) as (ddp, _):
+        ddp.requires_grad_(False)
+        ddp(torch.ones(2, 20, requires_grad=True)).sum().backward()
+        ddp.requires_grad_(True)
+        mean_square(ddp, 0, here()).backward()
+        assert equal_on_all_ranks(gradients(ddp))
+    net = network()
+    with attached(net, ddp={"find_unused_parameters": True}) as (ddp, _):
+        net[0].weight.requires_grad_(False)
+        mean_square(ddp, 0, here()).backward()
+        twin = network()
+        twin[0].weight.requires_grad_(False)
+        mine = local_gradients(Case(), twin, 0, here())
+        mean = added((1 / dist.get_world_size(), everywhere(mine)))
+        assert_close(gradients(net), mean, 1e-6, "with a frozen layer")
+
+
+CHANGES = {
+    "0.weight": lambda net: net[0].weight.requires_grad_(True),
+    "2.bias": lambda net: net[2].bias.requires_grad_(False),
+    "3.weight": lambda net: net.__setitem__(3, nn.Linear(30, 5)),
+    "4.": lambda net: net.append(nn.Linear(5, 5)),
+}
+
+
+@practice(
+    "thawed, added or replaced after the start (`model.module` too)",
+    attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
+    local="refused. `step()` names the parameter.",
+    averaging="refused. `step()` names the parameter. (tests/unit/test_averager_start.py"
+    "::test_a_model_that_changes_is_refused_but_may_freeze)",
+)
+def test_changed_models(column):
+    attach = column == "attach"
+    for name in CHANGES if attach else ("0.weight", "3.weight"):
+        net = network()
+        net[0].weight.requires_grad_(False)
+        training = Training(column, net, 1.0)
+        if attach:
+            training.backward(0)
+        CHANGES[name](net)
+        with refused(f"'{name}" if attach else f"'{name}' trains now"):
+            training.backward(1) if attach else training.handle.step()
+        training.close()
+    if not attach:
+        return
+    with attached(network()) as (ddp, _):
+        ddp.module = network()
+        with refused("'0.weight' trains now"):
+            mean_square(ddp, 0, here())
+
+
+@practice(
+    "BatchNorm's buffers",
+    attach="works. DDP broadcasts those of rank 0 before every forward pass.",
+    LocalUpdates="works. They stay local, even after `finish()`.",
+    UpdateSpace="works. They stay local.",
+    averaging="works. Averaged or local, according to `buffers=`. "
+    "(tests/unit/test_averager_interface.py::test_buffers_follow_their_rule)",
+)
+def test_buffers(column):
+    if column == "attach":
+        _buffers_are_those_of_rank_0()
+        return
+    training, alone = Training(column, normed()), normed()
+    for step in range(STEPS):
+        training.backward(step)
+        mean_square(alone, step, here())  # statistics of the inputs do not depend on the weights
+        training.step()
+    training.finish()
+    assert equal_on_all_ranks(weights(training.net))
+    mean, expected = training.net[0].running_mean, alone[0].running_mean
+    assert_close({"mean": mean}, {"mean": expected}, 1e-6, "this rank's statistics")
+
+
+def _buffers_are_those_of_rank_0():
+    def train(ddp):
+        loop(ddp, sgd(ddp.parameters()))
+        ddp.eval()
+        ddp(torch.zeros(1, 20))  # broadcasts the last statistics
+        buffers = {n: b.double() for n, b in ddp.module.named_buffers()}
+        return buffers | weights(ddp.module)
+
+    with attached(normed()) as (ddp, _):
+        end = train(ddp)
+    assert equal_on_all_ranks({n: v for n, v in end.items() if "running" not in n})
+    assert_close(end, train(Ddp(normed())), 1e-6, "against plain DDP")
+
+
+@practice(
+    "channels_last",
+    attach="works. Residuals are in the order of elements, not of memory, so a saved one fits either "
+    "layout.",
+    local="works. Strides do not change.",
+)
+def test_channels_last(column):
+    same_training(column, channels_last)
+
+
+@practice(
+    "copying or pickling the wrapped model (`copy.deepcopy(ddp)`, `torch.save(ddp)`)",
+    attach="refused. A copy would train without the exchange. Copy or save `model.module`. Without DDP "
+    "(`replicate=`) nothing is wrapped: a copy is a plain model.",
+)
+def test_copies(column):
+    with attached(network()) as (ddp, _):
+        mean_square(ddp, 0, here()).backward()
+        for copying in (
+            lambda: copy.deepcopy(ddp),
+            lambda: torch.save(ddp, io.BytesIO()),
+            lambda: AveragedModel(ddp),
+        ):
+            with refused("cannot be copied or pickled", "model.module"):
+                copying()
+        torch.save(ddp.module, io.BytesIO())
+        mean_square(copy.deepcopy(ddp.module), 1, here()).backward()  # no hook: it trains alone
+
+
+@practice(
+    "EMA of the weights (`AveragedModel`)",
+    attach="works. Of `model.module`: equal on all ranks.",
+    LocalUpdates="works. Equal on all ranks if updated inside `with local.shared():`; otherwise each "
+    "rank has its own.",
+    UpdateSpace="works. Equal on all ranks.",
+    averaging="works. Equal on all ranks whenever the models are: after every step with period 1, or "
+    "after `finish()`.",
+)
+def test_ema(column):
+    training = Training(column, network())
+    ema, own = (
+        AveragedModel(training.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        for _ in range(2)
+    )
+    by_hand = None
+    for step in range(STEPS):
+        training.backward(step)
+        training.step()
+        own.update_parameters(training.net)
+        if column == "LocalUpdates":
+            with training.handle.shared():
+                ema.update_parameters(training.net)
+        else:
+            ema.update_parameters(training.net)
+            now = weights(training.net)
+            by_hand = now if by_hand is None else added((0.5, by_hand), (0.5, now))
+    assert equal_on_all_ranks(weights(ema))
+    assert equal_on_all_ranks(weights(own)) == (column != "LocalUpdates")
+    if by_hand is not None:
+        assert_close(weights(ema.module), by_hand, 1e-6, "EMA")
+    training.close()
+
+
+practice = section(__name__, "DDP's settings, compilation")
+
+
+@practice(
+    "`static_graph=True`",
+    attach="works. The first step is exchanged after the backward pass.",
+)
+def test_static_graph(column):
+    same_training(column, ddp={"static_graph": True, "bucket_cap_mb": 0.001})
+
+
+@practice(
+    "`static_graph=True` with parameters that are never used",
+    attach="works. Decay and velocity of the correction reach them as well.",
+)
+def test_unused_ones_decay_in_a_static_graph(column):
+    ends = []
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}):
+        correction = Correction(weight_decay=0.5)
+        with attached(Branches(), ddp=options, correction=correction) as (ddp, _):
+            for _ in range(STEPS):
+                ddp.zero_grad()
+                ddp(torch.ones(4, 20)).pow(2).mean().backward()
+            ends.append(gradients(ddp.module))
+    assert_close(*ends, 1e-6, "static_graph")
+    decay = added((0.5, weights(Branches())))["never.weight"]
+    assert torch.allclose(ends[0]["never.weight"], decay, atol=1e-6)
+
+
+@practice(
+    "`gradient_as_bucket_view=True`, `zero_grad(set_to_none=False)`, many buckets",
+    attach="works. Units do not depend on DDP's buckets.",
+)
+def test_bucket_view(column):
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    same_training(column, ddp=options, set_to_none=False)
+
+
+practice(
+    "a second communication hook",
+    attach="refused. DDP has room for one; its native mixed precision uses it, too. "
+    "(tests/distributed/test_gloo.py::test_attach_refuses)",
+)
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+@practice(
+    "`torch.compile` of the wrapped model",
+    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts.",
+    local="works. Compile the model; `step()` is not compiled.",
+)
+def test_compiled(column):
+    same_training(column, wrap=compiled)
+
+
+@practice(
+    "`torch.compile` of the model before it is wrapped",
+    attach="works. No difference, except that names in saved states have torch's prefix.",
+    local="works. As with `attach`.",
+)
+def test_compiled_inside(column):
+    same_training(column, wrap_inner=compiled)
+
+
+@practice(
+    "`torch._dynamo.config.optimize_ddp = 'python_reducer'`",
+    attach="refused. It hands over gradients one by one, and never says which is the last. Wrap the "
+    "model under the default.",
+)
+def test_python_reducer(column):
+    before = torch._dynamo.config.optimize_ddp
+    try:
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+        ddp = Ddp(network())
+    finally:
+        torch._dynamo.config.optimize_ddp = before
+    with refused("python_reducer", "wrap again"):
+        attach(ddp, timeout=20.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.net, self.reentrant = network(), reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for part in self.net:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@practice("activation checkpointing, not reentrant", everywhere="works. No difference.")
+def test_checkpointed(column):
+    same_training(column, lambda: Checkpointed(reentrant=False))
+
+
+@practice(
+    "activation checkpointing, reentrant",
+    attach="works. No difference where DDP itself allows it. Without DDP (`replicate=`) it is refused.",
+    local="works. No difference.",
+)
+def test_checkpointed_reentrant(column):
+    same_training(column, lambda: Checkpointed(reentrant=True), ddp={"bucket_cap_mb": 0.001})

@@ -17,7 +17,7 @@ import torch
 from virtual import Cache, train, workload_of
 
 from sparsync.feedback.reducer import Reducer
-from sparsync.monitoring import Calls, Monitor
+from sparsync.monitoring import Monitor, Sink
 from sparsync.presets import oktopk
 
 RANKS, STEPS, DENSITY, BATCH = 2, 256, 0.01, 8
@@ -90,7 +90,7 @@ def run(spec: dict, bar) -> dict:
         k, size = reducer.quotas[0], reducer.units[0].size
         mine: list[float] = []
         deviations.append(mine)
-        sink = Calls(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)))
+        sink = Sink(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)))
         reducer.monitor = Monitor(reducer.comm, reducer.units, sink)
         whole = selector._renew
 
@@ -101,7 +101,7 @@ def run(spec: dict, bar) -> dict:
         selector._renew = counted
 
     def after_step(reducer: Reducer, comm) -> None:
-        reducer.monitor.log.write()
+        reducer.monitor.write()
         state = reducer.selectors[0].state
         if states.get(comm.rank) is not state:
             renewed.append(reducer.step)

@@ -19,7 +19,7 @@ from virtual import Cache, sgd, train, workload_of
 from sparsync.collectives import Budgeted
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.monitoring import Calls, Monitor
+from sparsync.monitoring import Monitor, Sink
 from sparsync.presets import Algorithm, dense
 from sparsync.selection import Exact
 from sparsync.wire import Packed, SparseQsgd
@@ -46,7 +46,7 @@ def run(spec: dict, bar) -> dict:
             measured[step] = values["xi"]
 
     def prepare(reducer: Reducer) -> None:
-        sink = Calls(note) if reducer.comm.rank == 0 else None
+        sink = Sink(note) if reducer.comm.rank == 0 else None
         reducer.monitor = Monitor(reducer.comm, reducer.units, sink, reducer.xi_period)
         reducer.monitor.xi.every = 1  # exact
 
@@ -63,7 +63,7 @@ def run(spec: dict, bar) -> dict:
             batch_size=8,
             bar=bar,
             prepare=prepare,
-            after_step=lambda reducer, comm: reducer.monitor.log.write(),
+            after_step=lambda reducer, comm: reducer.monitor.write(),
             xi_period=None if whole else PERIOD,
         )
     except NonFiniteGradientError:

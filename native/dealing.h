@@ -1,4 +1,4 @@
-// Dealing elements to ranks by a hash: see kernels/dealing.py, the specification.
+// Dealing elements to ranks by a hash: see kernels/reference.py, the specification.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,92 +27,12 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import STAGES, Ledger
 from sparsync.units import Unit
 
-__all__ = [
-    "Calls",
-    "JsonLines",
-    "Log",
-    "Measured",
-    "Monitor",
-    "Scalars",
-    "Sink",
-    "XiProbe",
-    "sink_of",
-]
+__all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 
 @final
 class Monitor:
-    """Sees every stage of a reducer's steps, for its log and for the estimate of xi.
-
-    Args:
-        comm: of the reducer.
-        units: of the reducer.
-        sink: takes the numbers of every step; None: nobody.
-        xi_period: steps between measurements of xi; None: never.
-        start: the first step that may be measured: none is while all is exchanged whole.
-
-    Attributes:
-        selected: by every unit, in the open step.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        units: Sequence[Unit],
-        sink: Sink | None = None,
-        xi_period: int | None = None,
-        start: int = 0,
-    ) -> None:
-        self._comm = comm
-        self.log, self.xi = Log(sink), XiProbe(xi_period, units, start=start)
-        self.selected: dict[int, Vector] = {}
-
-    def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
-        """See a gradient that is about to be accumulated."""
-        if self.xi.due(step):
-            self.xi.accumulate(step, unit, start, gradient)
-
-    async def share(self, step: int, channel: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum over ranks what xi needs, while units are exchanged."""
-        if self.xi.due(step):
-            await self.xi.share(channel, accumulated)
-
-    def measure(
-        self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
-    ) -> Measured | None:
-        """Return what was measured on this step, before totals become averages; mostly None."""
-        if not self.xi.due(step):
-            return None
-        return self.xi.measure(totals, quotas, self._comm.world_size)
-
-    def record(
-        self,
-        step: int,
-        reduced: Sequence[Reduced],
-        residuals: Sequence[Tensor | None],
-        quotas: Sequence[int],
-        measured: Measured | None = None,
-    ) -> None:
-        """Log a step that was applied or, if nothing is reduced, skipped.
-
-        Args:
-            step: its number.
-            reduced: of every unit.
-            residuals: of every unit, after the step; None stands for zeros.
-            quotas: k of every unit.
-            measured: of xi, if it was.
-        """
-        selected = [self.selected[unit] for unit in range(len(reduced))]
-        self.log.record(step, self._comm.ledger, quotas, selected, reduced, residuals, measured)
-        self.selected.clear()
-
-
-# ---- the log --------------------------------------------------------------------------------------
-
-
-@final
-class Log:
-    """Hands the numbers of every step to a sink, or (None) to nobody.
+    """Sees every stage of a reducer's steps: estimates xi, hands the numbers of a step to a sink.
 
     ============================  =====================================================================
     bytes_sent, bytes_received    by this rank, all that this step sent, headers included
@@ -131,27 +50,55 @@ class Log:
 
     Thresholds and norms of CUDA tensors are copied while the GPU goes on, and written on a later step:
     nothing waits for it.
+
+    Args:
+        comm: of the reducer.
+        units: of the reducer.
+        sink: takes the numbers of every step; None: nobody.
+        xi_period: steps between measurements of xi; None: never.
+        start: the first step that may be measured: none is while all is exchanged whole.
+
+    Attributes:
+        selected: by every unit, in the open step.
+        xi: the probe.
     """
 
-    def __init__(self, sink: Sink | None) -> None:
-        self._sink = sink
+    def __init__(
+        self,
+        comm: Communicator,
+        units: Sequence[Unit],
+        sink: Sink | None = None,
+        xi_period: int | None = None,
+        start: int = 0,
+    ) -> None:
+        self._ledger, self._sink = comm.ledger, sink
+        self.xi = XiProbe(xi_period, units, start=start)
+        self.selected: dict[int, Vector] = {}
         self._seconds: Mapping[str, float] = {}
         self._pending: deque[_Pending] = deque()
 
     def record(
         self,
         step: int,
-        ledger: Ledger,
-        quotas: Sequence[int],
-        selected: Sequence[Vector],
         reduced: Sequence[Reduced],
         residuals: Sequence[Tensor | None],
-        measured: Measured | None,
+        quotas: Sequence[int],
+        measured: Measured | None = None,
     ) -> None:
-        """Note a step, whose current step the ledger still is; raises nothing of a sink's."""
+        """Note a step that was applied or, if nothing is reduced, skipped; the ledger is still at it.
+
+        Args:
+            step: its number.
+            reduced: of every unit.
+            residuals: of every unit, after the step; None stands for zeros.
+            quotas: k of every unit.
+            measured: of xi, if it was.
+        """
+        selected = [self.selected[unit] for unit in range(len(reduced))]
+        self.selected.clear()
         if self._sink is None:
             return
-        values = {**_traffic(ledger), **self._stages(ledger)}
+        values = {**_traffic(self._ledger), **self._stages()}
         values["skipped"] = 0.0 if reduced else 1.0
         if reduced:
             values.update(_densities(quotas, selected, reduced))
@@ -160,8 +107,7 @@ class Log:
             values.update({name: x for name, x in numbers.items() if math.isfinite(x)})
         sparse = [v.values for v in selected if not isinstance(v, DenseVector) and v.nnz]
         thresholds = [entries.abs().min() for entries in sparse]
-        kept = [residual for residual in residuals if residual is not None]
-        norms = [torch.linalg.vector_norm(residual) for residual in kept]
+        norms = [torch.linalg.vector_norm(r) for r in residuals if r is not None]
         self._pending.append(_Pending(step, values, thresholds, norms))
 
     def write(self, *, wait: bool = False) -> None:
@@ -190,9 +136,9 @@ class Log:
         if sink is not None:
             sink.close()
 
-    def _stages(self, ledger: Ledger) -> dict[str, float]:
+    def _stages(self) -> dict[str, float]:
         """Return the seconds of this step, from those of the whole run."""
-        before, self._seconds = self._seconds, dict(ledger.stages)
+        before, self._seconds = self._seconds, dict(self._ledger.stages)
         return {f"seconds_{s}": self._seconds.get(s, 0.0) - before.get(s, 0.0) for s in STAGES}
 
 
@@ -252,67 +198,17 @@ def _densities(
 # ---- where numbers go ----------------------------------------------------------------------------
 
 
-class Sink(ABC):
-    """Takes the numbers of one step after the other."""
+@dataclass(frozen=True)
+class Sink:
+    """Takes the numbers of one step after the other.
 
-    @abstractmethod
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
-
-    def close(self) -> None:  # noqa: B027 (most have nothing to end)
-        """Write what is still in memory."""
-
-
-@final
-class JsonLines(Sink):
-    """One line of JSON per step, ``{"step": 0, "bytes_sent": ...}``, appended to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when it ends
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-@final
-class Scalars(Sink):
-    """TensorBoard's ``add_scalar(tag, value, step)``; tags are ``sparsync/threshold`` and the like.
-
-    Args:
-        writer: a ``SummaryWriter``, or what has that method.
-        owned: close it at the end; else it is flushed, if it can be, and stays its owner's.
+    Attributes:
+        write: called with a step and its numbers.
+        close: called at the end.
     """
 
-    def __init__(self, writer: Any, *, owned: bool) -> None:
-        self._writer, self._owned = writer, owned
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add every number."""
-        for name, value in values.items():
-            self._writer.add_scalar(f"sparsync/{name}", value, step)
-
-    def close(self) -> None:
-        """Close or flush the writer."""
-        end = getattr(self._writer, "close" if self._owned else "flush", None)
-        if end is not None:
-            end()
-
-
-@final
-class Calls(Sink):
-    """A function of the step and its numbers."""
-
-    def __init__(self, call: Callable[[int, dict[str, float]], object]) -> None:
-        self._call = call
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Call it."""
-        self._call(step, dict(values))
+    write: Callable[[int, dict[str, float]], object]
+    close: Callable[[], object] = lambda: None
 
 
 def sink_of(log: Any, rank: int) -> Sink | None:
@@ -323,8 +219,10 @@ def sink_of(log: Any, rank: int) -> Sink | None:
     a resumed run goes on in its file, and of a step that was repeated the last line counts.
 
     Args:
-        log: a path that ends in ``.jsonl``: lines in ``name.rank0.jsonl``; any other path: a folder of
-            TensorBoard's, with a run ``rank0``; an object with ``add_scalar``; or a function.
+        log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
+            in ``name.rank0.jsonl``; any other path: a folder of TensorBoard's, with a run ``rank0``; an
+            object with ``add_scalar(tag, value, step)``, whose tags are ``sparsync/threshold`` and the
+            like; or a function of (step, values).
         rank: of this process.
 
     Raises:
@@ -335,17 +233,35 @@ def sink_of(log: Any, rank: int) -> Sink | None:
     if isinstance(log, str | os.PathLike):
         path = Path(log)
         if path.suffix == ".jsonl":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return JsonLines(path.with_suffix(f".rank{rank}.jsonl"))
-        return Scalars(_summary_writer(path / f"rank{rank}"), owned=True)
+            return _json_lines(path.with_suffix(f".rank{rank}.jsonl"))
+        writer = _summary_writer(path / f"rank{rank}")
+        return _scalars(writer, writer.close)
     if callable(getattr(log, "add_scalar", None)):
-        return Scalars(log, owned=False)
+        return _scalars(log, getattr(log, "flush", lambda: None))  # closing it is its owner's
     if callable(log):
-        return Calls(log)
+        return Sink(log)
     raise ConfigurationError(
         f"log is {log!r}; give a path that ends in .jsonl, a folder for TensorBoard, an object with "
         "add_scalar(tag, value, step), or a function of (step, values)"
     )
+
+
+def _json_lines(path: Path) -> Sink:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when its step ends
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        file.write(json.dumps({"step": step, **values}) + "\n")
+
+    return Sink(write, file.close)
+
+
+def _scalars(writer: Any, close: Callable[[], object]) -> Sink:
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(f"sparsync/{name}", value, step)
+
+    return Sink(write, close)
 
 
 def _summary_writer(folder: Path) -> Any:
@@ -422,6 +338,7 @@ class XiProbe:
         self.period, self.start, self.every, self.seed = period, start, every, seed
         self.sizes = [0 if unit.dense else unit.size for unit in units]
         self._step: int | None = None
+        self._ranks = 1
         self._samples: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._sums: Tensor | None = None
@@ -432,6 +349,8 @@ class XiProbe:
 
     def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
         """Note a gradient before it is accumulated, as ``Reducer.accumulate`` gets it."""
+        if not self.due(step):
+            return
         if step != self._step:
             self._open(step)
         sample = self._samples[unit]
@@ -441,8 +360,11 @@ class XiProbe:
         self._gradients[unit] = self._gradients[unit].to(gradient)
         self._gradients[unit][low:high] = gradient[here]
 
-    async def share(self, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
+    async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
         """Sum the sample over ranks: of what is accumulated, of the gradients, and their squares."""
+        if not self.due(step):
+            return
+        self._ranks = comm.world_size
         pairs = zip(accumulated, self._samples, strict=True)
         sampled = [unit[sample.to(unit.device, non_blocking=True)] for unit, sample in pairs]
         parts = [part.to(comm.device, torch.float32) for part in (*sampled, *self._gradients)]
@@ -450,15 +372,17 @@ class XiProbe:
         self._sums = await comm.allreduce(torch.cat([*parts, squares.view(1)]), "xi")
 
     def measure(
-        self, totals: Sequence[Vector], quotas: Sequence[int], world_size: int
+        self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with what was delivered; None if no rank had a gradient.
+        """Compare with what was delivered; None if not due, or if no rank had a gradient.
 
         Args:
-            totals: of every unit, before they are divided by ``world_size``.
+            step: its number.
+            totals: of every unit, before they are divided by the number of ranks.
             quotas: k of every unit.
-            world_size: P.
         """
+        if not self.due(step):
+            return None
         assert self._sums is not None, "share comes first"
         drawn = sum(sample.numel() for sample in self._samples)
         sums = self._sums.double()
@@ -472,7 +396,7 @@ class XiProbe:
         if not square > 0:
             return None
         xi = math.sqrt(_square(lacking) / square)
-        return Measured(xi, _signal_to_noise(square, float(sums[-1]), world_size))
+        return Measured(xi, _signal_to_noise(square, float(sums[-1]), self._ranks))
 
     def _open(self, step: int) -> None:
         """Draw the sample of a step."""

@@ -1,7 +1,8 @@
 """Every kernel on every backend: equal to the specification in all bits, whatever comes in."""
 
-from functools import partial
+import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,23 @@ from sparsync.kernels import native
 from sparsync.kernels import reference as specification
 
 NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
-BY_ISA = ("accumulate_", "find", "top", "merge")
+
+
+def using(isa):
+    return mock.patch.object(native, "chosen", lambda: isa)
+
+
+def forced(function, isa):
+    @functools.wraps(function)
+    def call(*arguments):
+        with using(isa):
+            return function(*arguments)
+
+    return call
 
 
 def native_backend(isa):
-    forced = {name: partial(getattr(native, name), isa=isa) for name in BY_ISA}
-    return SimpleNamespace(**{n: forced.get(n) or getattr(native, n) for n in NAMES})
+    return SimpleNamespace(**{name: forced(getattr(native, name), isa) for name in NAMES})
 
 
 BACKENDS = {
@@ -275,24 +287,25 @@ def test_count_from(backend, make, n):
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 5])
 def test_threads_change_nothing(isa, threads, monkeypatch):
     monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", 64)
-    options = {"isa": isa, "threads": threads}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    backend = native_backend(isa)
     for n in (100, 8192, 300_001):
         x, g = heavy_tail(n), noise(n, 1)
         key = int(specification.magnitude_keys(x).sort().values[n // 2])
         expected = specification.find(x, key, None)
         count = expected[0].numel()
         for limit in (None, count, n):
-            same_found(native.find(x, key, limit, **options), expected)
-        assert native.find(x, key, count - 1, **options) is None
-        same(native.top(x, n // 100, **options), specification.top(x, n // 100))
+            same_found(backend.find(x, key, limit), expected)
+        assert backend.find(x, key, count - 1) is None
+        same(backend.top(x, n // 100), specification.top(x, n // 100))
         for limit in (0, n // 9, n):
             r, h = x.clone(), g.clone()
-            found = native.accumulate_(r, h, key, limit, **options)
+            found = backend.accumulate_(r, h, key, limit)
             same(r, x + g)
             same(h, x)
             same_found(found, specification.find(r, key, limit))
         r, h = x.clone(), g.clone()
-        assert native.accumulate_(r, h, **options) is None
+        assert backend.accumulate_(r, h) is None
         same(torch.cat([r, h]), torch.cat([x + g, x]))
-        dense = native.scatter_(r, expected[0], expected[1], threads=threads)
+        dense = backend.scatter_(r, expected[0], expected[1])
         same(dense, specification.scatter_(h, *expected))

@@ -14,7 +14,7 @@ from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.monitoring import Calls, JsonLines, Log, Monitor, sink_of
+from sparsync.monitoring import Sink, sink_of
 from sparsync.presets import allgather, oktopk
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
@@ -31,6 +31,11 @@ def gradient(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def one_unit(comm, sink, algorithm=None):
+    units = plan_units([("a", torch.zeros(SIZE))])
+    return Reducer(comm, units, algorithm or oktopk(), K / SIZE, sink=sink)
+
+
 def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **options):
     """Run some steps; return what rank 0 logged, by step."""
 
@@ -38,15 +43,15 @@ def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **opt
         seen = {}
         units = plan_units([("a", torch.zeros(600)), ("b", torch.zeros(400))], 1600)
         reducer = Reducer(
-            comm, units, algorithm or oktopk(), K / SIZE, **options, sink=Calls(seen.__setitem__)
+            comm, units, algorithm or oktopk(), K / SIZE, **options, sink=Sink(seen.__setitem__)
         )
         for step in range(steps):
             pieces = [piece.clone() for piece in gradient(comm.rank, step).split([600, 400])]
             await reducer.reduce(pieces)
-            reducer.monitor.log.write()
+            reducer.monitor.write()
             if check is not None:
                 check(reducer, seen[step])
-        reducer.monitor.log.close()
+        reducer.monitor.close()
         return seen
 
     return simulate(program, ranks).results[0]
@@ -84,16 +89,10 @@ def test_the_threshold_is_the_smallest_magnitude_selected():
 def test_stages_are_those_of_one_step():
     async def program(comm):
         seen = {}
-        reducer = Reducer(
-            comm,
-            plan_units([("a", torch.zeros(SIZE))]),
-            allgather(),
-            0.05,
-            sink=Calls(seen.__setitem__),
-        )
+        reducer = one_unit(comm, Sink(seen.__setitem__), allgather())
         for step in range(3):
             await reducer.reduce([gradient(comm.rank, step)])
-        reducer.monitor.log.close()
+        reducer.monitor.close()
         return sum(v["seconds_communicate"] for v in seen.values()), comm.ledger.stages
 
     for total, stages in simulate(program, RANKS).results:
@@ -118,19 +117,13 @@ def test_xi_is_logged_when_it_was_measured():
 def test_a_skipped_step_says_so():
     async def program(comm):
         seen = {}
-        reducer = Reducer(
-            comm,
-            plan_units([("a", torch.zeros(SIZE))]),
-            oktopk(),
-            0.05,
-            sink=Calls(seen.__setitem__),
-        )
+        reducer = one_unit(comm, Sink(seen.__setitem__))
         await reducer.reduce([gradient(comm.rank, 0)])
         with pytest.raises(NonFiniteGradientError):
             await reducer.reduce([gradient(comm.rank, 1) / (0.0 if comm.rank == 1 else 1.0)])
         reducer.skip()
         await reducer.reduce([gradient(comm.rank, 2)])
-        reducer.monitor.log.close()
+        reducer.monitor.close()
         return seen
 
     for seen in simulate(program, RANKS).results:
@@ -142,22 +135,16 @@ def test_a_skipped_step_says_so():
 def test_resumed_steps_continue_the_number_in_the_same_file(tmp_path):
     async def program(comm):
         def make():
-            return Reducer(
-                comm,
-                plan_units([("a", torch.zeros(SIZE))]),
-                oktopk(),
-                0.05,
-                sink=sink_of(tmp_path / "deep" / "train.jsonl", comm.rank),
-            )
+            return one_unit(comm, sink_of(tmp_path / "deep" / "train.jsonl", comm.rank))
 
         first = make()
         for step in range(2):
             await first.reduce([gradient(comm.rank, step)])
-        first.monitor.log.close()
+        first.monitor.close()
         second = make()
         await restore_reducer(second, reducer_state(first))
         await second.reduce([gradient(comm.rank, 2)])
-        second.monitor.log.close()
+        second.monitor.close()
 
     simulate(program, 2)
     for rank in (0, 1):
@@ -168,9 +155,9 @@ def test_resumed_steps_continue_the_number_in_the_same_file(tmp_path):
 
 
 def test_a_line_is_in_the_file_when_its_step_is_over(tmp_path):
-    sink = JsonLines(tmp_path / "a.jsonl")
+    sink = sink_of(tmp_path / "a.jsonl", 0)
     sink.write(7, {"threshold": 0.5})
-    assert json.loads((tmp_path / "a.jsonl").read_text()) == {"step": 7, "threshold": 0.5}
+    assert json.loads((tmp_path / "a.rank0.jsonl").read_text()) == {"step": 7, "threshold": 0.5}
     sink.close()
 
 
@@ -187,51 +174,21 @@ class Writer:
         self.flushed += 1
 
 
-def run_with(log, steps=3):
-    """Train one rank alone; return its averages."""
-
-    async def program(comm):
-        reducer = Reducer(
-            comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05, sink=sink_of(log, 0)
-        )
-        averages = []
-        for step in range(steps):
-            averages += await reducer.reduce([gradient(0, step)])
-            if log is not None:
-                reducer.monitor.log.write()
-        if log is not None:
-            reducer.monitor.log.close()
-        return torch.stack([average.to_dense() for average in averages])
-
-    return simulate(program, 1).results[0]
-
-
 def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
     writer = Writer()
-    run_with(writer)
+
+    async def program(comm):
+        reducer = one_unit(comm, sink_of(writer, 0))
+        for step in range(3):
+            await reducer.reduce([gradient(0, step)])
+        reducer.monitor.close()
+
+    simulate(program, 1)
     assert {tag for tag, _ in writer.scalars} == {
         f"sparsync/{name}" for name in ALWAYS - {"imbalance"}
     }
     assert {step for _, step in writer.scalars} == {0, 1, 2}
     assert writer.flushed == 1
-
-
-def test_an_error_of_the_users_function_ends_the_log_and_nothing_else():
-    calls = []
-
-    def broken(step, values):
-        calls.append(step)
-        raise ZeroDivisionError("mine")
-
-    with pytest.warns(RuntimeWarning, match=r"failed at step 0 .* ZeroDivisionError: mine"):
-        averages = run_with(broken)
-    assert calls == [0]
-    assert torch.equal(averages, run_with(None))
-
-
-def test_what_is_no_log_is_refused():
-    with pytest.raises(ConfigurationError, match=r"log is 3; give a path that ends in \.jsonl"):
-        sink_of(3, 0)
 
 
 def test_a_folder_needs_tensorboard(tmp_path, monkeypatch):
@@ -242,13 +199,7 @@ def test_a_folder_needs_tensorboard(tmp_path, monkeypatch):
 
 def test_the_state_is_that_of_a_run_without_log():
     async def program(comm, log):
-        reducer = Reducer(
-            comm,
-            plan_units([("a", torch.zeros(SIZE))]),
-            oktopk(),
-            0.05,
-            sink=sink_of(log, comm.rank),
-        )
+        reducer = one_unit(comm, sink_of(log, comm.rank))
         await reducer.reduce([gradient(comm.rank, 0)])
         return reducer_state(reducer)
 
@@ -271,22 +222,21 @@ def test_a_step_of_several_devices_waits_for_their_events():
         def synchronize(self):
             self.done = True
 
-    seen = {}
-    log = Log(Calls(seen.__setitem__))
+    seen, monitors = {}, []
 
     async def program(comm):
-        reducer = Reducer(comm, plan_units([("a", torch.zeros(SIZE))]), oktopk(), 0.05)
-        reducer.monitor = Monitor(comm, reducer.units)
-        reducer.monitor.log = log
+        reducer = one_unit(comm, Sink(seen.__setitem__))
+        monitors.append(reducer.monitor)
         for step in range(2):
             await reducer.reduce([gradient(0, step)])
-            log._pending[-1]._copied.append(Event())
-            log.write()
+            reducer.monitor._pending[-1]._copied.append(Event())
+            reducer.monitor.write()
 
     simulate(program, 1)
+    (monitor,) = monitors
     assert not seen
-    log._pending[0]._copied[0].done = True
-    log.write()
+    monitor._pending[0]._copied[0].done = True
+    monitor.write()
     assert list(seen) == [0]
-    log.close()
+    monitor.close()
     assert list(seen) == [0, 1]

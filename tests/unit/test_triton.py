@@ -95,11 +95,6 @@ def test_top_equals_the_specification_on_any_floats(x, k):
     identical(triton.top(on(x), k), spec.top(on(x), k))
 
 
-def test_top_of_what_find_returned_needs_no_length():
-    found = triton.find(vectors(BIG)[0], key_of(0.5), None)
-    identical(triton.top(found[1], 99, nonzero=True), spec.top(found[1], 99))
-
-
 def test_top_is_exact_where_keys_differ_in_the_lowest_digit_alone():
     keys = torch.arange(0x3F800000, 0x3F800000 + 300, dtype=torch.int32).flip(0)
     x = on(keys.view(torch.float32))
@@ -197,7 +192,6 @@ def test_the_host_waits_for_nothing_but_lengths():
     torch.cuda.set_sync_debug_mode("error")
     try:
         triton.accumulate_(residual, gradient)
-        triton.top(x, 100, nonzero=True)
         triton.subtract_(residual, indices, values)
         triton.scatter_(residual, indices, values)
         triton.count_from(x, keys)

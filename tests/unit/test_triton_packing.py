@@ -13,7 +13,7 @@ from sparsync.kernels import packing as spec
 from .strategies import dense_tensors
 from .triton_backend import DEVICE, identical, interpreter, load, numpy_warns, on  # noqa: F401
 
-triton = load("sparsync.kernels.triton.packing")
+triton = load("sparsync.kernels.triton")
 pytestmark = numpy_warns
 
 few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
@@ -126,7 +126,7 @@ def test_any_bytes_are_some_values(form, nnz, block, offset, random):
 
 
 def test_the_bench_compares_the_triton_kernels(monkeypatch):
-    backend = Backend("triton", load("sparsync.kernels.triton"), Messages(triton))
+    backend = Backend("triton", triton, Messages(triton))
     monkeypatch.setattr(bench, "backend_of", lambda device: backend)
     rows = bench.bench_kernels(DEVICE, 9000, 0.05, repetitions=1)
     assert {row.kernel: row.equal for row in rows} == {row.kernel: True for row in rows}

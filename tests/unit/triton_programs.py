@@ -10,27 +10,23 @@ import importlib
 B = 2048
 # by name, in the order of the parameters; a number is a compile-time constant
 SIGNATURES = {
-    "device": {
-        "swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
-        "count_above": ("*i32", "*i32", "i32", "i32", B),
-        "compact": ("*i32", "*i64", "*i64", "*i32", "i32", "i32", B),
-        "count_digits": ("*i32", "*i64", "*i64", "i32", "i32", 8, B, 256),
-        "choose_digit": ("*i64", "*i64", 256),
-        "count_top": ("*i32", "*i64", "*i32", "i32", B),
-        "compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
-        "scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
-        "count_members": ("*i64", "*i64", "*i32", "*i32", "i32", "i32", "i32", B),
-        "count_keys": ("*i32", "*i64", "*i64", "i32", "i32", "i32", B),
-    },
-    "packing_device": {
-        "encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
-        "count_ones": ("*u8", "*i32", "i32", "i32", B),
-        "decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),
-        "encode_bf16": ("*i32", "*i16", "i32", B),
-        "decode_bf16": ("*i16", "*i32", "i32", B),
-        "encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
-        "decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
-    },
+    "swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
+    "count_above": ("*i32", "*i32", "i32", "i32", B),
+    "compact": ("*i32", "*i64", "*i64", "*i32", "i32", "i32", B),
+    "count_digits": ("*i32", "*i64", "*i64", "i32", "i32", 8, B, 256),
+    "choose_digit": ("*i64", "*i64", 256),
+    "count_top": ("*i32", "*i64", "*i32", "i32", B),
+    "compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
+    "scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
+    "count_members": ("*i64", "*i64", "*i32", "*i32", "i32", "i32", "i32", B),
+    "count_keys": ("*i32", "*i64", "*i64", "i32", "i32", "i32", B),
+    "encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
+    "count_ones": ("*u8", "*i32", "i32", "i32", B),
+    "decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),
+    "encode_bf16": ("*i32", "*i16", "i32", B),
+    "decode_bf16": ("*i16", "*i32", "i32", B),
+    "encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
+    "decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 
 
@@ -58,15 +54,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--capability", type=int, default=80)
     capability = parser.parse_args().capability
-    for name, signatures in SIGNATURES.items():
-        module = importlib.import_module(f"sparsync.kernels.triton.{name}")
-        assert set(signatures) == set(module.__all__) - {"positions"}
-        for kernel, types in signatures.items():
-            for form in forms_of(types):
-                ptx = compiled(getattr(module, kernel), form, capability)
-                # flushed denormals, approximate division or contraction would not be bit-equal
-                wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
-                assert not wrong, f"{kernel} uses {wrong}"
+    module = importlib.import_module("sparsync.kernels.triton.device")
+    assert set(SIGNATURES) == set(module.__all__) - {"positions"}
+    for kernel, types in SIGNATURES.items():
+        for form in forms_of(types):
+            ptx = compiled(getattr(module, kernel), form, capability)
+            # flushed denormals, approximate division or contraction would not be bit-equal
+            wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
+            assert not wrong, f"{kernel} uses {wrong}"
 
 
 if __name__ == "__main__":

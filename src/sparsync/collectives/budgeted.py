@@ -1,6 +1,6 @@
 """Budgeted: top-k of the sum of the ranks' top-k in two rounds, with a byte budget that holds.
 
-Ours.  Elements are dealt to their owners by a hash (``kernels/dealing.py``), so that every support
+Ours.  Elements are dealt to their owners by a hash (``kernels.deal``), so that every support
 loads all ranks evenly: nothing is cut, balanced or announced, and message sizes are bounded ahead.
 """
 

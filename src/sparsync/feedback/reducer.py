@@ -132,7 +132,7 @@ class Reducer:
             self.clipper.clip_(gradient)
             self.velocities[unit].correct_(start, gradient, weights)
             if self.monitor:
-                self.monitor.accumulate(self.step, unit, start, gradient)
+                self.monitor.xi.accumulate(self.step, unit, start, gradient)
             residual.accumulate(start, gradient, *self._plan.units[unit].collect or ())
 
     async def exchange(self, unit: int) -> None:
@@ -153,7 +153,7 @@ class Reducer:
     async def share(self) -> None:
         """Sum what xi needs; agree on the next step's shares of k: once all units were selected from."""
         if self.monitor:
-            await self.monitor.share(
+            await self.monitor.xi.share(
                 self.step, self.channels.xi, [r.accumulated for r in self.residuals]
             )
         if self._plan.sharing:
@@ -184,7 +184,8 @@ class Reducer:
             return [DenseVector(values) for values in wanted]
         if prepare is not None:
             prepare()
-        measured = self.monitor.measure(self.step, totals, self.quotas) if self.monitor else None
+        probe = self.monitor.xi if self.monitor else None
+        measured = probe.measure(self.step, totals, self.quotas) if probe else None
         for unit, result in enumerate(reduced):
             if self.comm.world_size > 1 and self.algorithm.average:
                 result.total.values.div_(self.comm.world_size)  # not needed any more

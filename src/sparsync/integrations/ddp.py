@@ -245,7 +245,7 @@ class DdpSync(Sync):
         finally:
             self._guard.exchanged()
             if self.reducer.monitor is not None:
-                self.reducer.monitor.log.write()  # here, what it raises spoils no gradient
+                self.reducer.monitor.write()  # here, what it raises spoils no gradient
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
             this.deliver_to_unused_()

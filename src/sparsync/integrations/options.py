@@ -218,8 +218,8 @@ class Monitoring:
         scaler: the ``GradScaler`` whose scale the gradients have: the residual follows it, and overflows
             are propagated to it.
         sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
-        log: takes the numbers of every step (``sparsync.monitoring.Log``) on this rank: a path ending in
-            ``.jsonl``, a folder for TensorBoard, an object with ``add_scalar(tag, value, step)``, or
+        log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
+            ending in ``.jsonl``, a folder for TensorBoard, an object with ``add_scalar(tag, value, step)``, or
             a function of (step, values).
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
 

@@ -369,7 +369,7 @@ class ReplicaSync(Sync):
         finally:
             this.waited = (begin, self.reducer.comm.now)
             if self.reducer.monitor is not None:
-                self.reducer.monitor.log.write()
+                self.reducer.monitor.write()
         this.put_back_(self._parts.used)
         self._guard.left = True
         self._end_step()

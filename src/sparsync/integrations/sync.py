@@ -155,7 +155,7 @@ class Sync(ABC):
         self.reducer.comm.close()
         self._groups.close()
         if self.reducer.monitor is not None:
-            self.reducer.monitor.log.close()
+            self.reducer.monitor.close()
 
     def __enter__(self: S) -> S:
         return self

@@ -1,23 +1,30 @@
-"""The hot loops, dispatched to C++, Triton or PyTorch by their tensors (``kernels/dispatch.py``).
+"""The hot loops, dispatched by the dtype and device of their tensors.
 
-Callers import from here and never from a backend.  PyTorch (``kernels/reference.py``) is the
-specification, to which the other backends are bit-equal: integers, floats, Inf, denormals, signs; only
-which bits of a NaN arise from a sum is left open.
+Callers import from here and never from a backend.  Float32 on the CPU goes to C++ (``native.py``) if
+that was built, on a GPU to Triton (``triton``) if that is installed, and everything else to PyTorch
+(``reference.py``).  PyTorch is the specification, to which the other backends are bit-equal: integers,
+floats, Inf, denormals, signs; only which bits of a NaN arise from a sum is left open.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from torch import Tensor, int64
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import reference
-from sparsync.kernels.dealing import Dealt, deal, undeal
-from sparsync.kernels.dispatch import backend_of
+from sparsync.kernels import native, reference
 from sparsync.kernels.reference import key_range, magnitude_keys
 
 __all__ = [
     "Dealt",
     "accumulate_",
+    "backend_of",
     "count_from",
     "deal",
     "find",
@@ -30,6 +37,45 @@ __all__ = [
     "top",
     "undeal",
 ]
+
+# elements from which a slow CPU kernel deserves a warning (a pass takes 1 ms)
+_LARGE: Final = 1 << 17
+
+
+def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the module that takes these tensors: ``native``, ``triton`` or ``reference``.
+
+    Args:
+        tensors: at least one.
+        dtype: the only one that compiled kernels take here.
+    """
+    devices = {tensor.device.type for tensor in tensors}
+    if any(tensor.dtype is not dtype for tensor in tensors) or len(devices) > 1:
+        return reference
+    if devices == {"cpu"}:
+        if native.chosen() != "torch":
+            return native
+        if native.EXTENSION is None and tensors[0].numel() >= _LARGE:
+            _warn_that_kernels_are_slow()
+    elif devices == {"cuda"}:
+        return _triton() or reference
+    return reference
+
+
+@functools.cache
+def _triton() -> Any:
+    """Return the Triton backend, imported for the first CUDA tensor; None without Triton."""
+    backend = importlib.import_module("sparsync.kernels.triton")
+    return backend if backend.installed() else None
+
+
+@functools.cache  # once per process
+def _warn_that_kernels_are_slow() -> None:
+    logging.getLogger("sparsync").warning(
+        "sparsync was installed without its native kernels, so selection on the CPU is about ten times "
+        "slower: install a C++ compiler (g++ or clang++) and then sparsync again, with pip's -v to see "
+        "what the build says"
+    )
 
 
 def accumulate_(
@@ -60,11 +106,26 @@ def accumulate_(
         >>> residual.tolist(), gradient.tolist()
         ([1.5, -3.0], [1.0, -4.0])
     """
-    reference.check_pair(residual, gradient)
-    found: tuple[Tensor, Tensor] | None = backend_of(residual).accumulate_(
-        residual, gradient, key, limit
-    )
+    _check_pair(residual, gradient)
+    backend = backend_of(residual)
+    found: tuple[Tensor, Tensor] | None = backend.accumulate_(residual, gradient, key, limit)
     return found
+
+
+def _check_pair(residual: Tensor, gradient: Tensor) -> None:
+    for name, tensor in (("residual", residual), ("gradient", gradient)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"accumulate_: {name} has shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}; it must be 1-D and contiguous: pass a flat buffer"
+            )
+    kinds = [(t.numel(), t.dtype, t.device) for t in (residual, gradient)]
+    if kinds[0] != kinds[1]:
+        ours, theirs = ("{} x {} on {}".format(*kind) for kind in kinds)
+        raise ConfigurationError(
+            f"accumulate_: residual is {ours}, gradient {theirs}; they swap their contents and must "
+            "be alike: convert the gradient first"
+        )
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
@@ -140,7 +201,7 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
         >>> restrict(torch.tensor([1, 4, 9]), torch.tensor([0, 4, 9, 12])).tolist()
         [1, 2]
     """
-    backend = backend_of(indices, among, dtype=int64)
+    backend = backend_of(indices, among, dtype=torch.int64)
     positions: Tensor = backend.restrict(indices.contiguous(), among.contiguous())
     return positions
 
@@ -178,3 +239,46 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
     """
     counts: Tensor = backend_of(values).count_from(values.contiguous(), keys.contiguous())
     return counts
+
+
+class Dealt(NamedTuple):
+    """Elements grouped by owner, ascending within each.
+
+    Attributes:
+        order: `[nnz]` their positions among the dealt elements.
+        local: `[nnz]` their indices within their owners.
+        counts: number of elements of each owner.
+    """
+
+    order: Tensor
+    local: Tensor
+    counts: list[int]
+
+
+def deal(indices: Tensor, world_size: int) -> Dealt:
+    """Deal ascending indices to owners like cards: every P consecutive ones have P owners.
+
+    Element i lies in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash: who
+    gets which card changes from group to group, so that no stride of the support (a column of a
+    matrix) meets one owner only.  Within its owner the element has the index g: order is kept.
+
+    Example:
+        >>> deal(torch.arange(6), 3).counts
+        [2, 2, 2]
+    """
+    backend = backend_of(indices, dtype=torch.int64)
+    return Dealt(*backend.deal(indices.contiguous(), world_size))
+
+
+def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
+    """Return the indices of an owner's elements: the inverse of ``deal``.
+
+    Example:
+        >>> dealt = deal(torch.arange(6), 3)
+        >>> mine = dealt.local.split(dealt.counts)[1]
+        >>> torch.equal(undeal(mine, 1, 3), dealt.order.split(dealt.counts)[1])
+        True
+    """
+    backend = backend_of(local, dtype=torch.int64)
+    indices: Tensor = backend.undeal(local.contiguous(), owner, world_size)
+    return indices

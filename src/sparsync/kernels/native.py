@@ -2,9 +2,8 @@
 
 Built when the package is installed, if there is a C++ compiler.  The instruction set is chosen at run
 time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another one of
-them, or ``torch`` to switch this module off.  In every function ``isa`` is one of
-``instruction_sets()``, by default ``chosen()``, and ``threads`` the most that are used, by default
-``torch.get_num_threads()``, fewer for small vectors.
+them, or ``torch`` to switch this module off.  Passes over large vectors use up to
+``torch.get_num_threads()`` threads.
 
 Tensors are passed as addresses; whatever could read or write outside them is refused here or in C++.
 """
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels.reference import check_pair
 
 __all__ = [
     "EXTENSION",
@@ -29,9 +27,9 @@ __all__ = [
     "chosen",
     "count_from",
     "deal",
+    "deal_and_pack",
     "empty",
     "find",
-    "guarded",
     "instruction_sets",
     "merge",
     "restrict",
@@ -39,6 +37,8 @@ __all__ = [
     "subtract_",
     "top",
     "undeal",
+    "unpack_and_sum",
+    "unpack_and_undeal",
 ]
 
 _INTERFACE: Final = 2  # of the extension's functions: native/module.cpp states the same number
@@ -93,92 +93,97 @@ def chosen() -> str:
     return wanted
 
 
+# ---- single vectors ---------------------------------------------------------------------------------
+
+
 def accumulate_(
-    residual: Tensor,
-    gradient: Tensor,
-    key: int | None = None,
-    limit: int = 0,
-    *,
-    isa: str | None = None,
-    threads: int | None = None,
+    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
     """See ``kernels.accumulate_``.  Cost: one pass that reads and writes both."""
-    check_pair(residual, gradient)
-    n, isa, workers = residual.numel(), isa or chosen(), _workers(residual.numel(), threads)
-    addresses = _address("residual", residual), _address("gradient", gradient)
+    n = residual.numel()
+    pair = _address("residual", residual), _address("gradient", gradient), n
     if key is None:
-        EXTENSION.swap_add(*addresses, n, workers, isa)
+        EXTENSION.swap_add(*pair, _workers(n), chosen())
         return None
-    return _collect(
-        lambda low, room, indices, values: EXTENSION.accumulate(
-            *addresses, n, low, room, indices, values, workers, isa
-        ),
-        key,
-        min(limit, n),
-        workers,
-    )
+    return _collect(EXTENSION.accumulate, pair, key, limit)
 
 
-def find(
-    x: Tensor,
-    key: int,
-    limit: int | None,
-    *,
-    isa: str | None = None,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor] | None:
+def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
     """See ``kernels.find``.  Cost: one reading of x; a second one without a limit."""
-    n, isa, workers = x.numel(), isa or chosen(), _workers(x.numel(), threads)
-    address = _address("x", x)
+    n = x.numel()
+    searched = _address("x", x), n
     if limit is None:
-        limit = n if n <= _SMALL else EXTENSION.count(address, n, _low(key), workers, isa)
-    return _collect(
-        lambda low, room, indices, values: EXTENSION.find(
-            address, n, low, room, indices, values, workers, isa
-        ),
-        key,
-        min(limit, n),
-        workers,
-    )
+        few = n <= _SMALL
+        limit = n if few else EXTENSION.count(*searched, _low(key), _workers(n), chosen())
+    return _collect(EXTENSION.find, searched, key, limit)
 
 
-def top(x: Tensor, k: int, *, isa: str | None = None, threads: int | None = None) -> Tensor:
+def _collect(
+    kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
+) -> tuple[Tensor, Tensor] | None:
+    """Run a pass over addresses and length, with room for ``limit`` entries per worker."""
+    n = vectors[-1]
+    limit, workers = max(min(limit, n), 0), _workers(n)
+    indices, values = (empty(workers * limit, t) for t in (torch.int64, torch.float32))
+    ends = indices.data_ptr(), values.data_ptr()
+    count = kernel(*vectors, _low(key), limit, *ends, workers, chosen())
+    return None if count < 0 else (indices[:count], values[:count])
+
+
+def _workers(n: int) -> int:
+    return max(1, min(torch.get_num_threads(), n // _ELEMENTS_PER_THREAD))
+
+
+def _low(key: int) -> int:
+    """Return the key as an unsigned 32-bit number; zeros are never found."""
+    return min(max(key, 1), 1 << 31)
+
+
+def top(x: Tensor, k: int) -> Tensor:
     """See ``kernels.top``.
 
     Cost: for many elements, a reading of x and a selection among somewhat more than k; where the
     sample misled, or k is no small part of n, up to six readings.
     """
-    n, isa = x.numel(), isa or chosen()
-    address = _address("x", x)
+    n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
         return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
-        candidates = find(x, key, 4 * k + _SMALL, isa=isa, threads=threads)
+        candidates = find(x, key, 4 * k + _SMALL)
         if candidates is not None and candidates[0].numel() >= k:
-            return candidates[0][top(candidates[1], k, isa=isa)]
+            return candidates[0][top(candidates[1], k)]
     positions = empty(k, torch.int64)
-    return positions[: EXTENSION.top(address, n, k, positions.data_ptr(), isa)]
+    return positions[: EXTENSION.top(address, n, k, positions.data_ptr(), chosen())]
+
+
+def count_from(values: Tensor, keys: Tensor) -> Tensor:
+    """See ``kernels.count_from``."""
+    keys = keys.to(torch.int64).contiguous()
+    counts = torch.empty_like(keys)
+    searched = _address("values", values), values.numel()
+    wanted = _address("keys", keys, torch.int64), keys.numel()
+    _guarded(EXTENSION.count_from, *searched, *wanted, counts.data_ptr(), chosen())
+    return counts
+
+
+# ---- indices and values -----------------------------------------------------------------------------
 
 
 def merge(
-    streams: Sequence[tuple[Tensor, Tensor]],
-    size: int,
-    within: Tensor | None = None,
-    *,
-    isa: str | None = None,
+    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels.merge``."""
     parts = [(*_entries(indices, values), indices.numel()) for indices, values in streams]
     room = sum(count for _, _, count in parts)
     indices, values = empty(room, torch.int64), empty(room, torch.float32)
-    ends = indices.data_ptr(), values.data_ptr(), isa or chosen()
+    ends = indices.data_ptr(), values.data_ptr(), chosen()
     if within is None:
-        count = guarded(EXTENSION.merge, parts, size, *ends)
+        count = _guarded(EXTENSION.merge, parts, size, *ends)
     else:
         places = _address("within", within, torch.int64), within.numel()
-        count = guarded(EXTENSION.merge_within, parts, size, *places, *ends)
+        count = _guarded(EXTENSION.merge_within, parts, size, *places, *ends)
     return indices[:count], values[:count]
 
 
@@ -187,32 +192,21 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
     positions = torch.empty_like(indices)
     searched = _address("indices", indices, torch.int64), indices.numel()
     wanted = _address("among", among, torch.int64), among.numel()
-    return positions[: guarded(EXTENSION.restrict_to, *searched, *wanted, positions.data_ptr())]
+    return positions[: _guarded(EXTENSION.restrict_to, *searched, *wanted, positions.data_ptr())]
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """See ``kernels.subtract_``."""
-    guarded(EXTENSION.subtract, *_places(dense, indices, values))
+    places = *_entries(indices, values), indices.numel()
+    _guarded(EXTENSION.subtract, _address("dense", dense), dense.numel(), *places)
     return dense
 
 
-def scatter_(
-    dense: Tensor, indices: Tensor, values: Tensor, *, threads: int | None = None
-) -> Tensor:
+def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """See ``kernels.scatter_``."""
-    places = _places(dense, indices, values)
-    guarded(EXTENSION.scatter, *places, _workers(dense.numel(), threads))
+    n, places = dense.numel(), (*_entries(indices, values), indices.numel())
+    _guarded(EXTENSION.scatter, _address("dense", dense), n, *places, _workers(n))
     return dense
-
-
-def count_from(values: Tensor, keys: Tensor, *, isa: str | None = None) -> Tensor:
-    """See ``kernels.count_from``."""
-    keys = keys.to(torch.int64).contiguous()
-    counts = torch.empty_like(keys)
-    addresses = _address("values", values), _address("keys", keys, torch.int64)
-    arguments = (addresses[0], values.numel(), addresses[1], keys.numel(), counts.data_ptr())
-    guarded(EXTENSION.count_from, *arguments, isa or chosen())
-    return counts
 
 
 def deal(indices: Tensor, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -232,6 +226,94 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
     return indices
 
 
+# ---- exchanges of packed messages, fused: see wire/parcels.py ----------------------------------------
+
+
+# the header with a count of 0 as two numbers; form of the values, their block; elements per owner
+Style = tuple[int, int, int, int, int]
+
+
+def deal_and_pack(
+    indices: Tensor,
+    values: Tensor,
+    world_size: int,
+    rank: int,
+    limit: int,
+    style: Style,
+    stride: int,
+) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
+    """Deal entries to owners and pack a message of at most ``stride`` bytes for each but ``rank``.
+
+    Returns:
+        A message per owner (empty for the rank itself), the values that arrive, and the rank's own
+        entries; None if a share has more than ``limit`` entries.
+
+    Raises:
+        ConfigurationError: indices do not ascend.
+    """
+    nnz = values.numel()
+    messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
+    arriving, own_values = empty(nnz, torch.float32), empty(nnz, torch.float32)
+    own_indices = empty(nnz, torch.int64)
+    mine = _guarded(
+        EXTENSION.deal_and_pack,
+        *_entries(indices, values),
+        nnz,
+        world_size,
+        rank,
+        limit,
+        style,
+        (messages.data_ptr(), stride, lengths.data_ptr()),
+        arriving.data_ptr(),
+        own_indices.data_ptr(),
+        own_values.data_ptr(),
+        chosen(),
+    )
+    if mine < 0:
+        return None
+    cut = [messages[i * stride : i * stride + n] for i, n in enumerate(lengths.tolist())]
+    return cut, arriving, (own_indices[:mine], own_values[:mine])
+
+
+def unpack_and_sum(
+    messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
+) -> tuple[Tensor, Tensor] | None:
+    """Sum messages and the entries of ``rank``, in rank order, and keep the k largest sums.
+
+    Returns:
+        Indices and values; None if a message is malformed.
+    """
+    own = rank, *_entries(indices, values), values.numel()
+    capacity = max(min(k, style[-1]), 0)
+    return _received(EXTENSION.unpack_and_sum, messages, (*own, style, k), capacity)
+
+
+def unpack_and_undeal(
+    messages: Sequence[Tensor], style: Style, size: int, k: int
+) -> tuple[Tensor, Tensor] | None:
+    """Join the messages of all owners to a vector of ``size`` elements, and keep its k largest.
+
+    Returns:
+        Indices and values; None if a message is malformed.
+    """
+    # C++ writes a tile whole, and then drops what ties at its end
+    tile: int = EXTENSION.slots_per_tile
+    capacity = min(size, max(k, 0) + tile, sum(message.numel() for message in messages))
+    return _received(EXTENSION.unpack_and_undeal, messages, (style, size, k), capacity)
+
+
+def _received(
+    kernel: Any, messages: Sequence[Tensor], arguments: tuple[object, ...], capacity: int
+) -> tuple[Tensor, Tensor] | None:
+    """Call a kernel that reads messages, with room for its entries."""
+    messages = [message.contiguous() for message in messages]
+    raw = [(_address("message", m, torch.uint8), m.numel()) for m in messages]
+    indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
+    room = indices.data_ptr(), values.data_ptr(), capacity
+    count = _guarded(kernel, raw, *arguments, room, chosen())
+    return None if count < 0 else (indices[:count], values[:count])
+
+
 # ---- passing tensors ------------------------------------------------------------------------------
 
 
@@ -244,11 +326,6 @@ def _address(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> i
     return tensor.data_ptr()
 
 
-def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate on the CPU, whatever the default dtype and device; unwritten memory costs nothing."""
-    return torch.empty(count, dtype=dtype, device="cpu")
-
-
 def _entries(indices: Tensor, values: Tensor) -> tuple[int, int]:
     if indices.dim() != 1 or indices.shape != values.shape:
         raise ConfigurationError(
@@ -258,32 +335,14 @@ def _entries(indices: Tensor, values: Tensor) -> tuple[int, int]:
     return _address("indices", indices, torch.int64), _address("values", values)
 
 
-def _places(dense: Tensor, indices: Tensor, values: Tensor) -> tuple[int, int, int, int, int]:
-    return _address("dense", dense), dense.numel(), *_entries(indices, values), indices.numel()
+def empty(count: int, dtype: torch.dtype) -> Tensor:
+    """Allocate on the CPU, whatever the default dtype and device; unwritten memory costs nothing."""
+    return torch.empty(count, dtype=dtype, device="cpu")
 
 
-def guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
+def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
     """Call a kernel that checks its arguments; what it refuses raises ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-
-
-def _workers(n: int, threads: int | None) -> int:
-    return max(1, min(threads or torch.get_num_threads(), n // _ELEMENTS_PER_THREAD))
-
-
-def _low(key: int) -> int:
-    """Return the key as an unsigned 32-bit number; zeros are never found."""
-    return min(max(key, 1), 1 << 31)
-
-
-def _collect(
-    run: Callable[[int, int, int, int], int], key: int, limit: int, workers: int
-) -> tuple[Tensor, Tensor] | None:
-    """Allocate for every worker, run the pass, and cut to the entries found."""
-    limit = max(limit, 0)
-    indices, values = (empty(workers * limit, t) for t in (torch.int64, torch.float32))
-    count = run(_low(key), limit, indices.data_ptr(), values.data_ptr())
-    return None if count < 0 else (indices[:count], values[:count])

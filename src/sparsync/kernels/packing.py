@@ -1,8 +1,7 @@
 """Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
 
-``pack`` and ``unpack`` are the entry points, which dispatch to C++ (``native/packing.cpp``) or Triton
-(``kernels/triton/packing.py``).  The other functions are the specification, in plain PyTorch on any
-device, to which both are bit-equal.
+``pack`` and ``unpack`` are the entry points, which dispatch to C++ (``native/packing.cpp``) or Triton.
+The other functions are the specification, in plain PyTorch on any device, to which both are bit-equal.
 
 Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
 as they are, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between
@@ -12,7 +11,7 @@ entries come first, the unary part follows on the next bit, zero bits fill the l
 
 from __future__ import annotations
 
-import importlib
+import sys
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.kernels import native, reference
-from sparsync.kernels.dispatch import backend_of
+from sparsync.kernels import backend_of, native, reference
 
 __all__ = [
     "BF16",
     "FP32",
     "INT8",
+    "in_blocks",
     "index_bits",
     "index_bytes",
     "low_bits",
@@ -34,6 +33,7 @@ __all__ = [
     "pack",
     "pack_indices",
     "pack_values",
+    "spread",
     "to_float32",
     "unordered",
     "unpack",
@@ -133,12 +133,9 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
 
 
 def _functions(tensor: Tensor) -> Any:
-    """Return the module whose functions take the tensor: native, Triton's packing, or this one."""
+    """Return the module whose functions take the tensor: native, Triton's, or this one."""
     backend = backend_of(tensor, dtype=tensor.dtype)
-    if backend is native:
-        return native
-    this = __name__ if backend is reference else f"{backend.__name__}.packing"
-    return importlib.import_module(this)
+    return sys.modules[__name__] if backend is reference else backend
 
 
 def _pack_natively(
@@ -260,13 +257,9 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
         return _to_bf16(values).view(torch.uint8)
     if form == FP32:
         return values.view(torch.uint8)
-    count = values.numel()
-    rows = -(-count // block)
-    blocks = values.new_zeros(rows * block)
-    blocks[:count] = values
-    blocks = blocks.view(rows, block)
+    blocks, count = in_blocks(values, block), values.numel()
     finite = blocks.isfinite()
-    peaks = torch.where(finite, blocks.abs(), 0.0).amax(1) if rows else values.new_empty(0)
+    peaks = torch.where(finite, blocks.abs(), 0.0).amax(1)
     # a tensor as divisor: by a number, CUDA multiplies with the rounded reciprocal
     scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
     divisors = torch.where(scales == 0, 1.0, scales)[:, None]
@@ -294,10 +287,21 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
     rows = -(-nnz // block)
     scales = view_as(packed[: 4 * rows], torch.float32)
     codes = packed[4 * rows :].view(torch.int8)
-    values = (
-        codes.to(torch.float32) * scales.repeat_interleave(block, output_size=rows * block)[:nnz]
-    )
+    values = codes.to(torch.float32) * spread(scales, block, nnz)
     return torch.where(codes == _NOT_FINITE, torch.nan, values)
+
+
+def in_blocks(values: Tensor, block: int) -> Tensor:
+    """Copy to `[rows, block]`, with zeros after the last value."""
+    count, rows = values.numel(), -(-values.numel() // block)
+    padded = values.new_zeros(rows * block)
+    padded[:count] = values
+    return padded.view(rows, block)
+
+
+def spread(scales: Tensor, block: int, count: int) -> Tensor:
+    """Return the scale of each of ``count`` values, of which ``block`` share one."""
+    return scales.repeat_interleave(block, output_size=scales.numel() * block)[:count]
 
 
 def view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,7 @@
 """The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit.
 
+``kernels/__init__.py`` describes the functions.
+
 Magnitudes are compared as the integer bits of ``|x|``.  That orders finite floats like ``abs``, puts
 Inf above them and NaN above Inf: a NaN is selected (and seen), never silently lost.
 """
@@ -16,8 +18,8 @@ from sparsync.errors import ConfigurationError
 
 __all__ = [
     "accumulate_",
-    "check_pair",
     "count_from",
+    "deal",
     "find",
     "key_range",
     "magnitude_keys",
@@ -26,6 +28,7 @@ __all__ = [
     "scatter_",
     "subtract_",
     "top",
+    "undeal",
 ]
 
 _INTEGER_OF = MappingProxyType(
@@ -41,37 +44,13 @@ _MANTISSA_BITS = MappingProxyType(
 )
 # elements that ``accumulate_`` copies at a time: on a GPU one launch, in a CPU's cache one round
 _BLOCK = 1 << 20
-
-
-def check_pair(residual: Tensor, gradient: Tensor) -> None:
-    """Raise unless ``accumulate_`` can swap the two.
-
-    Raises:
-        ConfigurationError: shapes, dtypes or devices differ, or one is not 1-D and contiguous.
-    """
-    for name, tensor in (("residual", residual), ("gradient", gradient)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ConfigurationError(
-                f"accumulate_: {name} has shape {tuple(tensor.shape)} and strides "
-                f"{tensor.stride()}; it must be 1-D and contiguous: pass a flat buffer"
-            )
-    if (residual.numel(), residual.dtype, residual.device) != (
-        gradient.numel(),
-        gradient.dtype,
-        gradient.device,
-    ):
-        raise ConfigurationError(
-            f"accumulate_: residual is {residual.numel()} x {residual.dtype} on {residual.device}, "
-            f"gradient {gradient.numel()} x {gradient.dtype} on {gradient.device}; they swap their "
-            "contents and must be alike: convert the gradient first"
-        )
+_LOW_32 = 0xFFFFFFFF
 
 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
     """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``."""
-    check_pair(residual, gradient)
     for start in range(0, residual.numel(), _BLOCK):
         new, old = residual[start : start + _BLOCK], gradient[start : start + _BLOCK]
         before = new.clone()
@@ -130,14 +109,7 @@ def key_range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
-
-    Ties go to the lower position.  Cost: a ``torch.topk`` over all n elements.
-
-    Example:
-        >>> top(torch.tensor([1.0, -3.0, 0.0, 1.0]), 2).tolist()
-        [0, 1]
-    """
+    """See ``kernels.top``.  Cost: a ``torch.topk`` over all n elements."""
     k = min(k, x.numel())
     if k <= 0:
         return torch.empty(0, dtype=torch.int64, device=x.device)
@@ -189,3 +161,24 @@ def _integer_of(dtype: torch.dtype) -> torch.dtype:
             f"{', '.join(str(d).removeprefix('torch.') for d in _INTEGER_OF)}"
         )
     return _INTEGER_OF[dtype]
+
+
+def deal(indices: Tensor, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Return order, local indices and counts: see ``kernels.deal``."""
+    group = indices // world_size
+    owner = (indices + _turn(group, world_size)) % world_size
+    order = torch.argsort(owner, stable=True)
+    return order, group[order], torch.bincount(owner, minlength=world_size).tolist()
+
+
+def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
+    """See ``kernels.undeal``."""
+    return local * world_size + (owner - _turn(local, world_size)) % world_size
+
+
+def _turn(group: Tensor, world_size: int) -> Tensor:
+    """Hash a group's number to ``[0, world_size)``: MurmurHash3's 32-bit finaliser."""
+    x = (group ^ (group >> 32)) & _LOW_32
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW_32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW_32
+    return ((x ^ (x >> 16)) * world_size) >> 32

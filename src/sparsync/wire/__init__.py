@@ -1,5 +1,9 @@
 """Wire formats: one codec per file; every message describes itself by the same header."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
@@ -10,6 +14,7 @@ from sparsync.wire.streams import StreamCodec
 from sparsync.wire.whole import Whole
 
 __all__ = [
+    "CODECS",
     "Codec",
     "Coo",
     "Encoded",
@@ -21,3 +26,19 @@ __all__ = [
     "StreamCodec",
     "Whole",
 ]
+
+# what the contracts check: a row per codec
+CODECS: Final[Mapping[str, Codec[Any]]] = MappingProxyType(
+    {
+        "coo": Coo(),
+        "packed": Packed(),
+        "packed, int8": Packed("int8"),
+        "packed, fp32": Packed("fp32"),
+        "whole": Whole(),
+        "qsgd": SparseQsgd(),
+        "qsgd, dense": Qsgd(),
+        "sign-mean": SignMean(),
+        "signs": Signs(),
+        "streams": StreamCodec(),
+    }
+)

@@ -20,7 +20,17 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.sparse import Vector
 from sparsync.transports.ledger import Framing, Parts
 
-__all__ = ["HEADER_BYTES", "LONG_HEADER_BYTES", "Codec", "Encoded", "Header", "MessageFraming"]
+__all__ = [
+    "HEADER_BYTES",
+    "LONG_HEADER_BYTES",
+    "Codec",
+    "Encoded",
+    "Header",
+    "MessageFraming",
+    "check_block",
+    "pack_codes",
+    "unpack_codes",
+]
 
 HEADER_BYTES = 8
 LONG_HEADER_BYTES = 16  # with the region's size and the codec's detail
@@ -30,6 +40,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})
 _SIZE_LIMIT = 1 << 32
 _SIZE_BITS = 48
+_BLOCK_LIMIT = 1 << 16  # what the header's detail can state
+_WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 V = TypeVar("V", bound=Vector)
 
@@ -128,25 +140,35 @@ class Codec(ABC, Generic[V]):
     Attributes:
         format: the codec's number in the header.
         exact: no value is ever rounded; a codec that rounds takes floating values only.
+        is_dense: a message has an entry per element.
         options: the legal values of the header's option.
         header_bytes: 8, or 16 with size and detail.
+        option: of the headers that this codec writes.
+        detail: likewise; where it is 0, no message has one.
     """
 
     format: ClassVar[int]
     exact: bool = False
+    is_dense: ClassVar[bool] = False
     options: ClassVar[tuple[int, ...]] = (0,)
     header_bytes: ClassVar[int] = HEADER_BYTES
+    option: int = 0
+    detail: int = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
 
     @abstractmethod
     def encode(self, vector: V) -> Encoded[V]:
-        """Encode a vector of any number of entries, 0 included."""
+        """Encode a vector of any number of entries, 0 included; the same values give the same bytes."""
 
     @abstractmethod
     def decode(self, payload: Tensor, size: int) -> V:
-        """Decode one whole message as a vector of ``size`` elements; checks every byte it uses."""
+        """Decode one whole message as a vector of ``size`` elements.
+
+        Raises:
+            WireFormatError: any byte is not as this codec writes it, or the message is of another size.
+        """
 
     @abstractmethod
     def layout(self, header: Header) -> Parts:
@@ -154,13 +176,14 @@ class Codec(ABC, Generic[V]):
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message."""
-        return Header(
-            self.format, dtype, nnz, size=size if self.header_bytes > HEADER_BYTES else None
-        )
+        entries = size if self.is_dense else nnz
+        if self.header_bytes == HEADER_BYTES:
+            return Header(self.format, dtype, entries, self.option)
+        return Header(self.format, dtype, entries, self.option, size, self.detail)
 
     def is_legal(self, header: Header) -> bool:
         """Tell whether this codec writes such headers; format, option and count have been checked."""
-        return True
+        return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
         """Return the codec for one message source and step: itself, unless it draws random numbers."""
@@ -261,7 +284,9 @@ class Codec(ABC, Generic[V]):
                 f"{buffer.numel()} bytes cannot hold the header of {name}, {self.header_bytes} bytes"
             )
         count, size = header.entries, header.size
-        sound = size is None or count <= size <= _SIZE_LIMIT
+        sound = size is None or (
+            count <= size <= _SIZE_LIMIT and (count == size or not self.is_dense)
+        )
         if not (sound and (self.exact or header.dtype.is_floating_point) and self.is_legal(header)):
             raise WireFormatError(
                 f"a message claims {count} entries of {size} elements of {header.dtype}, option "
@@ -273,7 +298,7 @@ class Codec(ABC, Generic[V]):
         """Check header and length of a whole message for ``size`` elements; return header and rest.
 
         Raises:
-            WireFormatError: as ``read_header``; of another length than it says, or for another region.
+            WireFormatError: a bad header, another length than it says, or another region.
         """
         header = self.read_header(payload)
         expected = self.layout(header).nbytes
@@ -288,6 +313,64 @@ class Codec(ABC, Generic[V]):
                 "cut the same regions?"
             )
         return header, payload[header.nbytes :]
+
+
+# ---- codes of few bits, and blocks that share a scale -----------------------------------------------
+
+
+def check_block(block: int) -> None:
+    """Raise unless the header can state so long a block.
+
+    Raises:
+        ConfigurationError: ``block`` is not in [1, 65535].
+    """
+    if not 1 <= block < _BLOCK_LIMIT:
+        raise ConfigurationError(
+            f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
+        )
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack the lowest 1, 2, 4 or 8 bits of uint8 ``codes``, the first code lowest in its byte.
+
+    Example:
+        >>> pack_codes(torch.tensor([1, 0, 3, 2, 1], dtype=torch.uint8), bits=2).tolist()
+        [177, 1]
+    """
+    each, count = 8 // bits, codes.numel()
+    padded = codes.new_zeros(-(-count // each) * each)
+    padded[:count] = codes & ((1 << bits) - 1)
+    words = padded.view(_WORDS[each])  # code i stands at bit 8 i: fold pairs, fours, halves
+    shift = 8 - bits
+    while 0 < shift < 4 * each:
+        words |= words >> shift
+        shift *= 2
+    return words.to(torch.uint8)
+
+
+def unpack_codes(raw: Tensor, bits: int, meanings: Tensor, count: int) -> Tensor:
+    """Return the meaning of ``count`` codes.
+
+    Args:
+        raw: of ``pack_codes``, of the right length.
+        bits: per code.
+        meanings: `[2 ** bits]` of every code.
+        count: number of codes.
+
+    Raises:
+        WireFormatError: bits are set after the last code.
+    """
+    each = 8 // bits
+    if count % each and int(raw[-1]) >> bits * (count % each):
+        raise WireFormatError(
+            f"a message of {count} quantised values has bits set after the last; it is corrupt"
+        )
+    octets = torch.arange(256, device=raw.device)[:, None]
+    codes = (octets >> torch.arange(0, 8, bits, device=raw.device)) & ((1 << bits) - 1)
+    return meanings[codes].index_select(0, raw.to(torch.int32)).flatten()[:count]
+
+
+# ---- framing ----------------------------------------------------------------------------------------
 
 
 @final

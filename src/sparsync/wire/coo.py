@@ -43,11 +43,7 @@ class Coo(Codec[SparseVector]):
         return Encoded(self.message(start, pack_words(vector.indices), vector.values), vector)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check count, order and range.
-
-        Raises:
-            WireFormatError: the payload is not a coo message for ``size`` elements.
-        """
+        """Decode and check count, order and range."""
         header, body = self.body(payload, size)
         middle = INDEX_BYTES * header.entries
         indices = unpack_words(body[:middle], size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, final
 
@@ -12,7 +13,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.kernels import packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header
+from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
 
 __all__ = ["Packed"]
 
@@ -24,10 +25,10 @@ _EXACT = MappingProxyType(
         "fp32": (torch.float32, torch.bfloat16, torch.float16),
     }
 )
-_BLOCK_LIMIT = 1 << 16
 
 
 @final
+@dataclass(eq=False)
 class Packed(Codec[SparseVector]):
     """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
 
@@ -62,21 +63,17 @@ class Packed(Codec[SparseVector]):
     options = tuple(_FORMS.values())
     header_bytes = LONG_HEADER_BYTES
 
-    def __init__(
-        self, values: Literal["bf16", "int8", "fp32"] = "bf16", *, block: int = 128
-    ) -> None:
-        if values not in _FORMS:
-            raise ConfigurationError(
-                f"values={values!r} is unknown; use one of {', '.join(_FORMS)}"
-            )
-        if not 1 <= block < _BLOCK_LIMIT:
-            raise ConfigurationError(
-                f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
-            )
-        self.values, self.block = values, block
+    values: Literal["bf16", "int8", "fp32"] = "bf16"
+    block: int = field(default=128, kw_only=True)
 
-    def __repr__(self) -> str:
-        return f"Packed(values={self.values!r}, block={self.block})"
+    def __post_init__(self) -> None:
+        if self.values not in _FORMS:
+            raise ConfigurationError(
+                f"values={self.values!r} is unknown; use one of {', '.join(_FORMS)}"
+            )
+        check_block(self.block)
+        self.option = _FORMS[self.values]
+        self.detail = self.block if self.option == packing.INT8 else 0
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Tell whether values of ``dtype`` arrive as they are."""
@@ -85,26 +82,15 @@ class Packed(Codec[SparseVector]):
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and rounded values."""
         start, size = self.start(vector), vector.size
-        style = _FORMS[self.values], self.block
-        payload, rounded = packing.pack(start, vector.indices, vector.values, size, *style)
+        style = size, self.option, self.block
+        payload, rounded = packing.pack(start, vector.indices, vector.values, *style)
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check every bit but the values', which may be anything.
-
-        Raises:
-            WireFormatError: the payload is not a packed message for ``size`` elements.
-        """
+        """Decode and check every bit but the values', which may be anything."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
-
-    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
-        """Return the header of a message: the form of values as option, int8's block as detail."""
-        form = _FORMS[self.values]
-        return Header(
-            self.format, dtype, nnz, form, size, self.block if form == packing.INT8 else 0
-        )
 
     def is_legal(self, header: Header) -> bool:
         """Tell whether there is a block length exactly where values are int8."""

@@ -1,20 +1,23 @@
-"""Parcels: one message per owner at a time, for elements that are dealt (``kernels/dealing.py``).
+"""Parcels: one message per owner at a time, for elements that are dealt (``kernels.deal``).
 
-Three compositions of a codec with dealing and merging.  For packed float32 on the CPU each is one
-pass in C++ (``kernels/fused.py``), bit-equal.
+Three compositions of a codec with dealing and merging.  For packed float32 on the CPU each is one pass
+in C++ (``native/exchange.cpp``), bit-equal: eight ranks that share two cores spend more time on the
+intermediate tensors than on anything else.  Where C++ finds a share that exceeds its message, or a
+malformed message (whose error the codec knows how to word), the composition does it again.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import WireFormatError
-from sparsync.kernels import fused
+from sparsync.kernels import native
 from sparsync.sparse import SparseVector
 from sparsync.wire.base import Codec
 from sparsync.wire.packed import Packed
@@ -57,12 +60,13 @@ def encode_dealt(
         ([0, 24], 2)
     """
     width = -(-vector.size // world_size)
-    if isinstance(codec, Packed):
-        pair, style = (vector.indices, vector.values), _style(codec, width)
-        packed = fused.deal_and_pack(*pair, world_size, rank, limit, style)
+    if _in_cpp(codec, vector):
+        pair = vector.indices.contiguous(), vector.values.contiguous()
+        most = min(limit, vector.nnz, width)
+        stride, style = codec.nbytes(most, width), _style(codec, width)
+        packed = native.deal_and_pack(*pair, world_size, rank, most, style, stride)
         if packed is not None:
-            own = SparseVector(packed.own_indices, packed.own_values, width)
-            return Parcels(packed.messages, packed.arriving, own)
+            return Parcels(packed[0], packed[1], SparseVector(*packed[2], width))
     dealt = kernels.deal(vector.indices, world_size)
     values = vector.values[dealt.order]
     seen = torch.zeros_like(values)
@@ -100,9 +104,9 @@ def decode_sum(
     Raises:
         WireFormatError: a message is malformed.
     """
-    if isinstance(codec, Packed):
-        style = _style(codec, own.size)
-        summed = fused.unpack_and_sum(messages, rank, own.indices, own.values, style, k)
+    if _in_cpp(codec, own, messages):
+        pair = own.indices.contiguous(), own.values.contiguous()
+        summed = native.unpack_and_sum(messages, rank, *pair, _style(codec, own.size), k)
         if summed is not None:
             return SparseVector(*summed, own.size)
     device = own.values.device
@@ -129,8 +133,8 @@ def decode_undealt(
         WireFormatError: a message is malformed, or names an element beyond ``size``.
     """
     width, device = -(-size // len(messages)), like.values.device
-    if isinstance(codec, Packed):
-        joined = fused.unpack_and_undeal(messages, like.values, _style(codec, width), size, k)
+    if _in_cpp(codec, like, messages):
+        joined = native.unpack_and_undeal(messages, _style(codec, width), size, k)
         if joined is not None:
             return SparseVector(*joined, size)
     pieces = []
@@ -146,7 +150,20 @@ def decode_undealt(
     return SparseVector.merge(pieces).top(k)
 
 
-def _style(codec: Packed, width: int) -> fused.Style:
-    """Return the style of messages of float32 values for regions of ``width`` elements."""
+def _in_cpp(
+    codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
+) -> TypeGuard[Packed]:
+    """Tell whether C++ has the codec, and takes the tensors."""
+    return (
+        isinstance(codec, Packed)
+        and kernels.backend_of(vector.values) is native
+        and kernels.backend_of(vector.indices, dtype=torch.int64) is native
+        and all(message.is_cpu and message.dtype == torch.uint8 for message in messages)
+    )
+
+
+def _style(codec: Packed, width: int) -> native.Style:
+    """Return how C++ writes messages of float32 values for regions of ``width`` elements."""
     header = codec.header(0, width, torch.float32)
-    return fused.Style(header.pack(), header.option, header.detail, width)
+    first, second = struct.unpack("<2Q", header.pack())
+    return first, second, header.option, header.detail, width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, final
@@ -25,6 +26,7 @@ _LAYER_LIMIT = 1 << 16
 
 
 @final
+@dataclass(eq=False)
 class SignMean(Codec[SparseVector]):
     """Header, a count and a mean per layer, indices: see ``docs/wire-format.md``.
 
@@ -58,22 +60,22 @@ class SignMean(Codec[SparseVector]):
     options = tuple(_FORMS.values())
     header_bytes = LONG_HEADER_BYTES
 
-    def __init__(
-        self, indices: Literal["coo", "packed"] = "coo", layers: Sequence[int] | None = None
-    ) -> None:
-        if indices not in _FORMS:
+    indices: Literal["coo", "packed"] = "coo"
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.indices not in _FORMS:
             raise ConfigurationError(
-                f"indices={indices!r} is unknown; use one of {', '.join(_FORMS)}"
+                f"indices={self.indices!r} is unknown; use one of {', '.join(_FORMS)}"
             )
+        layers = None if self.layers is None else tuple(self.layers)
         if layers is not None and not (0 < len(layers) < _LAYER_LIMIT and min(layers) >= 0):
             raise ConfigurationError(
                 f"{len(layers)} layers of {min(layers, default=0)} or more elements do not fit one "
                 f"message; give the sizes (>= 0) of 1 to {_LAYER_LIMIT - 1} layers"
             )
-        self.indices, self.layers = indices, None if layers is None else tuple(layers)
-
-    def __repr__(self) -> str:
-        return f"SignMean(indices={self.indices!r}, layers={self.layers})"
+        self.layers, self.option = layers, _FORMS[self.indices]
+        self.detail = 1 if layers is None else len(layers)
 
     def for_layers(self, sizes: Sequence[int]) -> SignMean:
         """Return a codec with a mean for each layer."""
@@ -91,16 +93,11 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check every bit but the means', which may be anything where entries are.
-
-        Raises:
-            WireFormatError: the payload is not a sign-mean message for ``size`` elements in these
-                layers.
-        """
+        """Decode and check every bit but the means', which may be anything where entries are."""
         header, body = self.body(payload, size)
-        if header.detail != self._layer_count:
+        if header.detail != self.detail:
             raise WireFormatError(
-                f"a message has {header.detail} layers, expected {self._layer_count}; do all ranks "
+                f"a message has {header.detail} layers, expected {self.detail}; do all ranks "
                 "fuse the same layers?"
             )
         middle = (_COUNT_BYTES + _MEAN_BYTES) * header.detail
@@ -121,14 +118,6 @@ class SignMean(Codec[SparseVector]):
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
-    def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
-        """Return the header of a message: the form of indices as option, layers as detail."""
-        return Header(self.format, dtype, nnz, _FORMS[self.indices], size, self._layer_count)
-
-    def is_legal(self, header: Header) -> bool:
-        """Tell whether there are layers."""
-        return header.detail > 0
-
     def layout(self, header: Header) -> Parts:
         """Return 16 bytes of header, 4 per layer's count; indices; 4 per layer's mean."""
         _, _, nnz, form, size, layers = header
@@ -138,10 +127,6 @@ class SignMean(Codec[SparseVector]):
             index=packing.index_bytes(nnz, size) if form == _FORMS["packed"] else INDEX_BYTES * nnz,
             value=_MEAN_BYTES * layers,
         )
-
-    @property
-    def _layer_count(self) -> int:
-        return 1 if self.layers is None else len(self.layers)
 
     def _counts(self, indices: Tensor, size: int) -> Tensor:
         """Return how many of the ascending indices lie in each layer."""

@@ -90,11 +90,7 @@ class StreamCodec(Codec[Vector]):
         return Encoded(encoded.payload, encoded.decoded)
 
     def decode(self, payload: Tensor, size: int) -> Vector:
-        """Decode one whole message as a vector of ``size`` elements.
-
-        Raises:
-            WireFormatError: the message is malformed or of neither codec.
-        """
+        """Decode one whole message as a vector of ``size`` elements, in the form that it has."""
         return self._codec_of(Header.read(payload)).decode(payload, size)
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:

@@ -33,6 +33,7 @@ class Whole(Codec[DenseVector]):
     """
 
     format = 3
+    is_dense = True
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype, self.exact = dtype, dtype is None
@@ -51,11 +52,7 @@ class Whole(Codec[DenseVector]):
         return Encoded(self.message(start, sent), DenseVector(sent.to(values.dtype)))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode and check the count; values have the dtype that travelled.
-
-        Raises:
-            WireFormatError: the payload is not a dense message of ``size`` elements.
-        """
+        """Decode and check the count; values have the dtype that travelled."""
         header, body = self.body(payload, size)
         if header.entries != size:
             raise WireFormatError(
@@ -65,8 +62,8 @@ class Whole(Codec[DenseVector]):
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
-        """Return the header of a message of ``size`` values."""
-        return Header(self.format, self.dtype or dtype, size)
+        """Return the header of a message, with the dtype that travels."""
+        return super().header(nnz, size, self.dtype or dtype)
 
     def layout(self, header: Header) -> Parts:
         """Return 8 bytes of header and the dtype's width per element."""

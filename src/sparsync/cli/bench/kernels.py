@@ -238,12 +238,10 @@ def backend_of(device: str) -> Backend:
     """Return the backend of "cpu" or "cuda"; torch's operations where no other is installed."""
     if device == "cpu":
         return Backend(native.chosen(), kernels, _Native(packing))
-    triton = importlib.import_module(
-        "sparsync.kernels.triton"
-    )  # takes a while: only where it is used
+    # takes a while: only where it is used
+    triton = importlib.import_module("sparsync.kernels.triton")
     if triton.installed():
-        loops = importlib.import_module("sparsync.kernels.triton.packing")
-        return Backend("triton", triton, Messages(loops))
+        return Backend("triton", triton, Messages(triton))
     return Backend("torch", specification, Messages(packing))
 
 

@@ -1,7 +1,9 @@
-"""The hot loops on a CUDA device: the functions of ``kernels/reference.py`` for float32, in Triton.
+"""The hot loops and packing on a CUDA device, for float32, in Triton.
 
-Bit-equal to the specification.  Where the data decide how long a result is, the host waits once, to read
-that length; nothing else waits for the device.  Arguments are contiguous and on one device.
+``kernels/__init__.py`` and ``kernels/packing.py`` describe the functions; these are bit-equal to the
+specification.  Where the data decide how long a result is, the host waits once, to read that length, and
+once per message for the check of unpacked indices; nothing else waits for the device.  Arguments are
+contiguous and on one device.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sparsync.kernels import packing
+from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
+from sparsync.kernels.reference import deal, undeal
 from sparsync.kernels.triton import device
 from sparsync.kernels.triton.language import BLOCK, blocks_of, cover, installed, launch
 
@@ -19,13 +24,19 @@ __all__ = [
     "BLOCK",
     "accumulate_",
     "count_from",
+    "deal",
     "find",
     "installed",
     "merge",
+    "pack_indices",
+    "pack_values",
     "restrict",
     "scatter_",
     "subtract_",
     "top",
+    "undeal",
+    "unpack_indices",
+    "unpack_values",
 ]
 
 # the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
@@ -38,11 +49,7 @@ _COUNTING_PROGRAMS: Final = 512
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
-
-    Returns:
-        The new residual's entries of ``magnitude_keys >= max(key, 1)``; None without a key, or if more
-        than ``limit`` reach it.
+    """See ``kernels.accumulate_``.
 
     Cost: one pass that reads and writes both; with a key, another that reads the residual, and one
     host synchronisation.
@@ -54,10 +61,7 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Find the entries of ``magnitude_keys >= max(key, 1)``; None if there are more than ``limit``.
-
-    Cost: two readings of x, one host synchronisation.
-    """
+    """See ``kernels.find``.  Cost: two readings of x, one host synchronisation."""
     n, floor = x.numel(), max(key, 1)
     counts = x.new_empty(blocks_of(n), dtype=torch.int32)
     cover(device.count_above, n, _bits(x), counts, n, floor)
@@ -78,18 +82,10 @@ def _compact(
     return indices, values
 
 
-def top(x: Tensor, k: int, *, nonzero: bool = False) -> Tensor:
-    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
+def top(x: Tensor, k: int) -> Tensor:
+    """See ``kernels.top``.  A radix select finds the k-th largest key, digit by digit.
 
-    Ties go to the lower position.  A radix select finds the k-th largest key, digit by digit.
-
-    Args:
-        x: `[n]` float32.
-        k: number of positions asked for.
-        nonzero: promise that no element is zero, as in what ``find`` returns: then the length of the
-            result is known, and the host does not wait.
-
-    Cost: six readings of x, no sort; one host synchronisation without ``nonzero``.
+    Cost: six readings of x, no sort; one host synchronisation.
     """
     n, k = x.numel(), max(min(k, x.numel()), 0)
     positions = x.new_empty(k, dtype=torch.int64)
@@ -101,7 +97,7 @@ def top(x: Tensor, k: int, *, nonzero: bool = False) -> Tensor:
     cover(device.count_top, n, bits, state, counts, n)
     length = x.new_empty(1, dtype=torch.int64)
     cover(device.compact_top, n, bits, state, counts.cumsum(1), positions, length, n)
-    return positions if nonzero else positions[: int(length)]
+    return positions[: int(length)]  # the host waits here
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
@@ -110,9 +106,8 @@ def _kth(bits: Tensor, k: int) -> Tensor:
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    state = bits.new_zeros(
-        2, dtype=torch.int64
-    )  # the key's digits so far; how many are wanted of it
+    # the key's digits so far; how many are wanted of it
+    state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):
         arguments = (bits, state, histogram, n, rounds)
@@ -124,7 +119,7 @@ def _kth(bits: Tensor, k: int) -> Tensor:
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
+    """See ``kernels.merge``.
 
     One launch per stream adds it to a dense vector: within a stream no index occurs twice, and
     launches run in order, so nothing is added atomically.
@@ -144,10 +139,7 @@ def merge(
 
 
 def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """Return the positions within ``indices`` of those that occur in ``among``; both ascend.
-
-    Cost: a binary search per index, one host synchronisation.
-    """
+    """See ``kernels.restrict``.  Cost: a binary search per index, one host synchronisation."""
     n, others = indices.numel(), among.numel()
     members = indices.new_empty(n, dtype=torch.int32)
     counts = indices.new_empty(blocks_of(n), dtype=torch.int32)
@@ -160,12 +152,12 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``."""
+    """See ``kernels.subtract_``."""
     return _scatter(dense, indices, values, sign=-1)
 
 
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense = 0; dense[indices] = values``, in place: a memset and a launch.  Returns ``dense``."""
+    """See ``kernels.scatter_``.  Cost: a memset and a launch."""
     return _scatter(dense.zero_(), indices, values, sign=0)
 
 
@@ -176,10 +168,7 @@ def _scatter(dense: Tensor, indices: Tensor, values: Tensor, sign: int) -> Tenso
 
 
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
-
-    Cost: a binary search and at most one integer atomic per value; nothing waits.
-    """
+    """See ``kernels.count_from``.  Cost: a binary search and at most one integer atomic per value."""
     n, bins = values.numel(), keys.numel()
     largest_reached = values.new_zeros(bins, dtype=torch.int64)  # how often each key is that
     arguments = (_bits(values), keys.to(torch.int64), largest_reached, n, bins, bins.bit_length())
@@ -189,3 +178,66 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
+
+
+# ---- packing --------------------------------------------------------------------------------------
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    """See ``kernels.packing.pack_indices``."""
+    nnz = indices.numel()
+    low, bits = packing.low_bits(nnz, size), packing.index_bits(nnz, size)
+    words = indices.new_zeros(bits // 32 + 2, dtype=torch.int32)
+    cover(device.encode_indices, nnz, indices, words, nnz, low, nnz * low)
+    return words.view(torch.uint8)[: (bits + 7) // 8]
+
+
+def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
+    """See ``kernels.packing.unpack_indices``."""
+    low = packing.low_bits(nnz, size)
+    first, end = nnz * low, 8 * packed.numel()  # padding counts as unary, as in the specification
+    counts = packed.new_empty(blocks_of(end - first), dtype=torch.int32)
+    cover(device.count_ones, end - first, packed, counts, first, end)
+    ends, indices = counts.cumsum(0), packed.new_zeros(nnz, dtype=torch.int64)
+    cover(device.decode_indices, end - first, packed, ends, indices, first, end, nnz, low)
+    disorder = (indices.diff() <= 0).sum() + (indices[-1:] >= size).sum()
+    ones, wrong = torch.stack([counts.sum(), disorder]).tolist()  # the host waits here
+    if ones != nnz:
+        raise packing.miscounted(nnz, ones)
+    if wrong:
+        raise packing.unordered(size)
+    return indices
+
+
+def pack_values(values: Tensor, form: int, block: int) -> Tensor:
+    """See ``kernels.packing.pack_values``."""
+    n = values.numel()
+    if form == packing.FP32:
+        return values.view(torch.uint8)
+    packed = values.new_empty(packing.value_bytes(n, form, block), dtype=torch.uint8)
+    if form == packing.BF16:
+        cover(device.encode_bf16, n, values.view(torch.int32), packed.view(torch.int16), n)
+        return packed
+    rows = -(-n // block)
+    scales, codes = packed[: 4 * rows].view(torch.float32), packed[4 * rows :].view(torch.int8)
+    width = 1 << (block - 1).bit_length()  # what a program sees is as wide as a power of two
+    height = max(BLOCK // width, 1)
+    arguments = (values, scales, codes, n, block, _LEVELS, _LARGEST_SCALE, _NOT_FINITE)
+    launch(device.encode_int8, -(-rows // height), *arguments, ROWS=height, WIDTH=width)
+    return packed
+
+
+def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
+    """See ``kernels.packing.unpack_values``."""
+    if form == packing.FP32:
+        return packing.view_as(packed, torch.float32)
+    values = packed.new_empty(nnz, dtype=torch.float32)
+    if form == packing.BF16:
+        rounded = packing.view_as(packed, torch.int16)
+        cover(device.decode_bf16, nnz, rounded, values.view(torch.int32), nnz)
+        return values
+    rows = -(-nnz // block)
+    scales = packing.view_as(packed[: 4 * rows], torch.float32)
+    codes = packed[4 * rows :].view(torch.int8)
+    cover(device.decode_int8, nnz, scales, codes, values, nnz, block, _NOT_FINITE)
+    return values

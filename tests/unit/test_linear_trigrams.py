@@ -63,19 +63,6 @@ def test_every_run_of_lines_is_a_sample_with_its_label(make):
     assert np.allclose(shard.features.power(2).sum(axis=1), 1)
 
 
-def test_entries_are_roots_of_counts():
-    texts = [b"abcabcabd", b"xyz", b"    "]
-    content = np.frombuffer(b"".join(texts), dtype=np.uint8)
-    stops = np.cumsum([len(text) for text in texts])
-    starts = stops - [len(text) for text in texts]
-    indptr, indices, values = hash_trigrams(content, starts, stops, 2**31 - 1)
-    assert indptr.tolist() == [0, 4, 5, 6]
-    squares = np.sort(values[:4].astype(float) ** 2 * 7).round(5)
-    assert squares.tolist() == [1, 2, 2, 2]  # abd; abc, bca, cab
-    assert values[4:].tolist() == [1, 1]
-    assert all((np.diff(indices[a:b]) > 0).all() for a, b in pairwise(indptr))
-
-
 @pytest.mark.parametrize("dimensions", [1, 7, 1_000])
 def test_columns_that_collide_are_one_entry(make, dimensions):
     matrix = make(dimensions=dimensions).features
@@ -93,10 +80,8 @@ def test_the_hash_spreads_trigrams_as_chance_does():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 30])
-@pytest.mark.parametrize("cached", [False, True])
-def test_shards_together_are_the_whole(make, tmp_path, world_size, cached):
-    cache = tmp_path / "cache" if cached else None
-    shards = [make(rank=r, world_size=world_size, cache=cache) for r in range(world_size)]
+def test_shards_together_are_the_whole(make, world_size):
+    shards = [make(rank=r, world_size=world_size) for r in range(world_size)]
     assert [row for shard in shards for row in rows_of(shard)] == rows_of(make())
     assert [s.first_row for s in shards] == list(
         np.cumsum([0, *(len(s.labels) for s in shards[:-1])])
@@ -129,23 +114,6 @@ def test_without_a_name_packages_are_told_from_modules(make, root):
     assert make(positive=None).labels.tolist().count(1) == 100
 
 
-def test_the_second_start_reads_no_source(make, tmp_path, root, monkeypatch):
-    first = rows_of(make(cache=tmp_path / "cache"))
-    monkeypatch.setattr(trigrams, "_content", lambda file: pytest.fail("read again"))
-    assert rows_of(make(cache=tmp_path / "cache")) == first
-    monkeypatch.undo()
-    (root / "m.py").write_text("another = 1\n" * 20)
-    assert rows_of(make(cache=tmp_path / "cache")) == rows_of(make()) != first
-
-
-@pytest.mark.parametrize(
-    "changed", [{"lines": 4}, {"seed": 1}, {"positive": "beta"}, {"dimensions": 999}]
-)
-def test_a_cache_serves_only_its_own_arguments(make, tmp_path, changed):
-    make(cache=tmp_path)
-    assert rows_of(make(cache=tmp_path, **changed)) == rows_of(make(**changed))
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -165,12 +133,6 @@ def test_what_cannot_be_made_is_refused(make, changed, message):
 def test_a_folder_without_sources_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="there is none"):
         trigram_shard(root=tmp_path)
-
-
-def test_progress_runs_to_one(make):
-    seen = []
-    make(progress=seen.append)
-    assert seen == sorted(seen) and seen[-1] == 1 and len(seen) == 6
 
 
 def test_the_hash_is_the_same_everywhere():

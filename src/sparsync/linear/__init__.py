@@ -6,19 +6,26 @@
                                             |
                      a sparse gradient, or sparse updates, through a lossless collective
 
-Needs SciPy; the estimator scikit-learn, too: ``pip install 'sparsync[linear]'``.
+Needs SciPy and scikit-learn: ``pip install 'sparsync[linear]'``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from sparsync.errors import ConfigurationError
+
+if None in (importlib.util.find_spec("scipy"), importlib.util.find_spec("sklearn")):
+    raise ConfigurationError(
+        "linear models on sparse data need scipy and scikit-learn: pip install 'sparsync[linear]'"
+    )
+
+from sparsync.linear.data import Shard, load_shard
 from sparsync.linear.problem import Penalty, Problem, loss_named
-from sparsync.linear.rows import Shard
 from sparsync.linear.scd import Scd
 from sparsync.linear.sgd import Sgd
 from sparsync.linear.solver import Evaluation, Schedule
-from sparsync.linear.svmlight import load_shard
 from sparsync.linear.trigrams import trigram_shard
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the estimator, and with it scikit-learn, where it is asked for."""
+    """Import the estimator, and with it scikit-learn (a second), where it is asked for."""
     if name != "SparseLinearClassifier":
         raise AttributeError(f"module 'sparsync.linear' has no attribute {name!r}")
     from sparsync.linear.estimator import SparseLinearClassifier

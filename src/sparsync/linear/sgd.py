@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -17,7 +18,7 @@ from sparsync.linear.products import Products
 from sparsync.linear.solver import Meter, Schedule, Solver
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Flight, Operation
+from sparsync.transports.driver import Operation
 
 __all__ = ["Background", "InFlight", "Sgd"]
 
@@ -155,8 +156,8 @@ class InFlight:
         comm: the group; while exchanges are under way, nobody else may use it.
         make_collective: builds what sums; called once per channel.
         staleness: how many exchanges stay under way when a step ends.
-        background: runs them during the computation; None: they advance only while this rank waits
-            for the oldest (always so in the simulator, whose clock charges no computation).
+        background: runs them during the computation; None: each runs when its result is waited for
+            (always so in the simulator, whose clock charges no computation).
 
     State: the exchanges, and that of the collectives.
     """
@@ -173,34 +174,30 @@ class InFlight:
         self.staleness, self.background = staleness, background
         self._channels = [comm.channel(comm.tag + i) for i in range(staleness + 1)]
         self._collectives = [make_collective() for _ in self._channels]
-        self._flight = Flight()
-        self._pending: deque[Future[Reduced]] = deque()
+        self._pending: deque[Callable[[], Coroutine[Any, None, Reduced]]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def start(self, vector: Vector, step: int, k: int | None = None) -> None:
-        """Send a vector on its way; ``k`` as in ``Collective.reduce``, default: its size."""
+    def start(self, vector: Vector, step: int) -> None:
+        """Send a vector on its way."""
         assert len(self) <= self.staleness, "await the oldest first"
         slot = step % (self.staleness + 1)
-        k = vector.size if k is None else k
-        program: Coroutine[Any, None, Reduced]
-        program = self._collectives[slot].reduce(self._channels[slot], vector, k, step)
-        if self.background is not None:
-            self._pending.append(self.background.submit(program))
-            return
-        future: Future[Reduced] = Future()
-        self._pending.append(future)
-        self._flight.start(program, future.set_result)
+        reduce, channel = self._collectives[slot].reduce, self._channels[slot]
+        program = partial(reduce, channel, vector, vector.size, step)
+        if self.background is None:
+            self._pending.append(program)
+        else:
+            self._pending.append(partial(_arrival, self.background.submit(program())))
 
     async def oldest(self) -> Reduced:
         """Return the oldest exchange's result when it is there."""
-        future = self._pending.popleft()
-        if self.background is not None:
-            await _Arrival(future)
-        while not future.done():
-            await self._flight.turn()
-        return future.result()
+        return await self._pending.popleft()()
+
+
+async def _arrival(future: Future[Reduced]) -> Reduced:
+    await _Arrival(future)
+    return future.result()
 
 
 @final

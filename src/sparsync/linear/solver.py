@@ -26,14 +26,12 @@ SCHEDULES = ("constant", "1/t", "1/sqrt(t)", "step")
 class Schedule:
     """The learning rate of every step.
 
-    With t = step / period, steps counted from 0: constant: ``lr``;  1/t: ``lr / (1 + t)``;  1/sqrt(t):
-    ``lr / sqrt(1 + t)``;  step: ``lr * factor ** floor(t)``.
+    With t in epochs, counted from 0: constant: ``lr``;  1/t: ``lr / (1 + t)``;  1/sqrt(t):
+    ``lr / sqrt(1 + t)``;  step: ``lr / 2 ** floor(t)``.
 
     Attributes:
         name: one of ``SCHEDULES``.
         lr: the first learning rate.
-        period: in steps; None: an epoch's.
-        factor: of "step", in (0, 1].
 
     Example:
         >>> schedule = Schedule("1/t", lr=1.0)
@@ -43,8 +41,6 @@ class Schedule:
 
     name: str = "constant"
     lr: float = 1.0
-    period: int | None = None
-    factor: float = 0.5
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
@@ -53,19 +49,15 @@ class Schedule:
             )
         if not 0 < self.lr < math.inf:
             raise ConfigurationError(f"lr is {self.lr}; give a number > 0")
-        if self.period is not None and self.period < 1:
-            raise ConfigurationError(f"period is {self.period}; give at least 1 step")
-        if not 0 < self.factor <= 1:
-            raise ConfigurationError(f"factor is {self.factor}; give a number in (0, 1]")
 
     def rate(self, step: int, epoch_steps: int) -> float:
         """Return the learning rate of a 0-based step."""
-        time = step / (self.period or max(epoch_steps, 1))
+        time = step / max(epoch_steps, 1)
         if self.name == "1/t":
             return self.lr / (1 + time)
         if self.name == "1/sqrt(t)":
             return self.lr / math.sqrt(1 + time)
-        return self.lr * self.factor ** math.floor(time) if self.name == "step" else self.lr
+        return self.lr / 2 ** math.floor(time) if self.name == "step" else self.lr
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,14 @@ download.  A sample is a run of lines of one file; its label says which package 
 from __future__ import annotations
 
 import sysconfig
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_matrix, vstack  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError
-from sparsync.linear.cache import PartStore
-from sparsync.linear.rows import Rows, Shard, row_range
+from sparsync.linear.data import Shard, row_range
 
 __all__ = ["SHORTEST", "URL_DIMENSIONS", "drawn_order", "hash_trigrams", "trigram_shard"]
 
@@ -27,7 +23,7 @@ SHORTEST = 3  # bytes that make a trigram
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NEWLINE = 10
-_PART_ROWS = 4_096  # rows that are hashed, and cached, together: some 60 MB of working memory
+_PART_ROWS = 4_096  # rows that are hashed together: some 60 MB of working memory
 _MAX_DIMENSIONS = (1 << 31) - 1  # columns are int32
 _FAIR_SHARE = 0.2  # of all bytes: with less (some systems ship stubs of it) ``test`` is no class
 
@@ -42,8 +38,6 @@ def trigram_shard(
     lines: int = 16,
     seed: int = 0,
     root: Path | None = None,
-    cache: Path | None = None,
-    progress: Callable[[float], None] | None = None,
 ) -> Shard:
     """Make this rank's rows of the trigram data set; a rank hashes no others.
 
@@ -62,13 +56,11 @@ def trigram_shard(
         lines: of a sample.
         seed: of the order.
         root: folder of the sources; default: this Python's standard library.
-        cache: folder to keep the rows in, so that the next start maps them; default: none.
-        progress: called with the fraction of the rank's rows that is made.
 
     Raises:
         ConfigurationError: there are fewer rows, or nothing from ``positive``.
 
-    Cost: reading the sources (30 MB), then about 5 million trigrams per second and core, once.
+    Cost: reading the sources (30 MB), then about 5 million trigrams per second and core.
 
     Example:
         >>> shard = trigram_shard(rows=1_000, rank=1, world_size=4, lines=40)
@@ -79,23 +71,24 @@ def trigram_shard(
         raise ConfigurationError(f"dimensions {dimensions}; expected 1 to {_MAX_DIMENSIONS:,}")
     if lines < 1:
         raise ConfigurationError(f"lines {lines}; expected at least 1")
-    library = _Library(root or Path(sysconfig.get_path("stdlib")), lines, positive, seed)
-    make = _Maker(library, dimensions, _store(library, dimensions, cache) if cache else None)
-    total = make.rows_total if rows is None else rows
-    if not 0 < total <= make.rows_total:
+    root = root or Path(sysconfig.get_path("stdlib"))
+    samples = _samples(root, lines, positive, seed)
+    known = len(samples.labels)
+    total = known if rows is None else rows
+    if not 0 < total <= known:
         raise ConfigurationError(
-            f"rows {total}; the sources in {library.root} give {make.rows_total:,} samples of "
+            f"rows {total}; the sources in {root} give {known:,} samples of "
             f"{lines} lines: ask for no more, or take fewer lines"
         )
     first, stop = row_range(total, rank=rank, world_size=world_size)
-    parts = []
-    for part in range(first // _PART_ROWS, -(-stop // _PART_ROWS) if first < stop else 0):
-        start = part * _PART_ROWS
-        parts.append(make(part, max(first - start, 0), min(stop - start, _PART_ROWS)))
-        if progress:
-            progress((min(start + _PART_ROWS, stop) - first) / (stop - first))
-    own = Rows.join(parts)
-    return Shard(own.to_csr(dimensions), own.labels.astype(np.float32), total, first)
+    parts = [csr_matrix((0, dimensions), dtype=np.float32)]
+    for start in range(first, stop, _PART_ROWS):
+        part = slice(start, min(start + _PART_ROWS, stop))
+        starts, stops = samples.starts[part], samples.stops[part]
+        indptr, indices, values = hash_trigrams(samples.content, starts, stops, dimensions)
+        parts.append(csr_matrix((values, indices, indptr), (len(starts), dimensions)))
+    labels = samples.labels[first:stop].astype(np.float32)
+    return Shard(vstack(parts, format="csr"), labels, total, first)
 
 
 class _Samples(NamedTuple):
@@ -107,94 +100,39 @@ class _Samples(NamedTuple):
     labels: np.ndarray  # -1 or +1
 
 
-@dataclass(frozen=True)
-class _Library:
-    """The sources, and how samples are made of them."""
-
-    root: Path
-    lines: int
-    positive: str | None
-    seed: int
-
-    @cached_property
-    def files(self) -> list[tuple[tuple[str, ...], Path]]:
-        """Every source file, preceded by the parts of its path, sorted by these."""
-        found = ((file.relative_to(self.root).parts, file) for file in self.root.rglob("*.py"))
-        return sorted((parts, file) for parts, file in found if not _INSTALLED & {*parts})
-
-    def state(self) -> str:
-        """Name the state of the sources."""
-        stats = [(parts, file.stat()) for parts, file in self.files if file.is_file()]
-        known = [("/".join(parts), stat.st_size, stat.st_mtime_ns) for parts, stat in stats]
-        return f"{zlib.crc32(repr(known).encode(errors='surrogateescape')):08x}"
-
-    @cached_property
-    def samples(self) -> _Samples:
-        """Read all files and find the samples."""
-        files = [(parts, _content(file)) for parts, file in self.files]
-        spans, offset = [np.zeros((0, 2), dtype=np.int64)], 0
-        for _, content in files:
-            spans.append(_spans(content, self.lines) + offset)
-            offset += len(content)
-        starts, stops = np.concatenate(spans).T
-        signs = np.repeat(self._signs(files), [len(span) for span in spans[1:]])
-        order = drawn_order(len(starts), self.seed)
-        whole = np.frombuffer(b"".join(content for _, content in files), dtype=np.uint8)
-        return _Samples(whole, starts[order], stops[order], signs[order])
-
-    def _signs(self, files: list[tuple[tuple[str, ...], bytes]]) -> np.ndarray:
-        """Give every file its label."""
-        sizes: dict[str, int] = {}
-        for parts, content in files:
-            sizes[_name(parts)] = sizes.get(_name(parts), 0) + len(content)
-        positive = self.positive
-        if positive is None and sizes.get("test", 0) >= _FAIR_SHARE * sum(sizes.values()):
-            positive = "test"
-        if positive is None:
-            chosen = [len(parts) > 1 for parts, _ in files]
-        else:
-            chosen = [_name(parts) == positive for parts, _ in files]
-        if all(chosen) or not any(chosen):
-            largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:5]
-            raise ConfigurationError(
-                f"positive={self.positive!r} does not divide the sources in {self.root}; choose a "
-                f"package or module there, such as {', '.join(largest) or '(there is none)'}"
-            )
-        return np.where(chosen, 1.0, -1.0)
+def _samples(root: Path, lines: int, positive: str | None, seed: int) -> _Samples:
+    """Read all sources, in the order of their paths, and find the samples."""
+    found = ((path.relative_to(root).parts, path) for path in root.rglob("*.py"))
+    files = [(parts, _content(path)) for parts, path in sorted(found) if not _INSTALLED & {*parts}]
+    spans, offset = [np.zeros((0, 2), dtype=np.int64)], 0
+    for _, content in files:
+        spans.append(_spans(content, lines) + offset)
+        offset += len(content)
+    starts, stops = np.concatenate(spans).T
+    signs = np.repeat(_signs(root, files, positive), [len(span) for span in spans[1:]])
+    order = drawn_order(len(starts), seed)
+    whole = np.frombuffer(b"".join(content for _, content in files), dtype=np.uint8)
+    return _Samples(whole, starts[order], stops[order], signs[order])
 
 
-class _Maker:
-    """Makes rows, or takes them from the cache; reads the sources only where it has to."""
-
-    def __init__(self, library: _Library, dimensions: int, store: PartStore | None) -> None:
-        self.library, self.dimensions, self.store = library, dimensions, store
-        known = (store.noted() if store else None) or {}
-        self.rows_total = known.get("rows") or len(library.samples.labels)
-        if store and "rows" not in known:
-            store.note({"rows": self.rows_total})
-            store.drop_older()
-
-    def __call__(self, part: int, low: int, high: int) -> Rows:
-        """Return rows `[low, high)` of a part."""
-        start = part * _PART_ROWS
-        if self.store is None:
-            return self._hash(start + low, start + high)
-        stop = min(start + _PART_ROWS, self.rows_total)
-        return self.store.obtain(part, lambda: self._hash(start, stop)).cut(low, high)
-
-    def _hash(self, first: int, stop: int) -> Rows:
-        samples = self.library.samples
-        starts, stops = samples.starts[first:stop], samples.stops[first:stop]
-        arrays = hash_trigrams(samples.content, starts, stops, self.dimensions)
-        return Rows(samples.labels[first:stop], *arrays)
-
-
-def _store(library: _Library, dimensions: int, cache: Path) -> PartStore:
-    cut = repr((dimensions, library.lines, library.positive, library.seed, _PART_ROWS))
-    base = f"trigrams-{zlib.crc32(str(library.root).encode(errors='surrogateescape')):08x}"
-    return PartStore(
-        Path(cache) / base, state=library.state(), cut=f"{zlib.crc32(cut.encode()):08x}"
-    )
+def _signs(
+    root: Path, files: list[tuple[tuple[str, ...], bytes]], positive: str | None
+) -> np.ndarray:
+    """Give every file its label."""
+    sizes: dict[str, int] = {}
+    for parts, content in files:
+        sizes[_name(parts)] = sizes.get(_name(parts), 0) + len(content)
+    name = positive
+    if name is None and sizes.get("test", 0) >= _FAIR_SHARE * sum(sizes.values()):
+        name = "test"
+    chosen = [len(parts) > 1 if name is None else _name(parts) == name for parts, _ in files]
+    if all(chosen) or not any(chosen):
+        largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:5]
+        raise ConfigurationError(
+            f"positive={positive!r} does not divide the sources in {root}; choose a "
+            f"package or module there, such as {', '.join(largest) or '(there is none)'}"
+        )
+    return np.where(chosen, 1.0, -1.0)
 
 
 def _name(parts: tuple[str, ...]) -> str:

@@ -15,14 +15,13 @@ from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network import transport_of
 from sparsync.cli.output import progress
+from sparsync.linear.data import Shard, load_shard, row_range
 from sparsync.linear.exchanges import gradient_exchange, update_exchange
 from sparsync.linear.problem import Penalty, Problem, loss_named
 from sparsync.linear.products import Products
-from sparsync.linear.rows import Shard, row_range
 from sparsync.linear.scd import Scd
 from sparsync.linear.sgd import Sgd
 from sparsync.linear.solver import Exchanged, Meter, Schedule, Solver
-from sparsync.linear.svmlight import load_shard
 from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
@@ -63,8 +62,8 @@ class _Report:
 def simulate_all(settings: LinearSettings) -> list[LinearResult]:
     """Train on virtual ranks, once per exchange."""
     with progress() as row:
-        with row(f"loading {settings.data}") as bar:
-            whole = _load(settings, 0, 1, lambda _: bar(None))
+        with row(f"loading {settings.data}"):
+            whole = _load(settings, 0, 1)
         parts = [_share(whole, rank, settings.ranks) for rank in range(settings.ranks)]
         cut = [_problems(settings, part) for part in parts]
         products, results = Products(settings.threads), []
@@ -92,8 +91,8 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
     one_clock = len(set(gather(socket.gethostname()))) == 1
     line = StartLine(group, one_machine=one_clock)
     with progress(shown=rank == 0) as row:
-        with row(f"loading {settings.data}") as bar:
-            shard = _load(settings, rank, dist.get_world_size(), lambda _: bar(None))
+        with row(f"loading {settings.data}"):
+            shard = _load(settings, rank, dist.get_world_size())
         training, held_out = _problems(settings, shard)
         products, results = Products(settings.threads), []
         for name in settings.exchanges:
@@ -117,10 +116,8 @@ def _nobody(steps: int) -> None:
 # ---- rows -------------------------------------------------------------------------------------------
 
 
-def _load(
-    settings: LinearSettings, rank: int, world_size: int, advance: Callable[[float], None]
-) -> Shard:
-    """Load the rows of a rank; ``advance`` is told the fraction that is done."""
+def _load(settings: LinearSettings, rank: int, world_size: int) -> Shard:
+    """Load the rows of a rank."""
     if settings.data == TRIGRAMS:
         return trigram_shard(
             dimensions=settings.dimensions or URL_DIMENSIONS,
@@ -128,8 +125,6 @@ def _load(
             world_size=world_size,
             rows=settings.rows,
             positive=settings.positive,
-            cache=settings.cache,
-            progress=advance,
         )
     return load_shard(
         settings.data,
@@ -138,7 +133,6 @@ def _load(
         dimensions=settings.dimensions,
         cache=settings.cache,
         positive=settings.positive_labels(),
-        progress=advance,
     )
 
 

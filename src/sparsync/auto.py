@@ -12,8 +12,7 @@ import torch
 from sparsync.algorithm import Algorithm
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import Plan, plan
-from sparsync.cost.tracker import Tracker
+from sparsync.cost.planner import Plan, Tracker, plan
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import Vector
 from sparsync.state import parse_parts

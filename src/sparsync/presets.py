@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
+from sparsync import collectives
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.auto import Auto
 from sparsync.collectives import (
@@ -28,7 +29,6 @@ from sparsync.collectives import (
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
-    SplitAllgather,
 )
 from sparsync.cost.calibrate import calibrate
 from sparsync.cost.machine import Machine
@@ -338,7 +338,9 @@ def split_allgather(
     *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Algorithm:
     """SSAR_Split_allgather: for large results that stay sparse (section 5.3.2)."""
-    return Algorithm("split-allgather", Exact, lambda: SplitAllgather(codec, op=op, cap=cap))
+    return Algorithm(
+        "split-allgather", Exact, lambda: collectives.split_allgather(codec, op=op, cap=cap)
+    )
 
 
 def dynamic(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsync.cli.bench.measure import SimulatedRanks
-from sparsync.collectives.oktopk.balance_gather import balance_and_allgatherv
+from sparsync.collectives.oktopk.exchange import balance_and_allgatherv
 from sparsync.collectives.oktopk.phases import gather
 from sparsync.presets import oktopk
 from sparsync.sparse import SparseVector

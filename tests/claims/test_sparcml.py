@@ -6,7 +6,7 @@ Both extremes of overlap: all supports equal ("full"), all disjoint ("none").
 import pytest
 import torch
 
-from sparsync.collectives import Dynamic, RecursiveDoubling, Ring, SplitAllgather
+from sparsync.collectives import Dynamic, RecursiveDoubling, Ring, split_allgather
 from sparsync.collectives.costs import (
     WORD_BYTES,
     Job,
@@ -108,7 +108,7 @@ def test_recursive_doubling_on_any_p_costs_one_fold_and_one_hand_back_more(overl
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_split_allgather_stays_within_its_interval(overlap, world_size):
-    simulation = reduce(sparse(SplitAllgather), world_size, overlap)
+    simulation = reduce(sparse(split_allgather), world_size, overlap)
     lower, upper = 2 * lower_bound_words(K, world_size), 2 * K * world_size
     assert lower * 0.99 <= entry_words(simulation) <= upper
     if overlap == "full" and K % world_size == 0:
@@ -163,7 +163,7 @@ def test_topkdsa_switches_to_dense_exactly_beyond_delta():
 def test_no_collective_beats_lemma_5_1(overlap, world_size):
     """In values alone: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
     bound = lemma_5_1_words(K, world_size, disjoint=overlap == "none")
-    for collective in (RecursiveDoubling, SplitAllgather, Ring):
+    for collective in (RecursiveDoubling, split_allgather, Ring):
         simulation = reduce(sparse(collective), world_size, overlap)
         # the most that a rank sent or received, of which values are one word of two
         assert entry_words(simulation) / 2 >= bound * 0.99, collective.__name__
@@ -194,7 +194,7 @@ def test_dense_results_cannot_beat_lemma_5_2(world_size):
 def test_latency_of_split_and_allgather_is_sparcml_s_and_not_table_1_s():
     """SparCML: P - 1 + log2 P messages; Ok-Topk, Table 1: P + 2 log2 P.  Counted: the former."""
     for world_size in FEW:
-        counted = messages(reduce(sparse(SplitAllgather), world_size, "none"))
+        counted = messages(reduce(sparse(split_allgather), world_size, "none"))
         assert counted == world_size - 1 + log2(world_size)
         assert counted < world_size + 2 * log2(world_size)
 
@@ -205,11 +205,11 @@ def test_small_results_are_faster_by_doubling_and_large_ones_by_splitting(world_
     if world_size < 8:
         pytest.skip("the paper supposes P > 4")
     small = [
-        reduce(sparse(c), world_size, "full").seconds for c in (RecursiveDoubling, SplitAllgather)
+        reduce(sparse(c), world_size, "full").seconds for c in (RecursiveDoubling, split_allgather)
     ]
     assert small[0] < small[1]
     large = [
         c().cost(Job(10**8, 200_000, world_size, result=200_000)).seconds(LINKS.alpha, LINKS.beta)
-        for c in (RecursiveDoubling, SplitAllgather)
+        for c in (RecursiveDoubling, split_allgather)
     ]
     assert large[1] < large[0]

@@ -6,8 +6,8 @@ import pytest
 
 from sparsync.cli.bench.inputs import Draw, gradient
 from sparsync.collectives.oktopk import phases
+from sparsync.collectives.oktopk.exchange import split_reduce
 from sparsync.collectives.oktopk.regions import even_boundaries, schedule
-from sparsync.collectives.oktopk.split_reduce import split_reduce
 from sparsync.presets import oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import Links, simulate

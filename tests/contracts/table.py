@@ -26,7 +26,7 @@ from sparsync.collectives import (
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
-    SplitAllgather,
+    split_allgather,
 )
 from sparsync.cost.machine import Machine
 from sparsync.presets import PRESETS, Algorithm, preset
@@ -107,7 +107,7 @@ COLLECTIVES = {
     "oktopk, even regions": partial(OkTopk, balanced_split=False),
     "oktopk, never balanced": partial(OkTopk, balance=False),
     "oktopk, always balanced": partial(OkTopk, balance_trigger=1.0),
-    "split-allgather, no cap": partial(SplitAllgather, cap=None),
+    "split-allgather, no cap": partial(split_allgather, cap=None),
     "topkdsa, dense from delta / 4": partial(Dynamic, StreamCodec(factor=0.25)),
     "recursive-doubling, no cap": partial(RecursiveDoubling, cap=None),
     "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
@@ -173,7 +173,7 @@ ROUNDING_COLLECTIVES = {
     "allgather, qsgd": partial(Allgather, SparseQsgd(4, shrink=True)),
     "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
     "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),
-    "split-allgather, bf16": partial(SplitAllgather, StreamCodec(Packed())),
+    "split-allgather, bf16": partial(split_allgather, StreamCodec(Packed())),
     "topkdsa, bf16": partial(Dynamic, StreamCodec(Packed())),
     "dynamic, qsgd": partial(Dynamic, StreamCodec(dense=Qsgd(8)), always_dense=True),
     "ring, bf16": partial(Ring, StreamCodec(Packed())),

@@ -4,16 +4,15 @@ from functools import partial
 
 import torch
 
-from sparsync.collectives.sparcml.dynamic import Dynamic
 from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
 from sparsync.collectives.sparcml.ring import Ring
-from sparsync.collectives.sparcml.split_allgather import SplitAllgather
+from sparsync.collectives.sparcml.split import Dynamic, split_allgather
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 
 FACTORIES = {
     "recursive doubling": RecursiveDoubling,
-    "split-allgather": SplitAllgather,
+    "split-allgather": split_allgather,
     "dynamic": Dynamic,
     "dynamic, always dense": partial(Dynamic, always_dense=True),
     "ring": Ring,

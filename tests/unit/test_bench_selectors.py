@@ -69,30 +69,27 @@ def test_ratios_are_to_the_base_and_to_the_read_of_the_same_run():
             assert row.over_read == row.seconds / group[-1].seconds
 
 
-def case(run, **options):
-    return selectors._Case("", lambda: None, run, **options)
+def line(run=lambda: None, **options):
+    return selectors._Line("", lambda: None, run, **options)
 
 
 def test_the_calls_of_a_period_have_a_median_each():
-    measured = selectors._Measured(case(lambda: None, period=2))
-    measured.samples = [[1.0, 10.0], [99.0, 20.0], [3.0, 30.0]]
+    measured = line(period=2, samples=[[1.0, 10.0], [99.0, 20.0], [3.0, 30.0]])
     assert measured.seconds == (3.0 + 20.0) / 2
 
 
 def test_preparation_is_not_timed():
     times = iter([5.0, 6.0, 20.0, 24.0])
     calls = []
-    recorded = selectors._Case("", lambda: calls.append("p"), lambda: calls.append("r"), period=2)
-    measured = selectors._Measured(recorded)
+    measured = selectors._Line("", lambda: calls.append("p"), lambda: calls.append("r"), period=2)
     measured.sample(lambda: (calls.append("t"), next(times))[1])
     assert calls == list("ptrtptrt")
     assert measured.samples == [[1.0, 4.0]]
 
 
 def test_missing_entries_are_noted():
-    x = torch.tensor([5.0, -4.0, 3.0, 1.0])
-    measured = selectors._Measured(case(lambda: None))
-    measured.judge(x, 2, torch.tensor([5.0, 3.0, 1.0]))
+    measured = line()
+    measured.judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, torch.tensor([5.0, 3.0, 1.0]))
     assert (measured.entries_over_k, measured.recall) == (1.5, 0.5)
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sparsync.cli.doctor.checks import check_links
-from sparsync.cost.calibrate import calibrate
+from sparsync.cost.calibrate import Bench, calibrate
 from sparsync.cost.links import Probe
-from sparsync.cost.work import Bench
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import SoloCommunicator

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cost.fitting import fit_line, fit_pace, fit_with_intervals
+from sparsync.cost.links import fit_line, fit_pace, fit_with_intervals
 from sparsync.errors import ConfigurationError
 
 SIZES = [256 * 4**i for i in range(8)]

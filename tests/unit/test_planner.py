@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sparsync.cost import planner
 from sparsync.cost.machine import Machine
+from sparsync.cost.planner import Tracker
 from sparsync.cost.predict import Prediction
-from sparsync.cost.tracker import Tracker
 from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates, resolve
 
@@ -145,7 +145,7 @@ def test_extremes_are_planned(world_size, more):
         ({"density": 0.0}, "density is 0.0"),
         ({"density": 1.5}, "density is 1.5"),
         ({"k": -1}, "k is -1"),
-        ({"budget_bytes": 0}, "budget is 0 bytes"),
+        ({"budget_bytes": 0}, "budget_bytes is 0"),
         ({"compute": -1.0}, "compute is -1.0"),
         ({"compute": math.nan}, "compute is nan"),
         ({"names": []}, "no candidates"),

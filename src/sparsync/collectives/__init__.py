@@ -9,10 +9,9 @@ from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk.oktopk import OkTopk, OkTopkState
 from sparsync.collectives.quantized_allgather import QuantizedAllgather
 from sparsync.collectives.sparcml.auto import SparcmlAuto, SparcmlAutoState
-from sparsync.collectives.sparcml.dynamic import Dynamic
 from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
 from sparsync.collectives.sparcml.ring import Ring
-from sparsync.collectives.sparcml.split_allgather import SplitAllgather
+from sparsync.collectives.sparcml.split import Dynamic, split_allgather
 
 __all__ = [
     "Allgather",
@@ -30,5 +29,5 @@ __all__ = [
     "Ring",
     "SparcmlAuto",
     "SparcmlAutoState",
-    "SplitAllgather",
+    "split_allgather",
 ]

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from sparsync.collectives.base import Collective, Reduced, capped, check_cap, most_entries
+from sparsync.collectives.base import Collective, Reduced, capped, check_cap, less, most_entries
 from sparsync.collectives.costs import Cost, Job, allgatherv
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
@@ -99,5 +99,4 @@ class Allgather(Collective):
             total = SparseVector.merge(shares)
         if self.keep_error or self.codec.is_exact(mine.values.dtype):
             return Reduced(total, encoded.decoded)
-        arrived = SparseVector(mine.indices, -encoded.decoded.values, mine.size)
-        return Reduced(total, mine, SparseVector.merge([mine, arrived]))
+        return Reduced(total, mine, less(mine, [encoded.decoded]))

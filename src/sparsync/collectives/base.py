@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from sparsync import kernels
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
 from sparsync.transports.communicator import Communicator
 
-__all__ = ["Collective", "Reduced", "as_sparse", "capped", "check_cap", "most_entries"]
+__all__ = [
+    "Collective",
+    "Reduced",
+    "as_sparse",
+    "capped",
+    "check_cap",
+    "cut",
+    "less",
+    "most_entries",
+    "rounded_off",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,3 +126,29 @@ def check_cap(cap: float | None, where: str) -> None:
     """Refuse a cap that is not a positive factor or None."""
     if cap is not None and not cap > 0:
         raise ConfigurationError(f"{where}: cap is {cap}; give a factor > 0 of k, or None")
+
+
+# ---- who drops or rounds, keeps ---------------------------------------------------------------------
+
+
+def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """Divide a vector into its k largest entries and the others."""
+    if vector.nnz <= k:
+        return vector, vector.keep(slice(0, 0))
+    positions = kernels.top(vector.values, k)
+    left = torch.ones(vector.nnz, dtype=torch.bool, device=positions.device)
+    left[positions] = False
+    return vector.keep(positions), vector.keep(left)
+
+
+def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
+    """Return ``before - after``, of the same support, where that is not zero."""
+    error = before.values - after.values
+    where = (error != 0).nonzero().flatten()
+    return SparseVector(before.indices[where], error[where], before.size)
+
+
+def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
+    """Subtract vectors from a vector; where it had no entry, there is one then."""
+    negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]
+    return SparseVector.merge([vector, *negative])

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
-from torch import Tensor
-
-from sparsync import kernels
-from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.base import Collective, Reduced, capped, cut, less, rounded_off
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Operation
 from sparsync.wire.base import Codec, MessageFraming
 from sparsync.wire.coo import Coo
 
@@ -38,7 +33,7 @@ class GTopk(Collective):
     are kept by the rank that dropped them, so that none is lost or counted twice.
 
     Example:
-        >>> from sparsync.transports.sim import simulate
+        >>> import torch; from sparsync.transports.sim import simulate
         >>> async def program(comm):
         ...     mine = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0, comm.rank + 2.0]))
         ...     return (await GTopk().reduce(comm, mine, k=1, step=0)).total.to_dense().tolist()
@@ -75,89 +70,33 @@ class GTopk(Collective):
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Reduce to rank 0, then broadcast."""
+        """Add the children's sums in rank order, pass the sum to the parent, then broadcast."""
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
-        tree = _Tree(comm, self.codec.seeded(comm.rank, step), mine, k)
-        await tree.reduce()
-        total = await tree.broadcast()
-        return Reduced(total, tree.delivered())
-
-
-class _Tree:
-    """One call: the sum so far, and what this rank dropped.
-
-    ``reach`` is the distance to the parent; children are at the smaller powers of two.
-    """
-
-    def __init__(
-        self, comm: Communicator, codec: Codec[SparseVector], mine: SparseVector, k: int
-    ) -> None:
-        self.comm, self.codec, self.mine, self.k = comm, codec, mine, k
-        self.sum, self.dropped = mine, list[SparseVector]()
-        self.framing = MessageFraming(codec)
-        self.capacity = codec.nbytes(min(k, mine.size), mine.size, mine.values.dtype)
-        rank, world_size = comm.rank, comm.world_size
-        self.reach = rank & -rank or 1 << (world_size - 1).bit_length()
-        powers = (1 << i for i in range(self.reach.bit_length() - 1))
-        self.children = [rank + d for d in powers if rank + d < world_size]
-
-    async def reduce(self) -> None:
-        """Add the children's sums in rank order, then pass the sum on to the parent."""
-        comm = self.comm
-        for child in self.children:
-            payload = await comm.irecv(child, self.capacity, "reduce", self.framing)
-            theirs = self._decoded(payload)
-            await comm.work(payload.numel())
-            self.sum = self._largest(SparseVector.merge([self.sum, theirs]))
-        if comm.rank:
-            payload = self._encoded()
-            await comm.isend(payload, comm.rank - self.reach, "reduce", self.framing)
-
-    async def broadcast(self) -> SparseVector:
-        """Pass rank 0's message on, to the child with the most descendants first; return the total."""
-        comm, phase = self.comm, "broadcast"
-        if comm.rank:
-            parent = comm.rank - self.reach
-            payload = await comm.irecv(parent, self.capacity, phase, self.framing)
-        else:
-            payload = self._encoded()
-        sending: list[Operation] = [
-            comm.isend(payload, child, phase, self.framing) for child in reversed(self.children)
-        ]
-        total = self._decoded(payload) if comm.rank else self.sum
+        codec, rank, size = self.codec.seeded(comm.rank, step), comm.rank, mine.size
+        framing, device = MessageFraming(codec), mine.values.device
+        capacity = codec.nbytes(min(k, size), size, mine.values.dtype)
+        reach = rank & -rank or 1 << (comm.world_size - 1).bit_length()  # to the parent
+        distances = (1 << i for i in range(reach.bit_length() - 1))
+        children = [rank + d for d in distances if rank + d < comm.world_size]
+        total, dropped = mine, []
+        for child in children:
+            message = await comm.irecv(child, capacity, "reduce", framing)
+            theirs = codec.decode(message, size).to(device)
+            await comm.work(message.numel())
+            total, rest = cut(SparseVector.merge([total, theirs]), k)
+            dropped.append(rest)
+        encoded = codec.encode(total)
+        dropped.append(rounded_off(total, encoded.decoded))
+        payload, total = encoded.payload, encoded.decoded
+        if rank:
+            await comm.isend(payload, rank - reach, "reduce", framing)
+            payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
+        # the child with the most descendants first
+        sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
+        if rank:
+            total = codec.decode(payload, size).to(device)
         for operation in sending:
             await operation
-        return total
-
-    def delivered(self) -> SparseVector:
-        """Return what was selected less what was dropped or rounded away here."""
-        return SparseVector.merge([self.mine, *self.dropped])
-
-    def _encoded(self) -> Tensor:
-        """Encode the sum, which becomes what the receivers see; note what rounding took."""
-        encoded = self.codec.encode(self.sum)
-        error = self.sum.values - encoded.decoded.values
-        rounded = (error != 0).nonzero().flatten()
-        self._drop(self.sum.indices[rounded], error[rounded])
-        self.sum = encoded.decoded
-        return encoded.payload
-
-    def _decoded(self, payload: Tensor) -> SparseVector:
-        return self.codec.decode(payload, self.mine.size).to(self.mine.values.device)
-
-    def _largest(self, merged: SparseVector) -> SparseVector:
-        """Cut a merged pair to the k largest; note the rest as dropped."""
-        if merged.nnz <= self.k:
-            return merged
-        positions = kernels.top(merged.values, self.k)
-        left = torch.ones(merged.nnz, dtype=torch.bool, device=positions.device)
-        left[positions] = False
-        self._drop(merged.indices[left], merged.values[left])
-        return merged.keep(positions)
-
-    def _drop(self, indices: Tensor, values: Tensor) -> None:
-        """Note entries that this rank keeps."""
-        if indices.numel():
-            self.dropped.append(SparseVector(indices, -values, self.mine.size))
+        return Reduced(total, less(mine, dropped))

@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from sparsync import kernels
-from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.base import Collective, Reduced, capped, cut, less, rounded_off
 from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector, Vector
@@ -86,7 +86,7 @@ class Halving(Collective):
         walk = _Walk(comm, self.codec, mine, -(-k // comm.world_size))
         await walk.reduce_scatter()
         total = await walk.allgather()
-        return Reduced(total, walk.delivered())
+        return Reduced(total, less(mine, walk.dropped))
 
 
 class _Walk:
@@ -154,34 +154,19 @@ class _Walk:
             pieces.append(self._placed(block, owner))
         return SparseVector.merge(pieces)
 
-    def delivered(self) -> SparseVector:
-        """Return what was selected less what was dropped or rounded away here."""
-        return SparseVector.merge([self.mine, *self.dropped])
-
     def _largest(self, block: SparseVector, owner: int) -> SparseVector:
         """Cut a block to its quota; note the rest as dropped."""
-        if block.nnz <= self.quota:
-            return block
-        positions = kernels.top(block.values, self.quota)
-        left = torch.ones(block.nnz, dtype=torch.bool, device=positions.device)
-        left[positions] = False
-        self._drop(block.keep(left), owner)
-        return block.keep(positions)
+        kept, rest = cut(block, self.quota)
+        self.dropped.append(self._placed(rest, owner))
+        return kept
 
     def _note_rounding(self, before: SparseVector, after: SparseVector, first: int) -> None:
         """Note what rounding took from joined blocks, the first of which is ``blocks[first]``."""
-        error = before.values - after.values
-        lost = (error != 0).nonzero().flatten()
-        if lost.numel() == 0:
-            return
-        count = before.size // self.width
-        errors = SparseVector(before.indices[lost], error[lost], before.size)
-        for i, part in enumerate(errors.split([self.width * j for j in range(count + 1)])):
-            self._drop(part, (self.comm.rank + first + i) % self.comm.world_size)
-
-    def _drop(self, block: SparseVector, owner: int) -> None:
-        placed = self._placed(block, owner)
-        self.dropped.append(SparseVector(placed.indices, -placed.values, placed.size))
+        errors = rounded_off(before, after)
+        cuts = range(0, before.size + 1, self.width)
+        for i, part in enumerate(errors.split(cuts) if errors.nnz else ()):
+            owner = (self.comm.rank + first + i) % self.comm.world_size
+            self.dropped.append(self._placed(part, owner))
 
     def _placed(self, block: SparseVector, owner: int) -> SparseVector:
         """Give a block's entries their indices in the whole vector."""

@@ -7,22 +7,148 @@ one shift follow each other without a fence, so their pace is that of a collecti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsync.cost.fitting import Line, fit_line, fit_with_intervals
 from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Raw
 
-__all__ = ["Clock", "Link", "MeasuredLinks", "Probe", "measure_links"]
+__all__ = [
+    "Clock",
+    "Interval",
+    "Line",
+    "Link",
+    "MeasuredLinks",
+    "Probe",
+    "fit_line",
+    "fit_pace",
+    "fit_with_intervals",
+    "measure_links",
+]
 
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
-_SHORTEST = 1e-9  # seconds
+_SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
+_CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: the 2.5 % ends rest on 5 of 200
+
+# ---- fits: floats in, floats out, the same on every rank that is given the same ---------------------
+
+Interval = tuple[float, float]
+"""Lowest and highest value that the measurement is compatible with."""
+
+_SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
+
+
+@dataclass(frozen=True)
+class Line:
+    """``seconds = alpha + beta * nbytes``, neither of them negative.
+
+    Attributes:
+        alpha: seconds per message.
+        beta: seconds per byte.
+        alpha_interval: of alpha, at 95 %.
+        beta_interval: of beta, likewise.
+    """
+
+    alpha: float
+    beta: float
+    alpha_interval: Interval = (0.0, math.inf)
+    beta_interval: Interval = (0.0, math.inf)
+
+
+def fit_line(seconds_of: Mapping[int, float]) -> Line:
+    """Fit a line through the largest size that deviates least from the others, relatively.
+
+    What a large message takes is nearly beta alone and is known best, so it is met exactly; the small
+    ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are not
+    squared: one size that a buffer or a protocol makes faster or slower pulls little.  The line goes
+    through another of the points, or has alpha or beta zero.
+
+    Args:
+        seconds_of: by message size in bytes; at least two sizes.
+
+    Raises:
+        ConfigurationError: fewer than two sizes.
+
+    Example:
+        >>> line = fit_line({100: 2e-6, 1_000: 11e-6, 10_000: 5e-6, 100_000: 1001e-6})
+        >>> round(line.alpha * 1e6, 6), round(line.beta * 1e6, 6)
+        (1.0, 0.01)
+    """
+    if len(seconds_of) < 2:
+        raise ConfigurationError(
+            f"fit_line: got {len(seconds_of)} sizes; a latency and a bandwidth need two or more"
+        )
+    *others, (large, most) = sorted(seconds_of.items())
+    slopes = [(most - t) / (large - size) for size, t in others]
+    betas = [0.0, most / large, *(slope for slope in slopes if 0 <= slope * large <= most)]
+
+    def deviation(beta: float) -> float:
+        ratios = [(t + _SHORTEST) / (most - beta * (large - n) + _SHORTEST) for n, t in others]
+        return sum(abs(math.log(ratio)) for ratio in ratios)
+
+    beta = min(betas, key=deviation)
+    return Line(max(most - beta * large, 0.0), beta)
+
+
+def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> Line:
+    """Fit a line to the median time of every size; intervals by the bootstrap.
+
+    Args:
+        samples: per size in bytes, independent times in seconds; at least two sizes, none empty.
+
+    Example:
+        >>> line = fit_with_intervals({0: [1.0, 1.1, 0.9], 10: [2.0, 2.1, 1.9]})
+        >>> line.alpha, line.beta, line.alpha_interval[0] < 1 < line.alpha_interval[1]
+        (1.0, 0.1, True)
+    """
+    best = fit_line({size: median(times) for size, times in samples.items()})
+    draw = random.Random(0)
+    lines = [
+        fit_line({n: median(draw.choices(times, k=len(times))) for n, times in samples.items()})
+        for _ in range(_RESAMPLES)
+    ]
+    ends = _middle([line.alpha for line in lines]), _middle([line.beta for line in lines])
+    return Line(best.alpha, best.beta, *ends)
+
+
+def fit_pace(batches: Sequence[tuple[float, float]]) -> tuple[float, Interval]:
+    """Return seconds per unit over all batches, and its interval by the bootstrap.
+
+    All seconds over all units, no median: where processes share cores, most calls run undisturbed
+    and few wait long, and the few are what makes them slow.
+
+    Args:
+        batches: seconds that each took, and the units that were done in it.
+
+    Example:
+        >>> fit_pace([(1.0, 10), (3.0, 10)])
+        (0.2, (0.1, 0.3))
+    """
+
+    def pace(drawn: Sequence[tuple[float, float]]) -> float:
+        return sum(seconds for seconds, _ in drawn) / sum(units for _, units in drawn)
+
+    draw = random.Random(0)
+    paces = [pace(draw.choices(batches, k=len(batches))) for _ in range(_RESAMPLES)]
+    return pace(batches), _middle(paces)
+
+
+def _middle(numbers: Sequence[float]) -> Interval:
+    """Return the ends of the middle 95 % of the numbers."""
+    ordered = sorted(numbers)
+    beyond = math.floor(len(ordered) * (1 - _CONFIDENCE) / 2)
+    return ordered[beyond], ordered[-1 - beyond]
+
+
+# ---- links ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,16 +181,8 @@ class Link:
     beta: float
 
 
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """Result of measuring the links; the same on all ranks.
-
-    Attributes:
-        line: of all links together, at the pace of rounds.
-        links: each by itself.
-        clocks: of every rank.
-        sizes: bytes of the messages.
-    """
+class MeasuredLinks(NamedTuple):
+    """All links together, at the pace of rounds; each by itself; every rank's clock; bytes sent."""
 
     line: Line
     links: tuple[Link, ...]
@@ -203,10 +321,8 @@ class _Survey:
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
         mine = []
         for shift in self.shifts:
-            dest, source = (
-                (comm.rank + shift) % comm.world_size,
-                (comm.rank - shift) % comm.world_size,
-            )
+            dest = (comm.rank + shift) % comm.world_size
+            source = (comm.rank - shift) % comm.world_size
             for _ in range(rounds + 1):
                 start = clock()
                 receiving = comm.irecv(source, size, _PHASE, _CONTROL)
@@ -229,7 +345,7 @@ class _Survey:
             pace: seconds that a message takes, about.
         """
         comm, clock, probe = self.comm, self.clock, self.probe
-        fit = int(probe.share * self.seconds / (2 * pace * comm.world_size + _SHORTEST))
+        fit = int(probe.share * self.seconds / (2 * pace * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
         for rank in range(1, comm.world_size):
             for _ in range(max(1, min(probe.pings, fit))):

@@ -10,17 +10,23 @@ pass, all but the last part.  A model that is one unit hides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.collectives.dense import Dense
 from sparsync.cost.machine import Machine
 from sparsync.cost.predict import Candidate, Prediction, predict
-from sparsync.cost.wording import format_bytes, why
+from sparsync.cost.wording import (
+    format_bandwidth,
+    format_bytes,
+    format_percent,
+    format_seconds,
+)
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Tracker", "plan"]
 
 _DENSE = Candidate("dense", Dense, "Ok-Topk, Table 1, Dense")  # all are compared with it
 _DEFAULT_DENSITY = 0.01
@@ -139,7 +145,9 @@ def plan(
         >>> plan(1_000_000, 2, fast, candidates).why.split(" against")[0]
         'dense wins here: 362 µs'
     """
-    _check(size, world_size, density, k, budget_bytes, compute, candidates)
+    _check(size, world_size, density, k, budget_bytes, compute)
+    if not candidates:
+        raise ConfigurationError("plan: no candidates; give algorithms to choose from")
     backward = _BACKWARD * (compute or 0.0)
     setting = _Setting(size, world_size, backward, bucket_bytes, unit_bytes)
     if k is None and density is None and budget_bytes is not None:
@@ -161,7 +169,7 @@ def plan(
     competing = {p.collective for p in table}
     sparse = [c for c in candidates if c.name in competing and c.result != "whole"]
     bandwidth, most = setting.break_even(sparse, k, machine)
-    sentence = why(table, dense, bandwidth, most, world_size if size else 0)
+    sentence = _why(table, dense, bandwidth, most, world_size if size else 0)
     return Plan(table[0].collective, sentence, bandwidth, most, k, dense, table)
 
 
@@ -223,22 +231,144 @@ def _check(
     k: int | None,
     budget_bytes: float | None,
     compute: float | None,
-    candidates: Sequence[Candidate],
 ) -> None:
-    """Refuse what cannot be planned for."""
-    if size < 0:
-        raise ConfigurationError(f"plan: size is {size}; give the number of elements, at least 0")
-    if world_size < 1:
-        raise ConfigurationError(f"plan: world_size is {world_size}; give at least 1 rank")
+    """Refuse numbers that cannot be planned for."""
+    for name, value, good, expected in (
+        ("size", size, size >= 0, "the number of elements, at least 0"),
+        ("world_size", world_size, world_size >= 1, "at least 1 rank"),
+        ("density", density, density is None or 0 < density <= 1, "k / n, in (0, 1], e.g. 0.01"),
+        ("k", k, k is None or k >= 0, "at least 0 entries"),
+        ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes > 0, "more than 0"),
+        ("compute", compute, compute is None or 0 <= compute < math.inf, "seconds >= 0"),
+    ):
+        if not good:
+            raise ConfigurationError(f"plan: {name} is {value}; give {expected}")
     if density is not None and k is not None:
         raise ConfigurationError("plan: density and k were both given; give one of them")
-    if density is not None and not 0 < density <= 1:
-        raise ConfigurationError(f"plan: density is {density}; give k / n, in (0, 1], e.g. 0.01")
-    if k is not None and k < 0:
-        raise ConfigurationError(f"plan: k is {k}; give at least 0 entries")
-    if budget_bytes is not None and not budget_bytes > 0:
-        raise ConfigurationError(f"plan: the budget is {budget_bytes} bytes; give more than 0")
-    if compute is not None and not 0 <= compute < math.inf:
-        raise ConfigurationError(f"plan: compute is {compute} s; give seconds >= 0")
-    if not candidates:
-        raise ConfigurationError("plan: no candidates; give algorithms to choose from")
+
+
+def _why(
+    table: Sequence[Prediction],
+    dense: Prediction,
+    bandwidth: float | None,
+    density: float | None,
+    partners: int,
+) -> str:
+    """Say in one sentence what wins, by how much, and from where on something else would.
+
+    ``partners``: 1: one rank is alone; 0: there is nothing to exchange.
+    """
+    best = table[0]
+    if partners <= 1:
+        reason = (
+            "one rank has nobody to exchange with" if partners else "there is nothing to exchange"
+        )
+        return f"{best.collective} wins here: {reason}"
+    if best.collective == "dense":
+        rival = next(iter(table[1:]), None)
+        if rival is None:
+            return (
+                f"dense wins here: {format_seconds(best.seconds)}, and nothing else was asked for"
+            )
+        versus = f"{format_seconds(rival.seconds)} of {rival.collective}, the next best"
+        return f"dense wins here: {format_seconds(best.seconds)} against {versus}" + _limits(
+            "; sparse would win below", bandwidth, density
+        )
+    if all(entry.collective != "dense" for entry in table):  # over the budget, or not asked for
+        times = [
+            f"{format_seconds(p.seconds)} and {format_bytes(p.bytes_sent)}" for p in (best, dense)
+        ]
+        return f"{best.collective} wins here: {times[0]} against dense's {times[1]}"
+    versus = f"{format_seconds(best.seconds)} against dense's {format_seconds(dense.seconds)}"
+    return f"{best.collective} wins here: {versus}" + _limits(
+        "; dense would win above", bandwidth, density
+    )
+
+
+def _limits(start: str, bandwidth: float | None, density: float | None) -> str:
+    """Name the limits that there are."""
+    named = [format_bandwidth(bandwidth)] if bandwidth else []
+    named += [f"a density of {format_percent(density)}"] if density else []
+    return f"{start} {' or '.join(named)}" if named else ""
+
+
+# ---- plans meet measurements ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """Which collective is used, and what was learned about predictions; changed by ``checked``.
+
+    Arithmetic on its arguments alone: ranks that are given the same seconds go the same way.  These are
+    the least of all ranks' (an allreduce of minima): a rank that arrives early measures its wait for the
+    others as well.  A collective that was never used is taken at its prediction: so each that promises
+    enough is tried, once, and judged by its own factor afterwards.
+
+    Attributes:
+        choice: name of the collective in use.
+        gain: part of the measured time that another must save.
+        patience: checks in a row that must say so.
+        weight: of a new measurement in its collective's factor, in (0, 1].
+        factors: measured over predicted seconds, by name.
+        streak: checks in a row that said so.
+
+    Example:
+        >>> made = [Prediction(name, 0.0, s, 0, 0, "", 0) for name, s in (("a", 0.01), ("b", 0.02))]
+        >>> tracker = Tracker("a")
+        >>> for _ in range(3):
+        ...     tracker = tracker.checked(made, measured=0.1)
+        >>> tracker.choice, tracker.factors["a"]
+        ('b', 10.0)
+    """
+
+    choice: str
+    gain: float = 0.1
+    patience: int = 3
+    weight: float = 0.5
+    factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    streak: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gain < 1:
+            raise ConfigurationError(
+                f"Tracker: gain is {self.gain}; give a part in [0, 1), e.g. 0.1"
+            )
+        if not self.patience >= 1:
+            raise ConfigurationError(f"Tracker: patience is {self.patience}; give at least 1 check")
+        if not 0 < self.weight <= 1:
+            raise ConfigurationError(f"Tracker: weight is {self.weight}; give a part in (0, 1]")
+
+    def checked(self, table: Sequence[Prediction], measured: float) -> Tracker:
+        """Return what follows from one more measurement; ``choice`` may be another one then.
+
+        Args:
+            table: of the plan; the choice is in it.
+            measured: seconds that the choice took, the same on all ranks: what its prediction calls
+                ``seconds``.
+
+        Raises:
+            ConfigurationError: the choice is not in the table, or no time was measured.
+        """
+        predicted = {p.collective: p.seconds for p in table}
+        if self.choice not in predicted:
+            raise ConfigurationError(
+                f"Tracker: {self.choice} is in use but not in the plan, which has "
+                f"{', '.join(predicted)}; plan with it among the candidates"
+            )
+        if not 0 <= measured < float("inf"):
+            raise ConfigurationError(f"Tracker: {measured} s were measured; give seconds >= 0")
+        factors = MappingProxyType({**self.factors, self.choice: self._factor(predicted, measured)})
+        corrected = {name: factors.get(name, 1.0) * s for name, s in predicted.items()}
+        best = min(corrected, key=corrected.__getitem__)
+        if corrected[best] >= (1 - self.gain) * corrected[self.choice]:
+            return replace(self, factors=factors, streak=0)
+        if self.streak + 1 < self.patience:
+            return replace(self, factors=factors, streak=self.streak + 1)
+        return replace(self, choice=best, factors=factors, streak=0)
+
+    def _factor(self, predicted: Mapping[str, float], measured: float) -> float:
+        """Return the choice's factor, a moving average that begins with the first measurement."""
+        if not predicted[self.choice]:
+            return 1.0
+        fresh = measured / predicted[self.choice]
+        return fresh + (1 - self.weight) * (self.factors.get(self.choice, fresh) - fresh)

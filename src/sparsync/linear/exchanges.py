@@ -19,7 +19,7 @@ from sparsync.collectives import (
     Reduced,
     Ring,
     SparcmlAuto,
-    SplitAllgather,
+    split_allgather,
 )
 from sparsync.errors import ConfigurationError
 from sparsync.linear.products import even_cuts
@@ -42,7 +42,7 @@ _SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
         "recursive-doubling": lambda codec, cap: RecursiveDoubling(StreamCodec(codec), cap=cap),
         "ring": lambda codec, cap: Ring(StreamCodec(codec), cap=cap),
         "sparcml-auto": lambda codec, cap: SparcmlAuto(StreamCodec(codec), cap=cap),
-        "split-allgather": lambda codec, cap: SplitAllgather(StreamCodec(codec), cap=cap),
+        "split-allgather": lambda codec, cap: split_allgather(StreamCodec(codec), cap=cap),
     }
 )
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from sparsync import kernels
-from sparsync.collectives.oktopk.balance_gather import balance_and_allgatherv
+from sparsync.collectives.oktopk.exchange import balance_and_allgatherv, split_reduce
 from sparsync.collectives.oktopk.phases import averaged_cuts
 from sparsync.collectives.oktopk.regions import even_boundaries
-from sparsync.collectives.oktopk.split_reduce import split_reduce
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync.wire import Coo

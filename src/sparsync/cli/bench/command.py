@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from typer import Option
 
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.inputs import INPUTS, input_named
-from sparsync.cli.bench.kernels import bench_kernels, kernel_table
+from sparsync.cli.bench.kernels import KernelRow, bench_kernels, kernel_table
 from sparsync.cli.bench.measure import Measured, Pace, check_verify, measure_simulated
 from sparsync.cli.bench.processes import Team
 from sparsync.cli.bench.rows import Row, Wire, entry, summarize, tables
 from sparsync.cli.bench.selectors import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
+    SelectorRow,
     SelectorSettings,
     bench_selectors,
     parse_sizes,
@@ -172,16 +173,20 @@ def command(
     commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
     MPI's.  Ends with 1 if a result is wrong.
     """
-    if selectors:
-        right = _show_selectors(
-            SelectorSettings(
-                parse_sizes(sizes), _one(density), fields["input"], device, fields["seed"]
-            ),
-            json,
-            plot,
-        )
-    elif plot is not None:
+    if plot is not None and not selectors:
         raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
+    rows: Sequence[Row | KernelRow | SelectorRow]
+    shown: list[RenderableType]
+    if selectors:
+        wanted = SelectorSettings(
+            parse_sizes(sizes), _one(density), fields["input"], device, fields["seed"]
+        )
+        check_outputs(json, plot)
+        rows = found = bench_selectors(wanted)
+        shown = [selector_tables(found)]
+        if plot is not None:
+            write_plot(found, plot)
+        entries: Sequence[Any] = rows
     else:
         settings = BenchSettings(
             collectives=names(collectives),
@@ -192,43 +197,25 @@ def command(
         )
         if leads():
             check_outputs(json)
-        right = _show_kernels(settings, device, json) if kernels else _show_rows(settings, json)
-    if not right:
+        if kernels:
+            groups = [
+                bench_kernels(device, n, part, seed=settings.seed)
+                for n in settings.sizes
+                for part in settings.densities
+            ]
+            rows = entries = [row for group in groups for row in group]
+            shown = [kernel_table(group) for group in groups]
+        else:
+            settings.connection().prepare()
+            measured = bench(settings)
+            if measured is None:
+                return
+            rows, shown = measured, [tables(measured)]
+            entries = [entry(row, measured) for row in measured]
+    Console().print(*shown, sep="\n", highlight=False)
+    write_json(json, entries)
+    if not all(row.correct for row in rows):
         raise typer.Exit(1)
-
-
-def _show_rows(settings: BenchSettings, json: Path | None) -> bool:
-    """Measure and report the collectives; tell whether all results are right."""
-    settings.connection().prepare()
-    rows = bench(settings)
-    if rows is None:
-        return True
-    Console().print(tables(rows), highlight=False)
-    write_json(json, [entry(row, rows) for row in rows])
-    return all(row.correct for row in rows)
-
-
-def _show_kernels(settings: BenchSettings, device: str, json: Path | None) -> bool:
-    """Measure and report the kernels; tell whether all agree with their specification."""
-    rows = []
-    for size in settings.sizes:
-        for density in settings.densities:
-            group = bench_kernels(device, size, density, seed=settings.seed)
-            Console().print(kernel_table(group), highlight=False)
-            rows += group
-    write_json(json, rows)
-    return all(row.equal for row in rows)
-
-
-def _show_selectors(settings: SelectorSettings, json: Path | None, plot: Path | None) -> bool:
-    """Measure and report the selectors; tell whether the exact ones selected the k largest."""
-    check_outputs(json, plot)
-    rows = bench_selectors(settings)
-    Console().print(selector_tables(rows), highlight=False)
-    if plot is not None:
-        write_plot(rows, plot)
-    write_json(json, rows)
-    return all(row.correct for row in rows)
 
 
 def _one(text: str | None) -> float:
@@ -273,12 +260,7 @@ def _simulate_all(settings: BenchSettings) -> list[Measured]:
 
 def _measure_all(settings: BenchSettings) -> list[Measured]:
     """Measure every case on this rank of a process group."""
-    team = Team(
-        settings.ranks,
-        max(settings.sizes),
-        settings.connection(),
-        settings.verify,
-    )
+    team = Team(settings.ranks, max(settings.sizes), settings.connection(), settings.verify)
     rows = []
     with progress(shown=dist.get_rank() == 0) as row:
         for case in settings.cases():

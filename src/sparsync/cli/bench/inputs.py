@@ -62,15 +62,15 @@ class Input:
     """A kind of gradient.
 
     Attributes:
+        meaning: one line for tables.
         make: draws one.
         exchangeable: permuting the ranks does not change the joint distribution; the tighter of
             Ok-Topk's bounds is claimed for such inputs only.
-        meaning: one line for ``--help`` and tables.
     """
 
-    make: Callable[[Draw], Tensor]
-    exchangeable: bool
     meaning: str
+    make: Callable[[Draw], Tensor]
+    exchangeable: bool = True
 
 
 def gradient(kind: str, draw: Draw) -> Tensor:
@@ -102,10 +102,6 @@ def _generator(*key: object) -> torch.Generator:
     )
 
 
-def _uniform(draw: Draw) -> Tensor:
-    return draw.normal(draw.size)
-
-
 def _heavy_tailed(draw: Draw) -> Tensor:
     """Scale each normal number by the exponential of another one."""
     scales = torch.randn(draw.size, generator=_generator("scales", draw.seed, draw.step, draw.rank))
@@ -135,47 +131,44 @@ def _within(draw: Draw, owner: int) -> Tensor:
     return values
 
 
-def _one_region(draw: Draw) -> Tensor:
-    return _within(draw, 0)
-
-
-def _disjoint(draw: Draw) -> Tensor:
-    return _within(draw, draw.rank + 1)
-
-
 def _dominated(draw: Draw) -> Tensor:
-    return _disjoint(draw) * (_DOMINANCE if draw.rank == 1 % draw.world_size else 1.0)
-
-
-def _matching(draw: Draw) -> Tensor:
-    return _within(draw, draw.rank)
+    factor = _DOMINANCE if draw.rank == 1 % draw.world_size else 1.0
+    return _within(draw, draw.rank + 1) * factor
 
 
 INPUTS: MappingProxyType[str, Input] = MappingProxyType(
     {
         "uniform": Input(
-            _uniform, True, "normal values; supports independent: least overlap, most fill-in"
+            "normal values; supports independent: least overlap, most fill-in",
+            lambda draw: draw.normal(draw.size),
         ),
         "heavy-tailed": Input(
-            _heavy_tailed, True, "log-normal scales: few very large values; supports independent"
+            "log-normal scales: few very large values; supports independent", _heavy_tailed
         ),
         "clustered": Input(
-            _clustered, True, "large values in five places that all ranks share, noise elsewhere"
+            "large values in five places that all ranks share, noise elsewhere", _clustered
         ),
         "overlapping": Input(
-            _overlapping, True, "large values in the same random places on all ranks: least fill-in"
+            "large values in the same random places on all ranks: least fill-in", _overlapping
         ),
         "one-region": Input(
-            _one_region, True, "all ranks' values in the first n / P elements, zeros elsewhere"
+            "all ranks' values in the first n / P elements, zeros elsewhere",
+            lambda draw: _within(draw, 0),
         ),
         "disjoint": Input(
-            _disjoint, False, "each rank's values in its neighbour's n / P elements only"
+            "each rank's values in its neighbour's n / P elements only",
+            lambda draw: _within(draw, draw.rank + 1),
+            exchangeable=False,
         ),
         "dominated": Input(
-            _dominated, False, "disjoint, and the values of rank 1 are 100 times the others'"
+            "disjoint, and the values of rank 1 are 100 times the others'",
+            _dominated,
+            exchangeable=False,
         ),
         "matching": Input(
-            _matching, False, "each rank's values in its own n / P elements only (Theorem 3.1)"
+            "each rank's values in its own n / P elements only (Theorem 3.1)",
+            lambda draw: _within(draw, draw.rank),
+            exchangeable=False,
         ),
     }
 )

@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -58,6 +59,11 @@ class KernelRow:
     threads: int
     size: int
     density: float
+
+    @property
+    def correct(self) -> bool:
+        """The results are the same."""
+        return self.equal
 
 
 def bench_kernels(
@@ -238,8 +244,7 @@ def backend_of(device: str) -> Backend:
     """Return the backend of "cpu" or "cuda"; torch's operations where no other is installed."""
     if device == "cpu":
         return Backend(native.chosen(), kernels, _Native(packing))
-    # takes a while: only where it is used
-    triton = importlib.import_module("sparsync.kernels.triton")
+    triton = importlib.import_module("sparsync.kernels.triton")  # slow: only where it is used
     if triton.installed():
         return Backend("triton", triton, Messages(triton))
     return Backend("torch", specification, Messages(packing))
@@ -257,24 +262,20 @@ def comparisons(
         density: k / n; twice k are candidates.
         streams: ranks P whose entries are merged, in a region of n / P.
     """
-    return [
-        *_selections(backend.kernels, residual, gradient, density),
-        *_sums(backend.kernels, residual, density, streams),
-        *_packings(backend.messages, residual, density),
-    ]
-
-
-def _selections(fast: Any, residual: Tensor, gradient: Tensor, density: float) -> list[Comparison]:
-    """Make the cases of one step's selection; the magnitudes of a normal distribution."""
-    k = max(round(density * residual.numel()), 1)
+    fast, spec, size = backend.kernels, specification, residual.numel()
+    k = max(round(density * size), 1)
     accumulated = residual + gradient
-    keys = specification.magnitude_keys(accumulated).sort(descending=True).values
+    keys = spec.magnitude_keys(accumulated).sort(descending=True).values
     few, many = int(keys[k - 1]), int(keys[min(2 * k, keys.numel()) - 1])
-    candidates = accumulated[specification.magnitude_keys(accumulated) >= max(many, 1)]
-    ladder = torch.linspace(
-        few, int(keys[0]), _KEYS, dtype=torch.float64, device=keys.device
-    ).long()
-    limit = 4 * k
+    candidates = accumulated[spec.magnitude_keys(accumulated) >= max(many, 1)]
+    ends = few, int(keys[0])
+    ladder = torch.linspace(*ends, _KEYS, dtype=torch.float64, device=keys.device).long()
+    limit, region = 4 * k, max(size // streams, 1)
+    parts = [
+        (at, residual[at])
+        for at in (_support(region, density, i, residual) for i in range(streams))
+    ]
+    own, other = (_support(size, density, streams + i, residual) for i in range(2))
 
     def select(a: Tensor, b: Tensor) -> Tensor:
         found = fast.accumulate_(a, b, many, limit)
@@ -282,33 +283,34 @@ def _selections(fast: Any, residual: Tensor, gradient: Tensor, density: float) -
         return chosen
 
     def select_plainly(a: Tensor, b: Tensor) -> Tensor:
-        return specification.top(a.add_(b), k)
+        return spec.top(a.add_(b), k)
 
-    def both() -> tuple[Tensor, Tensor]:
-        return residual.clone(), gradient.clone()
+    def both(*more: int) -> Callable[[], tuple[Any, ...]]:
+        return lambda: (residual.clone(), gradient.clone(), *more)
 
-    def watch(key: int) -> Callable[[], tuple[Any, ...]]:
-        return lambda: (*both(), key, limit)
+    def dense() -> tuple[Tensor, Tensor, Tensor]:
+        return residual.clone(), own, residual[own]
 
-    spec = specification
+    def kernel(
+        name: str, title: str, make: Callable[[], tuple[Any, ...]], **more: Any
+    ) -> Comparison:
+        return Comparison(title, make, getattr(fast, name), getattr(spec, name), **more)
+
+    merged = f"merge {streams} streams, n / {streams}"
     return [
-        Comparison("accumulate_ + exact top k (torch: add_, topk)", both, select, select_plainly),
-        Comparison("accumulate_", both, fast.accumulate_, spec.accumulate_, in_place=True),
-        Comparison(
-            "accumulate_ + k found", watch(few), fast.accumulate_, spec.accumulate_, in_place=True
-        ),
-        Comparison(
-            "accumulate_ + 2k found", watch(many), fast.accumulate_, spec.accumulate_, in_place=True
-        ),
-        Comparison("find k of n", lambda: (accumulated, few, None), fast.find, spec.find),
-        Comparison("top k of 2k", lambda: (candidates, k), fast.top, spec.top),
-        Comparison("top k of n", lambda: (accumulated, k), fast.top, spec.top),
-        Comparison(
-            f"count_from {_KEYS} keys, 2k",
-            lambda: (candidates, ladder),
-            fast.count_from,
-            spec.count_from,
-        ),
+        Comparison("accumulate_ + exact top k (torch: add_, topk)", both(), select, select_plainly),
+        kernel("accumulate_", "accumulate_", both(), in_place=True),
+        kernel("accumulate_", "accumulate_ + k found", both(few, limit), in_place=True),
+        kernel("accumulate_", "accumulate_ + 2k found", both(many, limit), in_place=True),
+        kernel("find", "find k of n", lambda: (accumulated, few, None)),
+        kernel("top", "top k of 2k", lambda: (candidates, k)),
+        kernel("top", "top k of n", lambda: (accumulated, k)),
+        kernel("count_from", f"count_from {_KEYS} keys, 2k", lambda: (candidates, ladder)),
+        kernel("merge", merged, lambda: (parts, region)),
+        kernel("restrict", "restrict k to k", lambda: (own, other)),
+        kernel("subtract_", "subtract_ k", dense),
+        kernel("scatter_", "scatter_ k", dense),
+        *_packings(backend.messages, residual, density),
     ]
 
 
@@ -318,43 +320,15 @@ def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
     return (torch.rand(size, generator=generator) < density).nonzero().flatten().to(like.device)
 
 
-def _sums(fast: Any, x: Tensor, density: float, streams: int) -> list[Comparison]:
-    size = x.numel()
-    region = max(size // streams, 1)
-    supports = [_support(region, density, seed, x) for seed in range(streams)]
-    parts = [(indices, x[indices]) for indices in supports]
-    own, other = _support(size, density, streams, x), _support(size, density, streams + 1, x)
-    spec = specification
-
-    def dense() -> tuple[Tensor, Tensor, Tensor]:
-        return x.clone(), own, x[own]
-
-    return [
-        Comparison(
-            f"merge {streams} streams, n / {streams}",
-            lambda: (parts, region),
-            fast.merge,
-            spec.merge,
-        ),
-        Comparison("restrict k to k", lambda: (own, other), fast.restrict, spec.restrict),
-        Comparison("subtract_ k", dense, fast.subtract_, spec.subtract_),
-        Comparison("scatter_ k", dense, fast.scatter_, spec.scatter_),
-    ]
-
-
 def _packings(fast: Messages, x: Tensor, density: float) -> list[Comparison]:
     size, plain = x.numel(), Messages(packing)
     indices = _support(size, density, 0, x)
     made = []
     for form, name in ((packing.BF16, "bf16"), (packing.INT8, "int8")):
-        entries = (indices, x[indices], size, form)
-        message = (plain.pack(*entries)[0], indices.numel(), size, form)
+        entries: tuple[Any, ...] = indices, x[indices], size, form
+        message = plain.pack(*entries)[0], indices.numel(), size, form
         made += [
-            Comparison(f"pack k, {name}", _given(entries), fast.pack, plain.pack),
-            Comparison(f"unpack k, {name}", _given(message), fast.unpack, plain.unpack),
+            Comparison(f"pack k, {name}", partial(tuple, entries), fast.pack, plain.pack),
+            Comparison(f"unpack k, {name}", partial(tuple, message), fast.unpack, plain.unpack),
         ]
     return made
-
-
-def _given(arguments: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-    return lambda: arguments

@@ -193,6 +193,18 @@ class SimulatedRanks:
 
         return simulate(program, self.case.ranks, links=self.case.links)
 
+    def verdict(self, *, in_full: bool) -> Verdict:
+        """Judge the last step; in full its evidence must have been kept."""
+        case = self.case
+        if in_full:
+            check = Verification(case.size, case.ranks, case.k)
+            for rank in self.ranks:
+                check.add(rank.evidence())
+            return check.verdict()
+        totals = [rank.reduced.total for rank in self.ranks]
+        selected = max(rank.selected.values.numel() for rank in self.ranks)
+        return Verdict.of_totals(case.k, selected, totals[0], {digest(t) for t in totals})
+
 
 def measure_simulated(
     case: Case,
@@ -226,7 +238,7 @@ def measure_simulated(
                 simulation.seconds,
                 max(t.sent for t in traffic),
                 max(t.received for t in traffic),
-                _full_verdict(ranks) if in_full else _brief_verdict(ranks),
+                ranks.verdict(in_full=in_full),
                 in_full,
             )
         )
@@ -234,16 +246,3 @@ def measure_simulated(
     timed = outcomes[warmup:]
     per_step = {stage: seconds / total for stage, seconds in stages.items()}
     return Measured("sim", outcomes, timed, timed, warmup, [], per_step)
-
-
-def _full_verdict(ranks: SimulatedRanks) -> Verdict:
-    check = Verification(ranks.case.size, ranks.case.ranks, ranks.case.k)
-    for rank in ranks.ranks:
-        check.add(rank.evidence())
-    return check.verdict()
-
-
-def _brief_verdict(ranks: SimulatedRanks) -> Verdict:
-    totals = [rank.reduced.total for rank in ranks.ranks]
-    selected = max(rank.selected.values.numel() for rank in ranks.ranks)
-    return Verdict.of_totals(ranks.case.k, selected, totals[0], {digest(t) for t in totals})

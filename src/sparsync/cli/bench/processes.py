@@ -115,12 +115,12 @@ class Team:
         """Do one step: as a whole, or with a fence before the exchange."""
         rank.keep, rank.fence = in_full, self.line.wait if alone else None
         mine = rank.feed()
-        ledger, before = rank.reducer.comm.ledger, self._traffic()
+        ledger, before = rank.reducer.comm.ledger, link_bytes() or (0, 0)
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - rank.copying
         dist.barrier(group=self.group)  # what was sent has arrived, when the kernel is asked
-        after = self._traffic()
+        after = link_bytes() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
         total, last = rank.reduced.total, ledger.last_step
         facts = self._gather(
@@ -145,10 +145,6 @@ class Team:
             in_full=in_full,
             kernel=most[6] if self.connection.lab else None,
         )
-
-    def _traffic(self) -> tuple[int, int]:
-        """Return the bytes that the kernel counted on this rank's link: sent, received."""
-        return link_bytes() or (0, 0)
 
     def _gather(self, *facts: int) -> torch.Tensor:
         """Return `[P, facts]`: every rank's, on all ranks."""

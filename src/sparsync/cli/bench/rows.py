@@ -5,10 +5,10 @@ Ratios come first in the tables: they compare between machines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group
@@ -131,7 +131,11 @@ def summarize(case: Case, measured: Measured, wire: Wire | None = None) -> Row:
         seconds_exchange_median=exchange,
         seconds_local_median=max(middle - exchange, 0.0),
         seconds_add_median=median(measured.add_seconds) if measured.add_seconds else None,
-        seconds_stages={_stage_key(s): measured.stages.get(s, 0.0) for s in STAGES},
+        seconds_stages={
+            # accumulating is called as RedSync calls it
+            "mask" if s == "accumulate" else s: measured.stages.get(s, 0.0)
+            for s in STAGES
+        },
         wire_seconds=None if wire is None else wire.seconds(volume),
         bytes_sent_max=sent,
         bytes_received_max=received,
@@ -147,8 +151,7 @@ def summarize(case: Case, measured: Measured, wire: Wire | None = None) -> Row:
 # ---- ratios: these compare between machines ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ratios:
+class Ratios(NamedTuple):
     """A row's times over others of the same run; the fields are keys of the JSON.  None: no such.
 
     Attributes:
@@ -166,15 +169,11 @@ class Ratios:
 
 def ratios(row: Row, rows: Sequence[Row]) -> Ratios:
     """Compare a row with the dense one of its group."""
-    group = (row.size, row.density)
-    dense = next(
-        (r for r in rows if (r.size, r.density) == group and r.collective == "dense"), None
-    )
+    group = (row.size, row.density, "dense")
+    dense = next((r for r in rows if (r.size, r.density, r.collective) == group), None)
     return Ratios(
-        None if dense is None else _over(dense.seconds_median, row.seconds_median),
-        None
-        if dense is None
-        else _over(dense.seconds_exchange_median, row.seconds_exchange_median),
+        _over(dense and dense.seconds_median, row.seconds_median),
+        _over(dense and dense.seconds_exchange_median, row.seconds_exchange_median),
         _over(row.seconds_exchange_median, row.wire_seconds),
         _over(row.seconds_local_median, row.seconds_add_median),
     )
@@ -182,12 +181,7 @@ def ratios(row: Row, rows: Sequence[Row]) -> Ratios:
 
 def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
     """Return a row and its ratios as they go into the JSON."""
-    return {**asdict(row), **asdict(ratios(row, rows))}
-
-
-def _stage_key(stage: str) -> str:
-    """Return a stage's key in the JSON, where accumulating is called as RedSync calls it."""
-    return "mask" if stage == "accumulate" else stage
+    return {**asdict(row), **ratios(row, rows)._asdict()}
 
 
 def _over(one: float | None, other: float | None) -> float | None:
@@ -222,28 +216,36 @@ def tables(rows: Sequence[Row]) -> Group:
     return Group(*shown, Text(_legend(rows)))
 
 
+_Column = tuple[str, bool, Callable[[Row], str]]
+"""A head, whether it is shown, and a row's cell."""
+
+
+def _table(rows: Sequence[Row], columns: Sequence[_Column], title: str = "") -> Columns:
+    shown = [(head, cell) for head, there, cell in columns if there]
+    cells = [[row.collective, *(cell(row) for _, cell in shown)] for row in rows]
+    return Columns(["collective", *(head for head, _ in shown)], cells, title)
+
+
 def _times(rows: Sequence[Row]) -> Columns:
     """Show the speed: over dense, over the wire, over an addition; then in milliseconds."""
     real, lab = rows[0].transport != "sim", rows[0].lab is not None
-    heads = ["collective", "speed-up whole", *["speed-up exchange"] * real]
-    heads += [*["exchange / wire"] * lab, *["local / add_"] * real]
-    heads += ["whole ms", "spread", *["exchange ms", "add_ ms"] * real]
-    cells = []
-    for row in rows:
-        over = ratios(row, rows)
-        cells.append(
-            [
-                row.collective,
-                format_ratio(over.speedup),
-                *[format_ratio(over.speedup_exchange)] * real,
-                *[format_ratio(over.exchange_over_wire)] * lab,
-                *[format_ratio(over.local_over_add)] * real,
-                format_ms(row.seconds_median),
-                _spread(row),
-                *[format_ms(row.seconds_exchange_median), format_ms(row.seconds_add_median)] * real,
-            ]
-        )
-    return Columns(heads, cells, _title(rows[0]))
+
+    def ratio(name: str) -> Callable[[Row], str]:
+        return lambda row: format_ratio(getattr(ratios(row, rows), name))
+
+    columns: list[_Column] = [
+        ("speed-up whole", True, ratio("speedup")),
+        ("speed-up exchange", real, ratio("speedup_exchange")),
+        ("exchange / wire", lab, ratio("exchange_over_wire")),
+        ("local / add_", real, ratio("local_over_add")),
+        ("whole ms", True, lambda row: format_ms(row.seconds_median)),
+        ("spread", True, _spread),
+        ("exchange ms", real, lambda row: format_ms(row.seconds_exchange_median)),
+        ("add_ ms", real, lambda row: format_ms(row.seconds_add_median)),
+    ]
+    first = rows[0]
+    title = f"n = {first.size:,}, density {first.density:g}: k = {first.k:,}"
+    return _table(rows, columns, title)
 
 
 def _stages(rows: Sequence[Row]) -> Columns:
@@ -254,30 +256,30 @@ def _stages(rows: Sequence[Row]) -> Columns:
 
 def _volumes(rows: Sequence[Row]) -> Columns:
     """Show the volume, against the claim, and whether the results are right."""
-    counted = rows[0].lab is not None
-    heads = ["collective", "words per k", "bound", "volume", *["kernel counted"] * counted]
-    cells = []
-    for row in rows:
-        bound, kernel = row.bound_words_per_k, row.bytes_kernel_max
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}g}"
+
+    def words(row: Row) -> str:
+        bound = row.bound_words_per_k
         over = ">" if bound is not None and row.words_per_k_max > bound else ""
-        cells.append(
-            [
-                row.collective,
-                f"{over}{row.words_per_k_max:.4g}",
-                "-" if bound is None else f"{bound:.4g}",
-                format_bytes(max(row.bytes_sent_max, row.bytes_received_max)),
-                *["-" if kernel is None else format_bytes(kernel)] * counted,
-                f"{row.entries_min:.3g}",
-                "-" if row.law_error_max is None else f"{row.law_error_max:.2g}",
-                f"{'' if row.correct else '!'}{row.wrong}",
-                f"{row.steps_verified} / {row.steps_total}",
-            ]
-        )
-    return Columns([*heads, "entries per k", "law", "wrong", "verified in full"], cells)
+        return f"{over}{row.words_per_k_max:.4g}"
 
-
-def _title(row: Row) -> str:
-    return f"n = {row.size:,}, density {row.density:g}: k = {row.k:,}"
+    columns: list[_Column] = [
+        ("words per k", True, words),
+        ("bound", True, lambda row: number(row.bound_words_per_k, 4)),
+        ("volume", True, lambda row: format_bytes(max(row.bytes_sent_max, row.bytes_received_max))),
+        (
+            "kernel counted",
+            rows[0].lab is not None,
+            lambda row: "-" if row.bytes_kernel_max is None else format_bytes(row.bytes_kernel_max),
+        ),
+        ("entries per k", True, lambda row: number(row.entries_min, 3)),
+        ("law", True, lambda row: number(row.law_error_max, 2)),
+        ("wrong", True, lambda row: f"{'' if row.correct else '!'}{row.wrong}"),
+        ("verified in full", True, lambda row: f"{row.steps_verified} / {row.steps_total}"),
+    ]
+    return _table(rows, columns)
 
 
 def _spread(row: Row) -> str:

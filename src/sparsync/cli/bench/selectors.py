@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 import time
@@ -59,7 +58,6 @@ _STYLES = (  # in the order of the rows
     ("#9a9a9a", ":"),
     ("#606060", "-"),
 )
-_LABEL_GAP = 0.045  # of the height of the picture, between the labels of two lines
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,8 @@ class SelectorRow:
     device: str
 
 
-@dataclass(frozen=True)
-class _Case:
+@dataclass
+class _Line:
     """One line of the figure.
 
     Attributes:
@@ -172,6 +170,7 @@ class _Case:
         period: calls per sample.
         warmup: calls before, not timed.
         exact: promises the k largest.
+        samples: the seconds of each call of each sample.
     """
 
     name: str
@@ -180,13 +179,6 @@ class _Case:
     period: int = 1
     warmup: int = 1
     exact: bool = False
-
-
-@dataclass
-class _Measured:
-    """The measurements of a case: the seconds of each call of each sample; the last selection."""
-
-    case: _Case
     samples: list[list[float]] = field(default_factory=list)
     entries_over_k: float | None = None
     recall: float | None = None
@@ -199,10 +191,10 @@ class _Measured:
     def sample(self, clock: Callable[[], float]) -> Tensor | None:
         """Time the calls of a period; return what the last one selected."""
         seconds, values = [], None
-        for _ in range(self.case.period):
-            self.case.prepare()
+        for _ in range(self.period):
+            self.prepare()
             start = clock()
-            values = self.case.run()
+            values = self.run()
             seconds.append(clock() - start)
         self.samples.append(seconds)
         return values
@@ -242,26 +234,26 @@ def _rows(
     size = nbytes // _ITEM
     k = max(round(settings.density * size), 1)
     x, gradient = _data(settings, size, k)
-    measured = _measure(_cases(x, gradient, k), x, k, settings, advance)
-    base, read = measured[0].seconds, measured[-1].seconds
+    lines = _lines(x, gradient, k)
+    _measure(lines, x, k, settings, advance)
     return [
         SelectorRow(
-            selector=m.case.name,
+            selector=line.name,
             nbytes=nbytes,
-            speedup=base / m.seconds,
-            over_read=m.seconds / read,
-            entries_over_k=m.entries_over_k,
-            recall=m.recall,
-            correct=not m.case.exact or (m.entries_over_k == m.recall == 1),
-            seconds=m.seconds,
-            samples=len(m.samples),
+            speedup=lines[0].seconds / line.seconds,
+            over_read=line.seconds / lines[-1].seconds,
+            entries_over_k=line.entries_over_k,
+            recall=line.recall,
+            correct=not line.exact or (line.entries_over_k == line.recall == 1),
+            seconds=line.seconds,
+            samples=len(line.samples),
             size=size,
             k=k,
             density=settings.density,
             input=settings.input,
             device=settings.device,
         )
-        for m in measured
+        for line in lines
     ]
 
 
@@ -287,84 +279,69 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 # ---- lines ----------------------------------------------------------------------------------------
 
 
-def _cases(x: Tensor, gradient: Tensor, k: int) -> list[_Case]:
+def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
     """Return the rows, in their order; all of them keep ``x`` near what it is."""
 
     def move() -> None:
         x.add_(gradient.neg_())
 
-    def topk() -> Tensor:
-        return x[x.abs().topk(k).indices]
-
-    def selecting(name: str, selector: Selector, period: int = 1, *, exact: bool = False) -> _Case:
+    def selecting(name: str, selector: Selector, period: int = 1, *, exact: bool = False) -> _Line:
         steps = count()
+        return _Line(
+            name, move, lambda: selector.select(x, k, next(steps)).values, period, period, exact
+        )
 
-        def run() -> Tensor:
-            return selector.select(x, k, next(steps)).values
+    fused, steps, memory = Exact(), count(), torch.empty_like(gradient)
 
-        return _Case(name, move, run, period, warmup=period, exact=exact)
+    def accumulate_and_select() -> Tensor:
+        step = next(steps)
+        found = kernels.accumulate_(x, memory, *fused.collect_from(k, step, x.dtype) or ())
+        collected = found and SparseVector(*found, x.numel())
+        return fused.select(x, k, step, collected).values
 
-    def read() -> None:
-        x.sum()
+    def renew() -> None:
+        memory.copy_(gradient.neg_())
 
     def add() -> None:
         x.add_(gradient)
 
+    def read() -> None:
+        x.sum()
+
     return [
-        _Case("torch.topk of |x|", move, topk, exact=True),
+        _Line("torch.topk of |x|", move, lambda: x[x.abs().topk(k).indices], exact=True),
         selecting("exact, no sort of n", Exact(), exact=True),
         selecting("trimmed", Trimmed(), exact=True),
         selecting("binary search", BinarySearch()),
         selecting(f"binary search, 1 of {_PERIOD}", BinarySearch(reuse_period=_PERIOD), _PERIOD),
         selecting("sampled", Sampled()),
-        _fused(x, gradient, k),
-        _Case("x.add_(gradient)", gradient.neg_, add),
-        _Case("one read, x.sum()", move, read),
+        _Line("exact + x.add_, fused", renew, accumulate_and_select, warmup=_SETTLED, exact=True),
+        _Line("x.add_(gradient)", gradient.neg_, add),
+        _Line("one read, x.sum()", move, read),
     ]
 
 
-def _fused(x: Tensor, gradient: Tensor, k: int) -> _Case:
-    """Exact selection among the candidates of the accumulation: the time of both."""
-    selector, steps, memory = Exact(), count(), torch.empty_like(gradient)
-
-    def renew() -> None:
-        memory.copy_(gradient.neg_())
-
-    def accumulate_and_select() -> Tensor:
-        step = next(steps)
-        found = kernels.accumulate_(x, memory, *selector.collect_from(k, step, x.dtype) or ())
-        collected = found and SparseVector(*found, x.numel())
-        return selector.select(x, k, step, collected).values
-
-    return _Case("exact + x.add_, fused", renew, accumulate_and_select, warmup=_SETTLED, exact=True)
-
-
-# ---- clock ----------------------------------------------------------------------------------------
-
-
 def _measure(
-    cases: list[_Case],
+    lines: list[_Line],
     x: Tensor,
     k: int,
     settings: SelectorSettings,
     advance: Callable[[int | None], None],
-) -> list[_Measured]:
-    """Measure all cases in turns: other load on the machine hits all of them alike."""
+) -> None:
+    """Measure all lines in turns: other load on the machine hits all of them alike."""
     clock = time.thread_time if settings.device == "cpu" else _clock_of_gpu
-    measured = [_Measured(case) for case in cases]
-    for case in cases:
-        for _ in range(case.warmup):
-            case.prepare()
-            case.run()
+    for line in lines:
+        for _ in range(line.warmup):
+            line.prepare()
+            line.run()
     for _ in range(settings.repeats):
-        for m in measured:
+        for line in lines:
             end = time.perf_counter() + settings.seconds / settings.repeats
-            values = m.sample(clock)
+            values = line.sample(clock)
             while time.perf_counter() < end:
-                values = m.sample(clock)
-            m.judge(x, k, values)
-            advance(settings.repeats * len(cases))
-    return measured
+                values = line.sample(clock)
+            line.judge(x, k, values)
+            advance(settings.repeats * len(lines))
 
 
 def _clock_of_gpu() -> float:
@@ -406,62 +383,36 @@ def _table(title: str, rows: Sequence[SelectorRow], cell: Callable[[SelectorRow]
 
 
 def write_plot(rows: Sequence[SelectorRow], path: Path) -> None:
-    """Draw milliseconds over the size, both logarithmic; every line is labelled where it ends."""
+    """Draw milliseconds over the size, both logarithmic."""
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     first, last = rows[0], rows[-1]
-    lines = [[row for row in rows if row.selector == name] for name in _names(rows)]
     figure = Figure(figsize=(8.4, 4.8), layout="constrained")
     axis = figure.subplots()
-    for line, (colour, style) in zip(lines, _STYLES, strict=True):
-        x, y = [row.nbytes for row in line], [1e3 * row.seconds for row in line]
-        axis.loglog(x, y, color=colour, linestyle=style, marker="o", markersize=3, linewidth=1.4)
-    low, high = (math.log(limit) for limit in axis.get_ylim())
-    ends = [(math.log(1e3 * line[-1].seconds) - low) / (high - low) for line in lines]
-    for line, (colour, _), height in zip(lines, _STYLES, _apart(ends), strict=True):
-        axis.annotate(
-            f"{line[-1].selector}: {format_ratio(line[-1].speedup)}x",
-            (last.nbytes, 1e3 * line[-1].seconds),
-            (1.04, height),
-            textcoords="axes fraction",
+    selectors = [row.selector for row in rows if row.nbytes == first.nbytes]
+    for name, (colour, style) in zip(selectors, _STYLES, strict=True):
+        line = [row for row in rows if row.selector == name]
+        axis.loglog(
+            [row.nbytes for row in line],
+            [1e3 * row.seconds for row in line],
             color=colour,
-            verticalalignment="center",
-            fontsize=8,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.5,
-                "relpos": (0, 0.5),
-            },
+            linestyle=style,
+            marker="o",
+            markersize=3,
+            linewidth=1.4,
+            label=f"{name}: {format_ratio(line[-1].speedup)}x",
         )
-    sizes = [row.nbytes for row in lines[0]]
+    sizes = [row.nbytes for row in rows if row.selector == first.selector]
     axis.set_xticks(sizes, [format_size(size).replace(" ", "\n") for size in sizes])
     axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     axis.set(xlabel="residual, float32", ylabel="ms per call")
     axis.grid(alpha=0.3, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(
         f"Selecting {100 * first.density:g} % of a residual ({first.input}, {first.device}); "
         f"next to the names: times faster than torch.topk at {format_size(last.nbytes)}",
         fontsize="medium",
     )
     figure.savefig(path, dpi=150)
-
-
-def _names(rows: Sequence[SelectorRow]) -> list[str]:
-    return [row.selector for row in rows if row.nbytes == rows[0].nbytes]
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """Move labels apart, as little as is needed from the top down, in the order that they have."""
-    order = sorted(range(len(heights)), key=lambda at: -heights[at])
-    placed = dict.fromkeys(order, 0.0)
-    above = math.inf
-    for at in order:
-        placed[at] = above = min(heights[at], above - _LABEL_GAP)
-    below = min(placed.values())
-    for at in reversed(order):  # none below the picture
-        placed[at] = below = max(placed[at], below, 0.0)
-        below += _LABEL_GAP
-    return [placed[at] for at in range(len(heights))]

@@ -9,10 +9,8 @@ import torch
 
 from sparsync.collectives.base import Collective, Reduced, capped, check_cap, most_entries
 from sparsync.collectives.costs import ENTRY_BYTES, Cost, Job, Result, allgatherv
-from sparsync.collectives.oktopk import global_selection, phases, regions
-from sparsync.collectives.oktopk.balance_gather import balance_and_allgatherv
+from sparsync.collectives.oktopk import exchange, phases, regions
 from sparsync.collectives.oktopk.quantiles import Bracket, bins_for, quantiles
-from sparsync.collectives.oktopk.split_reduce import Share, split_reduce
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
@@ -106,28 +104,29 @@ class OkTopk(Collective):
         balance: bool = True,
         balance_trigger: float = 4.0,
     ) -> None:
-        _check_choice("boundaries", boundaries, ("histogram", "average"))
-        _check_choice("global_threshold", global_threshold, ("histogram", "allgather"))
-        _check_at_least_one(
-            repartition_period=repartition_period, threshold_period=threshold_period
-        )
-        if window is not None:
-            _check_at_least_one(window=window)
-        if not balance_trigger >= 1:
-            raise ConfigurationError(
-                f"OkTopk: balance_trigger is {balance_trigger}; give a multiple >= 1 of the mean"
-            )
+        for name, choice, known in (
+            ("boundaries", boundaries, ("histogram", "average")),
+            ("global_threshold", global_threshold, ("histogram", "allgather")),
+        ):
+            if choice not in known:
+                raise ConfigurationError(
+                    f"OkTopk: {name} is {choice!r}; choose one of {', '.join(known)}"
+                )
+        for name, number in (
+            ("repartition_period", repartition_period),
+            ("repartition_trigger", repartition_trigger),
+            ("threshold_period", threshold_period),
+            ("window", window),
+            ("balance_trigger", balance_trigger),
+        ):
+            if number is not None and not number >= 1:
+                raise ConfigurationError(f"OkTopk: {name} is {number}; give at least 1")
         check_cap(cap, "OkTopk")
         self.codec = codec or Coo()
         if not self.codec.exact:
             raise ConfigurationError("OkTopk: the codec rounds values; use an exact one, as coo")
         self.repartition_period, self.threshold_period = repartition_period, threshold_period
         self.boundaries, self.global_threshold, self.cap = boundaries, global_threshold, cap
-        if repartition_trigger is not None and not repartition_trigger >= 1:
-            raise ConfigurationError(
-                f"OkTopk: repartition_trigger is {repartition_trigger}; give a multiple >= 1 of the "
-                "mean, or None"
-            )
         self.repartition_trigger = repartition_trigger
         self.window, self.rotate, self.balanced_split = window, rotate, balanced_split
         self.balance_trigger = balance_trigger if balance else None
@@ -175,7 +174,7 @@ class OkTopk(Collective):
         """Run Algorithm 1."""
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
-        share = await split_reduce(
+        share = await exchange.split_reduce(
             comm,
             mine,
             boundaries,
@@ -185,7 +184,7 @@ class OkTopk(Collective):
             rotate=self.rotate,
         )
         kept = await self._select_globally(comm, share, boundaries, k, step)
-        total = await balance_and_allgatherv(
+        total = await exchange.balance_and_allgatherv(
             comm,
             kept.entries,
             kept.counts,
@@ -211,7 +210,7 @@ class OkTopk(Collective):
         if self.boundaries == "average":
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
-            return regions.average_boundaries(sums.tolist(), size, world_size)
+            return [0, *(total // world_size for total in sums.tolist()), size]
         total, brackets = await quantiles(
             comm,
             selected.indices,
@@ -225,26 +224,19 @@ class OkTopk(Collective):
         return _nearest_edges(total, brackets, size, world_size)
 
     async def _select_globally(
-        self,
-        comm: Communicator,
-        share: Share,
-        boundaries: list[int],
-        k: int,
-        step: int,
-    ) -> global_selection.Kept:
+        self, comm: Communicator, share: exchange.Share, boundaries: list[int], k: int, step: int
+    ) -> exchange.Kept:
         """Phase 3."""
-        last = self.state.threshold_key
+        last, cap = self.state.threshold_key, self.cap
         if self.global_threshold == "histogram":
-            return await global_selection.by_histogram(
-                comm, share, k, cap=self.cap, size=boundaries[-1], last_threshold_key=last
+            return await exchange.by_histogram(
+                comm, share, k, cap=cap, size=boundaries[-1], last_threshold_key=last
             )
         if step % self.threshold_period == 0 or last is None:
-            return await global_selection.by_allgather(
-                comm, share.region, k, cap=self.cap, boundaries=boundaries, codec=self.codec
+            return await exchange.by_allgather(
+                comm, share.region, k, cap=cap, boundaries=boundaries, codec=self.codec
             )
-        return await global_selection.by_threshold(
-            comm, share.region, k, cap=self.cap, threshold_key=last
-        )
+        return await exchange.by_threshold(comm, share.region, k, cap=cap, threshold_key=last)
 
 
 def _nearest_edges(total: int, brackets: list[Bracket], size: int, world_size: int) -> list[int]:
@@ -257,14 +249,3 @@ def _nearest_edges(total: int, brackets: list[Bracket], size: int, world_size: i
         cut = bracket.low if 2 * past_low <= bracket.inside else bracket.high
         boundaries.append(max(cut, boundaries[-1]))
     return [*boundaries, size]
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigurationError(f"OkTopk: {name} is {value!r}; choose one of {', '.join(known)}")
-
-
-def _check_at_least_one(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigurationError(f"OkTopk: {name} is {value}; give at least 1")

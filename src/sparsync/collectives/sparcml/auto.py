@@ -9,9 +9,8 @@ import torch
 
 from sparsync.collectives.base import Collective, Reduced, check_cap
 from sparsync.collectives.costs import Cost, Job
-from sparsync.collectives.sparcml.dynamic import Dynamic
 from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
-from sparsync.collectives.sparcml.split_allgather import SplitAllgather
+from sparsync.collectives.sparcml.split import Dynamic, split_allgather
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import Reduction, reduction
 from sparsync.sparse import Vector
@@ -87,7 +86,7 @@ class SparcmlAuto(Collective):
         self.state = SparcmlAutoState()
         self.candidates: dict[str, Collective] = {
             "recursive-doubling": RecursiveDoubling(self.codec, op=op, cap=cap),
-            "split-allgather": SplitAllgather(self.codec, op=op, cap=cap),
+            "split-allgather": split_allgather(self.codec, op=op, cap=cap),
             "dynamic": Dynamic(self.codec, op=op, cap=cap),
         }
 

@@ -6,19 +6,17 @@ from typing import final
 
 from torch import Tensor
 
-from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import Cost, Job
-from sparsync.collectives.sparcml.exchange import Call, begin, checked, stream_bytes, stream_work
+from sparsync.collectives.sparcml.exchange import Call, StreamCollective, stream_bytes, stream_work
 from sparsync.reduction import Reduction
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.communicator import Communicator
 from sparsync.wire.streams import StreamCodec
 
 __all__ = ["RecursiveDoubling"]
 
 
 @final
-class RecursiveDoubling(Collective):
+class RecursiveDoubling(StreamCollective):
     """Reduce in log2 P rounds; in round t ranks 2^(t-1) apart exchange all that they have reduced.
 
     Where P is not a power of two, ``P - 2^m`` ranks first hand their vector to the rank below, and
@@ -30,8 +28,8 @@ class RecursiveDoubling(Collective):
     Args:
         codec: wire format; what it rounds off a partial result is kept by the lowest rank that
             holds that (default: coo, dense from where that is shorter).
-        op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
-        cap: at most ``cap * k`` entries per rank are taken; None: all (needed where op is no sum).
+        op: as for ``StreamCollective``.
+        cap: likewise.
 
     Cost: log2 P messages, two more where P is not a power of two;
     ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``: from all
@@ -60,8 +58,7 @@ class RecursiveDoubling(Collective):
         op: str | Reduction = "sum",
         cap: float | None = 1.0,
     ) -> None:
-        self.codec, self.operation = checked("RecursiveDoubling", codec, op, cap)
-        self.cap = cap
+        super().__init__(codec, op, cap)
 
     def cost(self, job: Job) -> Cost:
         """Return ``log2 P`` messages; k entries in every round, to twice as many in each (5.3.1).
@@ -88,17 +85,15 @@ class RecursiveDoubling(Collective):
         disjoint = job._replace(result=job.k * job.world_size)
         return self.cost(disjoint).words if self.cap == 1 else None
 
-    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+    async def total(self, call: Call) -> Vector:
         """Fold the extra ranks, double, hand back."""
-        call = begin(comm, self, selected, k, step)
-        if comm.world_size == 1:
-            return call.reduced(call.mine)
+        comm = call.comm
         groups = _Groups(comm.world_size)
         mine = call.settle(call.mine)
         if groups.is_extra(comm.rank):
             host = comm.rank - 1
             await _send(call, call.encode(mine, 0).payload, host, "fold")
-            return call.reduced(await _receive(call, host, comm.world_size, "hand back"))
+            return await _receive(call, host, comm.world_size, "hand back")
         is_host = groups.is_extra(comm.rank + 1)
         if is_host:
             mine = call.combine(mine, await _receive(call, comm.rank + 1, 1, "fold"))
@@ -109,7 +104,7 @@ class RecursiveDoubling(Collective):
             total = encoded.decoded
             if is_host:
                 await _send(call, encoded.payload, comm.rank + 1, "hand back")
-        return call.reduced(total)
+        return total
 
 
 async def _double(call: Call, groups: _Groups, partial: Vector) -> Vector:

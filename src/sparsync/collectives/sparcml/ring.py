@@ -5,22 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import final
 
-from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.collectives.oktopk.regions import even_boundaries
 from sparsync.collectives.sparcml.exchange import (
     Call,
+    StreamCollective,
     allgather_regions,
-    begin,
-    checked,
-    neutral_of,
     stream_bytes,
     stream_work,
 )
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import Reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
-from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES
 from sparsync.wire.streams import StreamCodec
 
@@ -28,7 +24,7 @@ __all__ = ["Ring"]
 
 
 @final
-class Ring(Collective):
+class Ring(StreamCollective):
     """Pass partial sums of P even regions around a ring, then the sums.
 
     Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r: the order of its operands
@@ -37,9 +33,8 @@ class Ring(Collective):
     Args:
         codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that
             is shorter).
-        op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``; it must commute.
-        cap: at most ``cap * k`` entries per rank are taken; None: all (needed where op is no sum).
-            The dense ring takes all, whatever it is.
+        op: as for ``StreamCollective``; it must commute.
+        cap: likewise; the dense ring takes all, whatever it is.
         dense: regions are dense from the start (the dense baseline).
 
     Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
@@ -70,14 +65,13 @@ class Ring(Collective):
         cap: float | None = 1.0,
         dense: bool = False,
     ) -> None:
-        self.cap = None if dense else cap
-        self.codec, self.operation = checked("Ring", codec, op, self.cap)
+        super().__init__(codec, op, None if dense else cap)
         self.dense = dense
         self.result: Result = "whole" if dense else "sum"
         if not self.operation.commutative:
             raise ConfigurationError(
                 f"Ring: operation '{self.operation.name}' does not commute, but a ring reduces "
-                "in rotated order; use RecursiveDoubling, SplitAllgather or Dynamic"
+                "in rotated order; use RecursiveDoubling or Dynamic"
             )
 
     def cost(self, job: Job) -> Cost:
@@ -102,24 +96,11 @@ class Ring(Collective):
         """Return the dense one's cost."""
         return self.cost(job).words if self.dense else None
 
-    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+    async def total(self, call: Call) -> Vector:
         """Reduce-scatter, then allgather."""
-        call = self._begin(comm, selected, k, step)
-        if comm.world_size == 1:
-            return call.reduced(call.mine)
-        boundaries = even_boundaries(call.size, comm.world_size)
+        boundaries = even_boundaries(call.size, call.comm.world_size)
         region = await self._reduce_scatter(call, boundaries)
-        widths = [stop - start for start, stop in pairwise(boundaries)]
-        capacities = [self._capacity(call, comm.world_size, width) for width in widths]
-        return call.reduced(
-            await allgather_regions(call, region, boundaries, capacities, ring=True)
-        )
-
-    def _begin(self, comm: Communicator, selected: Vector, k: int, step: int) -> Call:
-        if not self.dense:
-            return begin(comm, self, selected, k, step)
-        neutral_of(self, selected.values.dtype)
-        return Call(comm, self, selected, selected.size, step)
+        return await allgather_regions(call, region, boundaries, dense=self.dense, ring=True)
 
     async def _reduce_scatter(self, call: Call, boundaries: list[int]) -> Vector:
         """Return this rank's region, reduced: what arrives is the left operand, the own the right."""
@@ -132,7 +113,7 @@ class Ring(Collective):
             start = boundaries[passing % comm.world_size]
             payload = call.encode(partial, hop, start=start).payload
             width = pieces[coming].size
-            capacity = self._capacity(call, hop + 1, width)
+            capacity = call.capacity(hop + 1, width, dense=self.dense)
             receiving = comm.irecv(last, capacity, "reduce-scatter", framing)
             sending = comm.isend(payload, following, "reduce-scatter", framing)
             message = await receiving
@@ -148,8 +129,3 @@ class Ring(Collective):
             return [DenseVector(values[start:stop]) for start, stop in pairwise(boundaries)]
         assert isinstance(call.mine, SparseVector)
         return [call.settle(piece) for piece in call.mine.split(boundaries)]
-
-    def _capacity(self, call: Call, ranks: int, width: int) -> int:
-        if self.dense:
-            return call.codec.dense.nbytes(width, width, call.dtype)
-        return call.capacity(ranks, width)

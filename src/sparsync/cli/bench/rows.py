@@ -172,8 +172,8 @@ def ratios(row: Row, rows: Sequence[Row]) -> Ratios:
     group = (row.size, row.density, "dense")
     dense = next((r for r in rows if (r.size, r.density, r.collective) == group), None)
     return Ratios(
-        _over(dense and dense.seconds_median, row.seconds_median),
-        _over(dense and dense.seconds_exchange_median, row.seconds_exchange_median),
+        _over(dense.seconds_median, row.seconds_median) if dense else None,
+        _over(dense.seconds_exchange_median, row.seconds_exchange_median) if dense else None,
         _over(row.seconds_exchange_median, row.wire_seconds),
         _over(row.seconds_local_median, row.seconds_add_median),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from sparsync.cli.lab.network import default_burst, parse_rate
+from sparsync.cli.lab import default_burst, parse_rate
 from sparsync.cost.machine import Machine
 from sparsync.cost.predict import predict
 from sparsync.presets import resolve

@@ -26,9 +26,14 @@ def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
     dist.all_reduce(vector)
     for _ in range(2):  # what is sent leaves in order: when the second is over, all of it has left
         dist.barrier()
-    after = local_traffic() - before
+    after = local_traffic()
     assert vector[0] == dist.get_world_size()
-    mine = (local_address(), namespace_of("thread-self"), after.sent, after.received)
+    mine = (
+        local_address(),
+        namespace_of("thread-self"),
+        after.sent - before.sent,
+        after.received - before.received,
+    )
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
@@ -91,13 +96,13 @@ def connect(lab: Lab, source: int, dest: int, port: int = PORT) -> Iterator[list
     listening = threading.Event()
 
     def accept() -> None:
-        with socket.create_server((lab.network.address(dest), port)) as server:
+        with socket.create_server((lab.address(dest), port)) as server:
             listening.set()
             ends.append(server.accept()[0])
 
     accepting = in_rank(lab, dest, accept)
     assert listening.wait(5)
-    address = (lab.network.address(dest), port)
+    address = (lab.address(dest), port)
     in_rank(lab, source, lambda: ends.insert(0, socket.create_connection(address, 5))).join()
     accepting.join(5)
     with ends[0], ends[1]:

@@ -104,7 +104,7 @@ def test_two_labs_do_not_meet():
 
             def knock():
                 with pytest.raises(OSError):
-                    socket.create_connection((second.network.address(1), programs.PORT), 1)
+                    socket.create_connection((second.address(1), programs.PORT), 1)
                 refused.append(True)
 
             programs.in_rank(second, 0, knock).join()

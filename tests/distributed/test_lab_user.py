@@ -54,5 +54,5 @@ def test_where_the_kernel_allows_neither_there_is_one_line():
     assert process.returncode == 1
     assert out == ""
     line = err.splitlines()[-1]
-    assert "ConfigurationError: lab: this process may not make network namespaces (user" in line
+    assert "ConfigurationError: lab: this process may not make network namespaces (" in line
     assert "run as root" in line

@@ -8,7 +8,6 @@ from sparsync.cli.lab import (
     Lab,
     LabError,
     LinkTraffic,
-    Network,
     default_burst,
     ensure_privileges,
     kernel,
@@ -49,11 +48,6 @@ def test_other_rates_are_refused_in_one_line(text):
     assert "\n" not in str(caught.value)
 
 
-@given(st.integers(100, 99_999), st.sampled_from([("kbit", 1_000), ("mbit", MBIT)]))
-def test_a_rate_is_its_number_times_its_unit(number, unit):
-    assert parse_rate(f"{number}{unit[0]}") == number * unit[1]
-
-
 @given(st.integers(100_000, 100 * GBIT))
 def test_the_burst_covers_the_timer_and_the_first_window(rate):
     burst = default_burst(rate)
@@ -63,25 +57,25 @@ def test_the_burst_covers_the_timer_and_the_first_window(rate):
 
 @given(st.integers(1, 1000))
 def test_ranks_have_names_and_addresses_of_their_own(ranks):
-    network = Network(ranks, GBIT)
-    addresses = [network.address(rank) for rank in range(ranks)]
-    assert len(set(addresses)) == ranks == len({network.bridge_end(r) for r in range(ranks)})
+    lab = Lab(ranks, "1gbit")
+    addresses = [lab.address(rank) for rank in range(ranks)]
+    assert len(set(addresses)) == ranks == len({lab.bridge_end(r) for r in range(ranks)})
     assert all(0 <= int(part) <= 255 for a in addresses for part in a.split("."))
 
 
-@given(st.integers(1, 1000), st.integers(100_000, 100 * GBIT))
-def test_the_sizes_of_a_network_fit_each_other(ranks, rate):
-    network = Network(ranks, rate)
-    assert 1_514 <= network.segment_bytes <= min(network.burst_bytes, 65_536)
-    assert network.queue_bytes >= network.burst_bytes + ranks * network.send_buffer_bytes
-    assert network.send_buffer_bytes >= rate * 0.02 / 8 - 1
+@given(st.integers(1, 1000), st.integers(100, 10**8))
+def test_the_sizes_of_a_lab_fit_each_other(ranks, rate):
+    lab = Lab(ranks, f"{rate}kbit")
+    assert 1_514 <= lab.segment_bytes <= min(lab.burst_bytes, 65_536)
+    assert lab.queue_bytes >= lab.burst_bytes + ranks * lab.send_buffer_bytes
+    assert lab.send_buffer_bytes >= 1000 * rate * 0.02 / 8 - 1
 
 
 def test_both_ends_of_a_link_are_shaped():
-    network = Network(2, 100 * MBIT, burst_bytes=20_000)
+    lab = Lab(2, "100mbit", burst_bytes=20_000)
     shape = "root tbf rate 100000000bit burst 20000 limit"
-    assert f"tc qdisc add dev rank1 {shape}" in network.link_commands(1, "/proc/1/fd/9")[-1]
-    assert f"tc qdisc add dev eth0 {shape}" in network.rank_commands(1)[-1]
+    assert f"tc qdisc add dev rank1 {shape}" in lab.link_commands(1, "/proc/1/fd/9")[-1]
+    assert f"tc qdisc add dev eth0 {shape}" in lab.rank_commands(1)[-1]
 
 
 @pytest.mark.parametrize(
@@ -99,11 +93,6 @@ def test_a_lab_refuses(change, words):
     arguments = {"ranks": 2, "rate": "1gbit", "burst_bytes": None} | change
     with pytest.raises(ConfigurationError, match=words):
         Lab(**arguments)
-
-
-def test_a_lab_tells_what_it_will_be():
-    lab = Lab(3, "1gbit")
-    assert (lab.ranks, lab.bits_per_second, lab.burst_bytes) == (3, GBIT, default_burst(GBIT))
 
 
 @pytest.mark.parametrize("call", [lambda lab: lab.traffic(), lambda lab: lab.seat(0)])
@@ -159,9 +148,6 @@ def test_a_failing_command_is_shown_with_what_it_said():
     assert message.startswith("lab: 'ls /there/is /nothing' failed with exit code 2: ")
     assert "No such file" in message
     assert "\n" not in message
-
-
-def test_a_silent_failure_is_named_too():
     with pytest.raises(LabError, match="'false' failed with exit code 1: nothing on stderr"):
         kernel.run_command("false", timeout=10)
 
@@ -196,48 +182,47 @@ def test_other_systems_are_refused(monkeypatch):
 
 
 @pytest.fixture
-def nobody(monkeypatch):
-    """A process without privileges, and the list of what would have been executed in its place."""
-    executed = []
+def nobody(monkeypatch, tmp_path):
+    """A process without privileges: what ``unshare`` does, and what was executed in its place."""
+    executed, unshare = [], tmp_path / "unshare"
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(kernel, "find_tool", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])
+    monkeypatch.setattr(kernel, "find_tool", lambda name, **_: str(tmp_path / name))
     monkeypatch.setattr(kernel, "may_create", lambda: False)
     monkeypatch.setattr(kernel.os, "execv", lambda path, words: executed.append(words))
-    return executed
+
+    def does(script):
+        unshare.write_text(f"#!/bin/sh\n{script}\n")
+        unshare.chmod(0o755)
+        return executed
+
+    monkeypatch.setattr(kernel.shutil, "which", lambda name, **_: name)
+    return does
 
 
-def test_a_kernel_that_forbids_everything_gives_one_line(nobody, monkeypatch):
-    refusal = [sys.executable, "-c", "import sys; sys.exit('user namespaces: not\\npermitted')"]
-    monkeypatch.setattr(kernel, "_inside_user_namespace", lambda *_: refusal)
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("printf 'unshare: failed: not\\npermitted' >&2; exit 1", "not permitted"),
+        ("exec sleep 60", "did not end within 0.5 s; killed"),
+    ],
+)
+def test_a_kernel_that_forbids_it_or_does_not_answer_gives_one_line(nobody, script, reason):
+    executed = nobody(script)
     with pytest.raises(ConfigurationError) as caught:
-        ensure_privileges()
-    assert "may not make network namespaces (user namespaces: not permitted)" in str(caught.value)
-    assert "run as root" in str(caught.value)
+        ensure_privileges(timeout=0.5)
+    assert "may not make network namespaces (" in str(caught.value)
+    assert f"{reason}); run as root" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not nobody
+    assert not executed
 
 
-def test_a_kernel_that_does_not_answer_gives_one_line(nobody, monkeypatch):
-    silence = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(kernel, "_inside_user_namespace", lambda *_: silence)
-    with pytest.raises(ConfigurationError, match=r"no answer within 0.2 s"):
-        ensure_privileges(timeout=0.2)
-    assert not nobody
-
-
-def test_a_kernel_that_allows_it_executes_the_same_command_again(nobody, monkeypatch):
-    agrees = [sys.executable, "-c", ""]
-    wrap = kernel._inside_user_namespace
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])
-    monkeypatch.setattr(
-        kernel,
-        "_inside_user_namespace",
-        lambda *words: agrees if words[0] == "--network" else wrap(*words),
-    )
+def test_a_kernel_that_allows_it_executes_the_same_command_again(nobody):
+    executed = nobody("exit 0")
     ensure_privileges()
-    (words,) = nobody
-    assert words[-6:] == [sys.executable, "-W", "error", "train.py", "--lab", "1gbit"]
-    assert words[:3] == [sys.executable, "-I", "-S"]
+    (words,) = executed
+    assert words[0].endswith("/unshare") and words[1] == "--map-root-user"
+    assert words[2:] == [sys.executable, "-W", "error", "train.py", "--lab", "1gbit"]
 
 
 def test_an_error_inside_a_namespace_reaches_the_caller(monkeypatch):

@@ -12,14 +12,20 @@ and by the ranks inside, so they vanish with these, however they end.
 """
 
 from sparsync.cli.lab.kernel import LabError, ensure_privileges
-from sparsync.cli.lab.lab import Lab, LinkTraffic, Seat, local_address, local_traffic
-from sparsync.cli.lab.network import Network, default_burst, parse_rate
+from sparsync.cli.lab.lab import (
+    Lab,
+    LinkTraffic,
+    Seat,
+    default_burst,
+    local_address,
+    local_traffic,
+    parse_rate,
+)
 
 __all__ = [
     "Lab",
     "LabError",
     "LinkTraffic",
-    "Network",
     "Seat",
     "default_burst",
     "ensure_privileges",

@@ -1,4 +1,4 @@
-"""Linux's part of the lab: network namespaces without names, iproute2, and the right to use both."""
+"""Linux's part of the lab: unnamed network namespaces, iproute2, and the right to use both."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from sparsync.cli.lab import user_namespace
-from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.errors import ConfigurationError
 
 __all__ = [
     "LabError",
@@ -30,7 +28,6 @@ __all__ = [
 T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
-_OWN_NAMESPACE = "/proc/thread-self/ns/net"
 
 
 class Namespace:
@@ -91,7 +88,7 @@ def require_linux() -> None:
 
 def _create() -> int:
     _call("unshare", _CLONE_NEWNET)
-    return os.open(_OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _call(name: str, *args: int) -> None:
@@ -104,56 +101,35 @@ def _call(name: str, *args: int) -> None:
 
 def _in_thread(function: Callable[[], T]) -> T:
     """Call on a new thread, so that the caller stays in the namespace that it is in."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="sparsync-lab")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "sparsync-lab") as thread:
+        return thread.submit(function).result()
 
 
 # ---- iproute2 ----------------------------------------------------------------------------------------
 
 
-class LabError(CommunicationError):
+class LabError(ConfigurationError):
     """The kernel or iproute2 refused a part of the lab's network; names the command."""
 
 
-def find_tool(name: str, *, also_in: str = "/usr/sbin:/sbin") -> str:
-    """Return the path of a program.
-
-    Args:
-        name: of the program.
-        also_in: directories that an ordinary user's PATH leaves out on Debian.
+def find_tool(name: str, *, package: str = "iproute2", also_in: str = "/usr/sbin:/sbin") -> str:
+    """Return the path of a program; ``also_in`` is what a user's PATH leaves out on Debian.
 
     Raises:
         ConfigurationError: the program is not installed; names the package.
     """
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{also_in}")
     if path is None:
-        raise ConfigurationError(f"lab: {name!r} is not there; install the package iproute2")
+        raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
     return path
 
 
 def run_command(command: str, timeout: float) -> None:
-    """Run one command of iproute2 in the calling thread's namespace.
-
-    Args:
-        command: words with single spaces between them; the first names a program.
-        timeout: seconds after which the command is killed.
+    """Run one command of iproute2, its words with single spaces between, in this thread's namespace.
 
     Raises:
         ConfigurationError: the program is not installed.
-        LabError: it failed or ran past its deadline.
+        LabError: it failed, or was killed after ``timeout`` seconds.
     """
     name, *words = command.split(" ")
     try:
@@ -179,8 +155,8 @@ def ensure_privileges(*, timeout: float = 10.0) -> None:
     """Return if this process may make a lab; else start it again inside a user namespace.
 
     Root may.  Anybody else becomes root of a user namespace of their own, where the kernel allows
-    it; only a process without threads can do that, so the same command line is executed again, in
-    the same process, with the same files open.  Call it before anything else has happened.
+    it; only a process without threads can do that, so ``unshare`` executes the same command line
+    again, in the same process, with the same files open.  Call it before anything else has happened.
 
     Args:
         timeout: seconds that the kernel has to answer whether it allows it.
@@ -193,25 +169,16 @@ def ensure_privileges(*, timeout: float = 10.0) -> None:
     find_tool("tc")
     if may_create():
         return
+    become_root = [find_tool("unshare", package="util-linux"), "--map-root-user"]
     # a trial first: after the real thing there is no way back to a clear error
-    probe = [ip, "link", "add", "probe", "type", "veth", "peer", "name", "other"]
+    trial = f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other"
     try:
-        trial = subprocess.run(
-            _inside_user_namespace("--network", *probe),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise explain_refusal(f"no answer within {timeout:g} s") from None
-    if trial.returncode != 0:
-        raise explain_refusal(" ".join(trial.stderr.split()))
+        run_command(trial, timeout)
+    except LabError as error:
+        raise explain_refusal(str(error).rpartition(": ")[2]) from None
     sys.stdout.flush()
     sys.stderr.flush()
-    again = _inside_user_namespace(sys.executable, *sys.orig_argv[1:])
-    os.execv(again[0], again)
+    os.execv(become_root[0], [*become_root, sys.executable, *sys.orig_argv[1:]])
 
 
 def explain_refusal(reason: str) -> ConfigurationError:
@@ -221,9 +188,3 @@ def explain_refusal(reason: str) -> ConfigurationError:
         "with CAP_SYS_ADMIN and CAP_NET_ADMIN), or allow unprivileged user namespaces "
         "(sysctl kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0)"
     )
-
-
-def _inside_user_namespace(*command: str) -> list[str]:
-    # -I -S: the script needs the standard library alone, and none of the user's settings
-    script = Path(user_namespace.__file__)
-    return [sys.executable, "-I", "-S", str(script), *command]

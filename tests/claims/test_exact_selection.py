@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsync import SparseVector, kernels
-from sparsync.cli.workloads.byte_transformer import ByteTransformer
-from sparsync.cli.workloads.text import ByteText
+from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact
 

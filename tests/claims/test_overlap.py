@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsync.cli.workloads.byte_transformer import ByteTransformer
-from sparsync.cli.workloads.text import ByteText
+from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback import shares
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import allgather, budgeted

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads.metrics import Mean
+from sparsync.cli.workloads.base import Mean
 from sparsync_papers.workloads.an4 import edit_distance, error_rate
 from sparsync_papers.workloads.pairs import Bleu, bleu
 from sparsync_papers.workloads.ppo import success_by_path_length

@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads import Evaluation, make_workload, needs_data, outputs_of, workload_names
+from sparsync.cli.workloads import (
+    Evaluation,
+    make_workload,
+    outputs_of,
+    workload_class,
+    workload_names,
+)
 from sparsync.errors import ConfigurationError
 
 from .data_files import WRITERS, write_cifar10, write_cifar10_binary
 
-IN_NEED = [name for name in workload_names() if needs_data(name)]
+IN_NEED = [name for name in workload_names() if workload_class(name).reads_folder]
 PLACE = {"seed": 0, "step": 0, "rank": 0, "world_size": 2, "batch_size": 2}
 METRICS = {
     "imagenet": {"top-5"},

@@ -76,8 +76,8 @@ def test_heavytail_may_have_no_tail():
     [
         ("", "delay is ''; give none, random:COUNT:SECONDS"),
         ("random", "delay is 'random'; give"),
-        ("random:2", "as random:2:0.32"),
-        ("random:2.5:1", "as random:2:0.32"),
+        ("random:2", "e.g. random:2:0.32"),
+        ("random:2.5:1", "e.g. random:2:0.32"),
         ("none:1", "delay is 'none:1'"),
         ("slow:1:2", "delay is 'slow:1:2'"),
         ("random:0:1", "COUNT is 0; give at least 1 rank"),

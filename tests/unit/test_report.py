@@ -14,9 +14,7 @@ from sparsync.cli.train.report import comparison
 from sparsync.cli.train.results import (
     Goal,
     TrainResult,
-    check_target_step,
     seconds_of_all,
-    trailing,
     with_target,
 )
 from sparsync.errors import ConfigurationError
@@ -117,25 +115,6 @@ def test_a_run_ends_at_its_goal():
     assert goal == Goal(3.0, 4)
     assert not goal.reached_by([1.0, 4.0, 4.0, 4.0]) and not goal.reached_by([4.0])
     assert goal.reached_by([9.0, 4.0, 4.0, 2.0, 2.0])
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=50), st.integers(1, 60))
-def test_an_average_looks_back_alone(loss, window):
-    curve = trailing(loss, window)
-    assert len(curve) == len(loss)
-    for i in range(len(loss)):
-        seen = loss[max(0, i + 1 - window) : i + 1]
-        assert min(seen) - 1e-9 <= curve[i] <= max(seen) + 1e-9
-    assert trailing(loss, 1) == loss
-
-
-def test_a_target_that_nobody_sets_is_refused():
-    check_target_step(None, 10, ["oktopk"])
-    check_target_step(10, 10, ["dense"])
-    with pytest.raises(ConfigurationError, match="target_step is 11; give a step of the run"):
-        check_target_step(11, 10, ["dense"])
-    with pytest.raises(ConfigurationError, match="not among the algorithms fp16; add dense"):
-        check_target_step(5, 10, ["fp16"])
 
 
 ranks_of_seconds = st.integers(1, 20).flatmap(

@@ -1,5 +1,6 @@
 """Data and models: functions of their arguments, of nothing else."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,16 +12,15 @@ from sparsync.cli.workloads import (
     Evaluation,
     is_hidden_matrix,
     make_workload,
-    needs_data,
     workload_class,
     workload_names,
 )
-from sparsync.cli.workloads.byte_transformer import ByteTransformer
-from sparsync.cli.workloads.text import ByteText, standard_library_files
+from sparsync.cli.workloads.base import CrossEntropy, Mean, Perplexity
+from sparsync.cli.workloads.text import ByteText, ByteTransformer, standard_library_files
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets
 
-OFFLINE = [name for name in workload_names() if not needs_data(name)]
+OFFLINE = [name for name in workload_names() if not workload_class(name).reads_folder]
 SMALL = {"context": 8, "width": 16, "layers": 1, "heads": 2}
 
 
@@ -233,3 +233,14 @@ def test_the_lstm_does_not_see_the_future_and_remembers_the_past():
 def test_the_lstms_ends_are_not_tied():
     names = dict(make_workload("lstm", width=16).make_model(seed=0).named_parameters())
     assert {"byte_embedding.weight", "head.weight"} <= set(names)
+
+
+def test_metrics_by_hand():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 4)
+    for k, hits in zip((1, 2, 4, 5), (1, 2, 4, 4), strict=True):
+        judged = CrossEntropy(top=k).judge_outputs(logits[None], torch.arange(4)[None])
+        assert judged.metrics[f"top-{k}"] == Mean(hits, 4)
+    assert Perplexity(3 * math.log(10_000), 3).value == pytest.approx(10_000)
+    assert Perplexity(1e6, 1).value == math.inf
+    for nothing in (Mean(0, 0), Perplexity(0, 0)):
+        assert math.isnan(nothing.value)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.cli.workloads.byte_transformer import ByteTransformer
-from sparsync.cli.workloads.text import ByteText
+from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.collectives.costs import expected_union
 from sparsync_papers.reproduce import Outcome, Panel, Settings, Stated, Table, artifact
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.cli.workloads import Evaluation, Workload
-from sparsync.cli.workloads.byte_transformer import BytesWorkload
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
-from sparsync.cli.workloads.lstm import LstmWorkload
+from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import Algorithm, preset

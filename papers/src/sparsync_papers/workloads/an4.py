@@ -23,11 +23,11 @@ from sparsync.cli.workloads.base import (
     Batch,
     Defaults,
     Evaluation,
+    Mean,
     Objective,
     Tensors,
     outputs_of,
 )
-from sparsync.cli.workloads.metrics import Mean
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.speech import SpeechLstm
 from sparsync_papers.workloads.folders import FolderWorkload, seeded

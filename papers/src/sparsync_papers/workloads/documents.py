@@ -23,11 +23,11 @@ from sparsync.cli.workloads.base import (
     CrossEntropy,
     Defaults,
     Evaluation,
+    Mean,
     Objective,
     Tensors,
     outputs_of,
 )
-from sparsync.cli.workloads.metrics import Mean
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.bert import Bert
 from sparsync_papers.workloads.folders import FolderWorkload, seeded

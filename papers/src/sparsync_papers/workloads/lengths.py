@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsync.cli.workloads.base import PADDING, Defaults, HeldInMemory
-from sparsync.cli.workloads.byte_transformer import BytesWorkload, ByteTransformer
-from sparsync.cli.workloads.text import ByteText
+from sparsync.cli.workloads.text import BytesWorkload, ByteText, ByteTransformer
 from sparsync.errors import ConfigurationError
 
 _NEWLINE = 10

@@ -22,10 +22,10 @@ from sparsync.cli.workloads.base import (
     CrossEntropy,
     Defaults,
     Evaluation,
+    Metric,
     Objective,
     Tensors,
 )
-from sparsync.cli.workloads.metrics import Metric
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.encoder_decoder import EncoderDecoder
 from sparsync_papers.models.transformer import Transformer

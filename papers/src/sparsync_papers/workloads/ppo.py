@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.metrics import Mean
+from sparsync.cli.workloads.base import Mean
 from sparsync.errors import ConfigurationError
 
 

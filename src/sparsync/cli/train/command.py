@@ -16,7 +16,7 @@ from sparsync.cli.output import check_outputs, write_json
 from sparsync.cli.train.exchanges import HOOKS, check_algorithms
 from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
-from sparsync.cli.train.results import TrainResult, check_target_step, with_target
+from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.integrations.attach import attach
 from sparsync.presets import presets
@@ -31,11 +31,6 @@ def train(
 ) -> list[TrainResult] | None:
     """Train on local processes, or inside a launcher's ranks; see ``train_rank``.
 
-    Args:
-        settings: equal for all algorithms.
-        algorithms: names of presets, schemes or PyTorch's hooks, run one after the other.
-        before_step: called with (rank, step) on every rank; importable.
-
     Returns:
         One result per algorithm; None on the other ranks of a launcher.
 
@@ -44,7 +39,6 @@ def train(
         RankError: a rank failed; the others were ended.
     """
     check_algorithms(settings, algorithms)
-    check_target_step(settings.target_step, settings.steps, algorithms)
     results: list[TrainResult] | None = settings.connection().start(
         train_rank, settings.ranks, settings, tuple(algorithms), before_step
     )

@@ -24,7 +24,7 @@ from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
 from sparsync.integrations.local_updates import LocalUpdates
 from sparsync.integrations.options import Compression, Transport
-from sparsync.presets import preset, presets, resolve
+from sparsync.presets import preset, presets
 from sparsync.transports.communicator import Communicator
 
 __all__ = [
@@ -43,8 +43,6 @@ __all__ = [
 
 _GROUP = "sparsync.spaces"  # of entry points: (settings, name, model) -> Exchange
 HOOKS = ("fp16", "powersgd")
-_HALF_BYTES = 2
-_MEBIBYTE = 2**20
 _SCHEME_OPTIONS = ("period", "group_size", "sync_period", "neighbours", "deadline")
 
 
@@ -59,17 +57,24 @@ def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) ->
 
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None:
-    """Refuse unknown algorithms, and options that a scheme refuses or that no algorithm has."""
+    """Refuse unknown algorithms, options that none of them has, and a target that nobody sets."""
+    known = [*sorted(presets()), *HOOKS, *SCHEMES]
     for name in algorithms:
-        if name in HOOKS or name in SCHEMES:
-            continue
-        try:
-            resolve(name)
-        except ConfigurationError:
-            known = ", ".join([*sorted(presets()), *HOOKS, *SCHEMES])
-            raise ConfigurationError(f"unknown algorithm {name!r}; choose one of {known}") from None
-    schemes = [name for name in algorithms if name in SCHEMES]
-    if schemes and settings.target_step is not None:
+        if name not in known:
+            raise ConfigurationError(
+                f"unknown algorithm {name!r}; choose one of {', '.join(known)}"
+            )
+    schemes, target = [name for name in algorithms if name in SCHEMES], settings.target_step
+    if target is not None and not 1 <= target <= settings.steps:
+        raise ConfigurationError(
+            f"target_step is {target}; give a step of the run, from 1 to {settings.steps}"
+        )
+    if target is not None and "dense" not in algorithms:
+        raise ConfigurationError(
+            f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
+            f"{', '.join(algorithms)}; add dense"
+        )
+    if schemes and target is not None:
         raise ConfigurationError(
             f"--target-step looks at all ranks' loss after each step, so none could be ahead in "
             f"{schemes[0]}; leave it out"
@@ -89,14 +94,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None
 
 
 def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
-    """Prepare a model; every rank calls it.
-
-    Args:
-        settings: of the training; presets use the density, transport, and the like.
-        name: "dense" (plain DDP), "fp16" or "powersgd" (PyTorch's hooks), a preset, or a scheme of
-            averaging.
-        model: of this rank.
-    """
+    """Prepare this rank's model for "dense" (plain DDP), one of ``HOOKS``, a preset, or a scheme."""
     if name in SCHEMES:
         return Averaged(settings, name, model)
     if name in ("dense", "fp16") and settings.space != "local":
@@ -117,25 +115,15 @@ def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Excha
 
 
 class Exchange(ABC):
-    """A model, the exchange of its gradients or updates, and the bytes that it sends.
+    """A model, the exchange of its gradients or updates, and the bytes that it sends."""
 
-    Attributes:
-        model: called and trained: wrapped in DDP, or plain.
-        transport: carries the gradients.
-        counted: "ledger", or "formula" where the bytes are not counted but worked out.
-        sparse: entries are selected: density means something.
-        sums: gradients are summed over ranks, not averaged.
-        clips: gradients are clipped here; else the training does it, after ``backward``.
-        options: of a scheme of averaging.
-    """
-
-    model: nn.Module
-    transport: str = "torch"
-    counted: str = "formula"
-    sparse: bool = False
-    sums: bool = False
-    clips: bool = False
-    options: Mapping[str, object] | None = None
+    model: nn.Module  # called and trained: wrapped in DDP, or plain
+    transport: str = "torch"  # carries the gradients
+    counted: str = "formula"  # or "ledger": the bytes are counted, not worked out
+    sparse: bool = False  # entries are selected: density means something
+    sums: bool = False  # gradients are summed over ranks, not averaged
+    clips: bool = False  # gradients are clipped here; else the training does it, after ``backward``
+    options: Mapping[str, object] | None = None  # of a scheme of averaging
 
     @abstractmethod
     def bytes_sent(self) -> int:
@@ -165,7 +153,7 @@ class Allreduced(Exchange):
 
     def __init__(self, model: nn.Module, *, half: bool) -> None:
         self.model = ddp = DistributedDataParallel(model)
-        self.itemsize = _HALF_BYTES if half else 4
+        self.itemsize = 2 if half else 4
         if half:
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
@@ -178,25 +166,17 @@ class Allreduced(Exchange):
 class PowerSgd(Exchange):
     """PyTorch's ``powerSGD_hook``, set up as it is strongest and safe on gloo.
 
-    The bytes are the elements that the hook itself says it allreduces.
-
-    Args:
-        model: of this rank.
-        matrix_rank: of the approximation (the hook's documentation suggests 1 to 4).
-        first_step: 0-based, of the first compressed step: the hook needs two dense ones.  Its own
-            default, 1000, would mean dense for a short run.
-
-    The whole model is one bucket: with more, the hook waits for a collective inside a callback and
-    hangs on gloo.
+    The bytes are the elements that the hook itself says it allreduces.  The whole model is one bucket:
+    with more, the hook waits for a collective inside a callback and hangs on gloo.
     """
 
-    def __init__(self, model: nn.Module, *, matrix_rank: int = 4, first_step: int = 2) -> None:
+    def __init__(self, model: nn.Module) -> None:
         nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.model = ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes // _MEBIBYTE + 1)
+        self.model = ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes // 2**20 + 1)
+        # the hook's documentation suggests rank 1 to 4; it needs two dense steps, and its own default
+        # of 1000 would mean dense for a short run
         self.state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=matrix_rank,
-            start_powerSGD_iter=first_step,
+            process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2
         )
         self.before = 0
         ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
@@ -324,15 +304,13 @@ class Averaged(Connected):
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
         super().__init__(settings, model)
-        given = _scheme_options(settings, name)
+        given, has = _scheme_options(settings, name), options_of(name)
         self.averager: Averager = SCHEMES[name](
             model, **given, comm=self.comm, buffers=settings.buffers
         )
-        self.sparse = options_of(name).get("density", 1.0) < 1
-        chosen = {key: getattr(self.averager, key, None) for key in options_of(name)}
-        plain = {
-            key: value for key, value in chosen.items() if isinstance(value, int | float | str)
-        }
+        self.sparse = has.get("density", 1.0) < 1
+        chosen = {key: getattr(self.averager, key, None) for key in has}
+        plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
         self.options = {"buffers": settings.buffers, **given, **plain}
         self._before = self.comm.ledger.total().sent  # the comparison of the models at the start
 

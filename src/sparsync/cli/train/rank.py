@@ -20,8 +20,8 @@ from sparsync.cli.train.exchanges import make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads import Evaluation, Workload, outputs_of
+from sparsync.cli.workloads.base import Metric
 from sparsync.cli.workloads.delays import parse_delay
-from sparsync.cli.workloads.metrics import Metric
 from sparsync.errors import PeerError, SparsyncError
 
 __all__ = ["BeforeStep", "train_rank"]
@@ -37,9 +37,8 @@ def train_rank(
     Args:
         settings: equal for all of them.
         algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
-            hook, so its bytes are not counted: they are the closed form of an allreduce,
-            ``dense_bytes_per_step``.
-        before_step: called with (rank, step).
+            hook; it goes first where it sets the target of the others.
+        before_step: called with (rank, step) on every rank; importable.
 
     Returns:
         One result per algorithm, the same on all ranks.
@@ -50,27 +49,19 @@ def train_rank(
     workload = settings.make_workload()
     with _naming_gloo(f"rank {dist.get_rank()}, before the first step"):
         computation = _computation_seconds(settings, workload)
+    if settings.target_step is not None:
+        algorithms = sorted(algorithms, key=lambda name: name != "dense")
     results: list[TrainResult] = []
     goal: Goal | None = None
     with progress(shown=dist.get_rank() == 0, keep=True) as row:
-        for name in _in_order(settings, algorithms):
+        for name in algorithms:
             with row(name) as bar:
-
-                def after_step(step: int, loss: float, name: str = name, bar: Bar = bar) -> None:
-                    bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
-
-                mine = _train(settings, name, workload, goal, before_step, after_step)
-            results.append(_result(settings, name, workload, computation, mine.gather()))
+                mine = _train(settings, name, workload, goal, before_step, bar)
+            everyone = gather(mine, [_RankReport, Evaluation, *Metric.__subclasses__()])
+            results.append(_result(settings, name, workload, computation, everyone))
             if name == "dense" and settings.target_step is not None:
                 goal = Goal.of(results[-1].loss, settings.target_step)
     return results
-
-
-def _in_order(settings: TrainSettings, algorithms: Sequence[str]) -> list[str]:
-    """Put "dense" first where it sets the target of the others."""
-    if settings.target_step is None:
-        return list(algorithms)
-    return sorted(algorithms, key=lambda name: name != "dense")
 
 
 def _train(
@@ -79,7 +70,7 @@ def _train(
     workload: Workload,
     goal: Goal | None,
     before_step: BeforeStep | None,
-    after_step: Callable[[int, float], None],
+    bar: Bar,
 ) -> _RankReport:
     """Train to the last step, or to the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
@@ -96,16 +87,16 @@ def _train(
     for step in range(settings.steps_of(name)):
         if before_step is not None:
             before_step(rank, step)
-        link, started = _link_sent(settings), time.perf_counter()
+        link, started = _link_sent(), time.perf_counter()
         time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
             loss = _step(settings, exchange.model, optimizer, workload, step, divisor, clip)
             exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
-        mine.kernel.append(_link_sent(settings) - link)
+        mine.kernel.append(_link_sent() - link)
         mine.loss.append(loss)
         mine.sent.append(exchange.bytes_sent())
-        after_step(step, loss)
+        bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
         if goal is not None:
             losses.append(_mean_over_ranks(loss))
             if goal.reached_by(losses):
@@ -116,7 +107,12 @@ def _train(
     mine.finish = time.perf_counter() - started
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
-        mine.evaluate_(model, workload)
+        mine.evaluation = workload.evaluate(model, rank=rank, world_size=dist.get_world_size())
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        mine.parameters += parameter.numel()
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    mine.digest = digest.hexdigest()
     return mine
 
 
@@ -127,9 +123,9 @@ def _mean_over_ranks(loss: float) -> float:
     return float(mean) / dist.get_world_size()
 
 
-def _link_sent(settings: TrainSettings) -> int:
-    """Return the bytes that the kernel counted on this rank's link, sent; 0 without one."""
-    counted = None if settings.lab is None else link_bytes()
+def _link_sent() -> int:
+    """Return the bytes that the kernel counted on this rank's link, sent; 0 outside a lab."""
+    counted = link_bytes()
     return 0 if counted is None else counted[0]
 
 
@@ -212,20 +208,6 @@ class _RankReport:
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
     evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
     digest: str = ""  # of the parameters after the last step
-
-    def evaluate_(self, model: nn.Module, workload: Workload) -> None:
-        """Evaluate this rank's share of what is held out; fingerprint the parameters."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.evaluation = workload.evaluate(model, rank=rank, world_size=world_size)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().contiguous().numpy().tobytes())
-        self.digest = digest.hexdigest()
-
-    def gather(self) -> list[_RankReport]:
-        """Return all ranks' reports, on all ranks."""
-        return gather(self, [_RankReport, Evaluation, *Metric.__subclasses__()])
 
 
 def _result(

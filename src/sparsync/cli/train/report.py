@@ -32,10 +32,7 @@ _STYLES = (
 def comparison(results: Sequence[TrainResult], *, radius: int = 5) -> Group:
     """Compare runs of the same settings: the time to dense's loss first, then its causes.
 
-    Args:
-        results: "dense" among them is what others are compared with.
-        radius: the training loss is averaged over this many steps before and after, fewer in a run of
-            less than 20 times as many.
+    The training loss is averaged over ``radius`` steps before and after; fewer in a short run.
     """
     first = results[0]
     compared, judged = first.target_loss is not None, first.accuracy is not None
@@ -80,22 +77,21 @@ def _caption(results: Sequence[TrainResult]) -> str:
     first = results[0]
     densities = sorted({result.density for result in results if result.density < 1})
     network = f" on links of {first.lab / 1e6:g} Mbit/s" if first.lab else " on this machine"
-    parts = [
-        f"{first.workload}: {first.parameters:,} parameters",
-        f"{first.ranks} ranks{network}",
-        f"{first.optimizer} lr {first.lr:g}",
-        *([] if first.clip is None else [f"clip {first.clip:g}"]),
-        *(f"density {density:g}" for density in densities),
+    target = workload_class(first.workload).target
+    lines = [
+        f"{first.ranks} ranks{network}, {first.parameters:,} parameters"
+        + "".join(f", density {density:g}" for density in densities),
+        f"workload {first.workload}, {first.optimizer} lr {first.lr:g}"
+        + ("" if first.clip is None else f", clip {first.clip:g}")
+        + f", loss in nats per {target}",
     ]
-    lines = [", ".join(parts)]
     if first.target_loss is not None:
         lines.append(
             f"loss {first.target_loss:.2f}: the training loss of dense at step {first.target_step}"
             + (f" (mean of {first.target_window} steps)" if first.target_window != 1 else "")
         )
-    target = workload_class(first.workload).target
     computation = format_seconds(first.seconds_computation_median)
-    lines.append(f"loss in nats per {target}; a step without exchange, timed before: {computation}")
+    lines.append(f"a step without any exchange, measured before: {computation}")
     for metric in first.metrics:
         figures = [f"{r.metrics[metric]:.3g} ({r.algorithm})" for r in results]
         lines.append(f"held out, {metric}: {', '.join(figures)}")
@@ -138,18 +134,16 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
             "bytes": [float(total) for total in accumulate(result.bytes_sent)],
             "steps": [float(step) for step in range(1, result.steps + 1)],
         }
-        curve = smoothed(result.loss, result.steps // 40)
+        curve, reached = smoothed(result.loss, result.steps // 40), result.steps_to_target
         for panel, axis in axes.items():
             x = over[panel]
             axis.plot(x, result.loss, color=colour, linewidth=0.6, alpha=0.25)
             axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=_label(result))
-            if result.steps_to_target is not None:
-                at = x[result.steps_to_target - 1]
-                axis.plot(
-                    [at], [curve[result.steps_to_target - 1]], "o", color=colour, markersize=6
-                )
+            if reached is not None:
+                axis.plot(x[reached - 1], curve[reached - 1], "o", color=colour, markersize=6)
+    clock = f"links of {first.lab / 1e6:g} Mbit/s" if first.lab else "this machine, no network"
     axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
-    axes["seconds"].set_xlabel(_clock(first))
+    axes["seconds"].set_xlabel(f"seconds ({clock})")
     axes["seconds"].set_ylabel(f"training loss (nats per {workload_class(first.workload).target})")
     axes["seconds"].legend(frameon=False)
     axes["steps"].set_xlabel("steps")
@@ -162,7 +156,7 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
             axis.axhline(first.target_loss, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
         axis.grid(alpha=0.3, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-    title = f"workload {first.workload}: {first.parameters:,} parameters, {first.ranks} ranks"
+    title = f"{first.ranks} ranks, {first.parameters:,} parameters"
     if first.target_loss is not None:
         title += f"; dots: the step that reached loss {first.target_loss:.2f}"
     figure.suptitle(title, fontsize="medium")
@@ -176,10 +170,3 @@ def _label(result: TrainResult) -> str:
     ratio = result.speedup_to_target
     compared = f"{_times(ratio)} faster" if ratio >= 1 else f"{_times(1 / ratio)} slower"
     return f"{result.algorithm}: {compared} to the loss"
-
-
-def _clock(result: TrainResult) -> str:
-    """Say what the seconds were measured on."""
-    if result.lab is None:
-        return "seconds (this machine, no network)"
-    return f"seconds (links of {result.lab / 1e6:g} Mbit/s)"

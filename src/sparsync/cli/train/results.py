@@ -11,17 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from sparsync.errors import ConfigurationError
-
-__all__ = [
-    "Goal",
-    "TrainResult",
-    "check_target_step",
-    "seconds_of_all",
-    "smoothed",
-    "trailing",
-    "with_target",
-]
+__all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 
 _BASELINE = "dense"
 
@@ -103,24 +93,9 @@ def smoothed(loss: Sequence[float], radius: int) -> list[float]:
     return [fmean(loss[i - r : i + r + 1]) for i, r in enumerate(reach)]
 
 
-def trailing(loss: Sequence[float], window: int) -> list[float]:
-    """Average each value with up to ``window - 1`` values before it.
-
-    Example:
-        >>> trailing([8.0, 2.0, 2.0, 0.0], window=2)
-        [8.0, 5.0, 2.0, 1.0]
-    """
-    return [fmean(loss[max(i + 1 - window, 0) : i + 1]) for i in range(len(loss))]
-
-
 @dataclass(frozen=True)
 class Goal:
-    """The loss that "dense" has at a step, averaged.
-
-    Attributes:
-        loss: nats per byte or image.
-        window: number of last steps that are averaged.
-    """
+    """The loss that "dense" has at a step, averaged over the last ``window`` steps."""
 
     loss: float
     window: int
@@ -140,26 +115,11 @@ class Goal:
             (Goal(loss=2.0, window=1), 12)
         """
         window = max(1, min(most_averaged, step // 5))
-        return Goal(trailing(losses[:step], window)[-1], window)
+        return Goal(fmean(losses[step - window : step]), window)
 
     def reached_by(self, losses: Sequence[float]) -> bool:
         """Tell whether the loss, averaged likewise, is there after the last of ``losses``."""
         return fmean(losses[-self.window :]) <= self.loss
-
-
-def check_target_step(target_step: int | None, steps: int, algorithms: Sequence[str]) -> None:
-    """Refuse a target that no run of "dense" will set."""
-    if target_step is None:
-        return
-    if not 1 <= target_step <= steps:
-        raise ConfigurationError(
-            f"target_step is {target_step}; give a step of the run, from 1 to {steps}"
-        )
-    if _BASELINE not in algorithms:
-        raise ConfigurationError(
-            f"--target-step {target_step} asks for the loss of dense, which is not among the "
-            f"algorithms {', '.join(algorithms)}; add dense"
-        )
 
 
 def with_target(
@@ -176,23 +136,21 @@ def with_target(
         return list(results)
     step = dense.steps if target_step is None else target_step
     goal = Goal.of(dense.loss, step)
-    dense_seconds = sum(dense.seconds[:step])
-    done = []
-    for result in results:
+
+    def judged(result: TrainResult) -> TrainResult:
         made = range(1, result.steps + 1)
         reached = next((s for s in made if goal.reached_by(result.loss[:s])), None)
         if result is dense:
             reached = step  # where the goal is; noise may have touched it before
         seconds = None if reached is None else sum(result.seconds[:reached])
-        done.append(
-            replace(
-                result,
-                target_step=step,
-                target_loss=goal.loss,
-                target_window=goal.window,
-                steps_to_target=reached,
-                seconds_to_target=seconds,
-                speedup_to_target=dense_seconds / seconds if seconds else None,
-            )
+        return replace(
+            result,
+            target_step=step,
+            target_loss=goal.loss,
+            target_window=goal.window,
+            steps_to_target=reached,
+            seconds_to_target=seconds,
+            speedup_to_target=sum(dense.seconds[:step]) / seconds if seconds else None,
         )
-    return done
+
+    return [judged(result) for result in results]

@@ -22,7 +22,7 @@ from sparsync.cli.options import (
     check_at_least,
     ranks_option,
 )
-from sparsync.cli.workloads import Workload, make_workload, workload_class, workload_names
+from sparsync.cli.workloads import Defaults, Workload, make_workload, workload_class, workload_names
 from sparsync.cli.workloads.delays import Persistent, parse_delay
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
@@ -33,6 +33,21 @@ __all__ = ["TrainSettings"]
 _SPACES = ("gradient", "update", "local")
 _ADAM_SPACES = (*_SPACES, "arrival", "frozen", "refreshed")
 _OPTIMIZERS = ("sgd", "adam", "adamw")
+
+_WORKLOADS = (
+    f"One of {', '.join(workload_names())}. The first need no data: a transformer or an LSTM on Python's "
+    "own source text, a CNN on scikit-learn's digits. The others are the papers'."
+)
+_EXCHANGED = (
+    "What presets exchange: gradient, update or local (progress of the ranks' own weights); with adam "
+    "also arrival, frozen, refreshed."
+)
+_DELAYS = (
+    "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
+)
+_TARGET = (
+    "Time to loss: how soon is the loss reached that dense has at this step? A run ends there."
+)
 
 
 @dataclass(frozen=True)
@@ -45,18 +60,9 @@ class TrainSettings:
 
     ranks: Annotated[int, ranks_option(4)] = 4
     steps: Annotated[int, Option(help="Optimizer steps.")] = 300
-    density: Annotated[float, Option(help="Fraction of the gradient to exchange, in (0, 1].")] = (
-        0.01
-    )
+    density: Annotated[float, Option(help="Exchanged part of the gradient, in (0, 1].")] = 0.01
     seed: Annotated[int, Option(help="Of the initial weights and of the data.")] = 0
-    workload: Annotated[
-        str,
-        Option(
-            help=f"One of {', '.join(workload_names())}. The first need no data: a transformer or an "
-            "LSTM on Python's own source text, a CNN on scikit-learn's digits. The others are the "
-            "papers'."
-        ),
-    ] = "bytes"
+    workload: Annotated[str, Option(help=_WORKLOADS)] = "bytes"
     data: Annotated[
         Path | None,
         Option(help="Folder that the papers' workloads read: see docs/data.md. Never downloaded."),
@@ -89,13 +95,7 @@ class TrainSettings:
             show_default="0.25 for LSTMs of text, else 0",
         ),
     ] = None
-    space: Annotated[
-        str,
-        Option(
-            help="What presets exchange: gradient, update or local (progress of the ranks' own "
-            "weights); with adam also arrival, frozen, refreshed."
-        ),
-    ] = "gradient"
+    space: Annotated[str, Option(help=_EXCHANGED)] = "gradient"
     period: Annotated[
         int | None,
         Option(
@@ -111,33 +111,21 @@ class TrainSettings:
         int | None, Option(help="Steps between global averages, of wagma.", show_default="10")
     ] = None
     neighbours: Annotated[
-        int | None,
-        Option(help="Ranks that a rank sends to per step, of sgp.", show_default="1"),
+        int | None, Option(help="Ranks that a rank sends to per step, of sgp.", show_default="1")
     ] = None
     deadline: Annotated[
         float | None,
-        Option(
-            help="Seconds after which a rank that does not answer is left out, of wagma.",
-            show_default="the scheme's",
-        ),
+        Option(help="Seconds until wagma omits a silent rank.", show_default="the scheme's"),
     ] = None
     buffers: Annotated[
-        str,
-        Option(help="Of the model: schemes average them, or leave them local to the end."),
+        str, Option(help="Of the model: schemes average them, or leave them local to the end.")
     ] = "average"
-    delay: Annotated[
-        str,
-        Option(
-            help="Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or "
-            "heavytail:MIN:MAX."
-        ),
-    ] = "none"
+    delay: Annotated[str, Option(help=_DELAYS)] = "none"
     lr_warmup_steps: Annotated[
         int, Option(help="First steps, over which the learning rate grows.")
     ] = 20
     lr_decay: Annotated[
-        bool,
-        Option("--lr-decay", help="Then it falls linearly, to 0 after the last step."),
+        bool, Option("--lr-decay", help="Then it falls linearly, to 0 after the last step.")
     ] = False
     warmup_steps: Annotated[int, Option(help="First steps, which are exchanged dense.")] = 0
     batch_size: Annotated[
@@ -170,12 +158,7 @@ class TrainSettings:
         ),
     ] = None
     target_step: Annotated[
-        int | None,
-        Option(
-            help="Time to loss: how soon is the loss reached that dense has at this step? A run "
-            "ends when it is there.",
-            show_default="the last step of dense",
-        ),
+        int | None, Option(help=_TARGET, show_default="the last step of dense")
     ] = None
     transport: Transport = "auto"
     lab: Lab = None
@@ -189,7 +172,7 @@ class TrainSettings:
         check_at_least(self, 0, "seed", "lr_warmup_steps", "warmup_steps")
         self.make_workload()  # refuses what it does not know
         if self.optimizer == "auto":
-            object.__setattr__(self, "optimizer", workload_class(self.workload).defaults.optimizer)
+            object.__setattr__(self, "optimizer", self._defaults.optimizer)
         check("buffers", self.buffers, self.buffers in get_args(BufferRule), "average or local")
         delay = parse_delay(self.delay)
         waits = not isinstance(delay, Persistent) or delay.rank < self.ranks
@@ -225,26 +208,27 @@ class TrainSettings:
             )
 
     def connection(self) -> Connection:
-        """How the ranks are connected."""
+        """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab)
+
+    @property
+    def _defaults(self) -> Defaults:
+        return workload_class(self.workload).defaults
 
     @property
     def learning_rate(self) -> float:
         """The learning rate after its warm-up."""
-        if self.lr is not None:
-            return self.lr
-        return workload_class(self.workload).defaults.lr(self.optimizer)
+        return self._defaults.lr(self.optimizer) if self.lr is None else self.lr
 
     @property
     def samples(self) -> int:
         """Windows or images per rank and step."""
-        return self.batch_size or workload_class(self.workload).defaults.batch_size
+        return self.batch_size or self._defaults.batch_size
 
     @property
     def largest_norm(self) -> float | None:
         """The 2-norm that the averaged gradient is clipped to; None: it is not."""
-        clip = workload_class(self.workload).defaults.clip if self.clip is None else self.clip
-        return clip or None
+        return (self._defaults.clip if self.clip is None else self.clip) or None
 
     @property
     def decay(self) -> float:
@@ -252,7 +236,7 @@ class TrainSettings:
         if self.weight_decay is not None:
             return self.weight_decay
         if self.optimizer == "sgd":
-            return workload_class(self.workload).defaults.weight_decay
+            return self._defaults.weight_decay
         return 0.01 if self.optimizer == "adamw" else 0.0
 
     def learning_rate_at(self, step: int) -> float:
@@ -270,13 +254,8 @@ class TrainSettings:
 
     def make_workload(self) -> Workload:
         """Make the workload; its data is loaded when it is first asked for."""
-        return make_workload(
-            self.workload,
-            data=self.data,
-            context=self.context,
-            layers=self.layers,
-            width=self.width,
-        )
+        options = {name: getattr(self, name) for name in ("data", "context", "layers", "width")}
+        return make_workload(self.workload, **options)
 
     def correction(self, corrects: bool) -> Correction:
         """Return the correction of local gradients, for a preset that is published with it or not."""
@@ -298,12 +277,7 @@ class TrainSettings:
         if correction is not None and (correction.momentum or correction.weight_decay):
             return torch.optim.SGD(parameters, lr)
         if self.optimizer == "sgd":
-            return torch.optim.SGD(
-                parameters,
-                lr,
-                momentum=self.momentum,
-                weight_decay=decay,
-                nesterov=self.nesterov,
-            )
+            own = {"momentum": self.momentum, "nesterov": self.nesterov}
+            return torch.optim.SGD(parameters, lr, weight_decay=decay, **own)
         kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, lr, weight_decay=decay)

@@ -18,9 +18,8 @@ from sparsync.cli.workloads.base import (
     is_hidden_matrix,
     outputs_of,
 )
-from sparsync.cli.workloads.byte_transformer import BytesWorkload
 from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.lstm import LstmWorkload
+from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
 from sparsync.errors import ConfigurationError
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "Workload",
     "is_hidden_matrix",
     "make_workload",
-    "needs_data",
     "outputs_of",
     "workload_class",
     "workload_names",
@@ -41,17 +39,13 @@ _OWN: tuple[type[Workload], ...] = (BytesWorkload, DigitsWorkload, LstmWorkload)
 
 
 def workload_names() -> list[str]:
-    """List the names of all workloads, our own first."""
+    """List the names of all workloads, this package's first."""
     added = sorted(point.name for point in entry_points(group=_GROUP))
     return [kind.name for kind in _OWN] + added
 
 
 def workload_class(name: str) -> type[Workload]:
-    """Return the class of a name.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Return the class of a name, or refuse it."""
     for kind in _OWN:
         if kind.name == name:
             return kind
@@ -61,11 +55,6 @@ def workload_class(name: str) -> type[Workload]:
     raise ConfigurationError(
         f"unknown workload {name!r}; choose one of {', '.join(workload_names())}"
     )
-
-
-def needs_data(name: str) -> bool:
-    """Tell whether a workload reads a folder, its option ``data``."""
-    return workload_class(name).reads_folder
 
 
 def make_workload(name: str, **options: int | Path | None) -> Workload:
@@ -88,7 +77,7 @@ def make_workload(name: str, **options: int | Path | None) -> Workload:
     for key, value in given.items():
         if key not in known:
             raise ConfigurationError(f"{key} is {value}, but {name} has no {key}; leave it out")
-    if needs_data(name) and "data" not in given:
+    if kind.reads_folder and "data" not in given:
         raise ConfigurationError(
             f"{name} needs data, which is not downloaded; give its folder with --data DIR "
             "(docs/data.md says what it has to have)"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from sparsync.cli.workloads.metrics import Mean, Metric, Perplexity, top_hits
 
 __all__ = [
     "PADDING",
@@ -20,7 +19,10 @@ __all__ = [
     "Defaults",
     "Evaluation",
     "HeldInMemory",
+    "Mean",
+    "Metric",
     "Objective",
+    "Perplexity",
     "Tensors",
     "Workload",
     "is_hidden_matrix",
@@ -38,37 +40,86 @@ class Defaults:
     """Settings that suit a workload, unless others are given.
 
     Those of the papers' workloads are the papers'; the others are dense's best of three or more.
-
-    Attributes:
-        sgd_lr: learning rate of SGD with momentum 0.9.
-        adam_lr: learning rate of Adam and AdamW.
-        batch_size: samples (windows, images) per rank and step.
-        clip: largest 2-norm of the averaged gradient; None: any.
-        optimizer: "sgd", "adam" or "adamw".
-        weight_decay: of sgd.
     """
 
-    sgd_lr: float
-    adam_lr: float
-    batch_size: int
-    clip: float | None = None
-    optimizer: str = "sgd"
-    weight_decay: float = 0.0
+    sgd_lr: float  # learning rate of SGD with momentum 0.9
+    adam_lr: float  # of Adam and AdamW
+    batch_size: int  # samples (windows, images) per rank and step
+    clip: float | None = None  # largest 2-norm of the averaged gradient; None: any
+    optimizer: str = "sgd"  # or "adam", "adamw"
+    weight_decay: float = 0.0  # of sgd
 
     def lr(self, optimizer: str) -> float:
         """Return the learning rate of "sgd", "adam" or "adamw"."""
         return self.sgd_lr if optimizer == "sgd" else self.adam_lr
 
 
+# ---- evaluation -------------------------------------------------------------------------------------
+
+
+class Metric(ABC):
+    """Sums over samples; those of disjoint shares add up to those of the whole."""
+
+    @property
+    @abstractmethod
+    def value(self) -> float:
+        """The figure; NaN of no samples."""
+
+    @abstractmethod
+    def __add__(self, other: Any) -> Any:
+        """Return the sums over both shares; ``other`` is of the same kind."""
+
+
+@final
+@dataclass(frozen=True)
+class Mean(Metric):
+    """A sum per counted thing: an accuracy, an error rate, a mean score.
+
+    Example:
+        >>> (Mean(3, 4) + Mean(0, 2)).value
+        0.5
+    """
+
+    total: float
+    count: int
+
+    @property
+    def value(self) -> float:
+        """Total per count."""
+        return self.total / self.count if self.count else math.nan
+
+    def __add__(self, other: Mean) -> Mean:
+        """See ``Metric``."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+
+@final
+@dataclass(frozen=True)
+class Perplexity(Metric):
+    """The number of equally likely choices that a model's uncertainty amounts to.
+
+    Example:
+        >>> round((Perplexity(math.log(2), 1) + Perplexity(math.log(8), 1)).value, 9)
+        4.0
+    """
+
+    nats: float  # cross entropy, summed over targets
+    count: int
+
+    @property
+    def value(self) -> float:
+        """The exponential of the mean; infinite where that is too large a number."""
+        mean = Mean(self.nats, self.count).value
+        return math.inf if mean > 700 else math.exp(mean)  # e^709 is the largest float64
+
+    def __add__(self, other: Perplexity) -> Perplexity:
+        """See ``Metric``."""
+        return Perplexity(self.nats + other.nats, self.count + other.count)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Sums over held-out targets; shares of ranks are added up.
-
-    Attributes:
-        loss_sum: cross entropy in nats, or another loss, summed.
-        hits: targets that the model found most probable.
-        count: how many targets there are.
-        metrics: further sums, by name; a share without samples may have none.
 
     Example:
         >>> whole = Evaluation.total([Evaluation(3.0, 4, 5), Evaluation(1.0, 5, 5)])
@@ -76,9 +127,10 @@ class Evaluation:
         (0.4, 0.9)
     """
 
-    loss_sum: float = 0.0
-    hits: int = 0
-    count: int = 0
+    loss_sum: float = 0.0  # cross entropy in nats, or another loss
+    hits: int = 0  # targets that the model found most probable
+    count: int = 0  # of targets
+    # further sums, by name; a share without samples may have none
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property
@@ -128,17 +180,11 @@ class Objective(ABC):
 @final
 @dataclass(frozen=True)
 class CrossEntropy(Objective):
-    """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` counts for nothing.
+    """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` counts for nothing."""
 
-    Attributes:
-        top: count also the targets among this many most probable ones, e.g. "top-5".
-        perplexity: report it too.
-        smoothing: of the labels, while training (Szegedy et al. 2016, section 7).
-    """
-
-    top: int | None = None
-    perplexity: bool = False
-    smoothing: float = 0.0
+    top: int | None = None  # report the targets among this many most probable ones, as "top-5"
+    perplexity: bool = False  # report it, too
+    smoothing: float = 0.0  # of the labels, while training (Szegedy et al. 2016, section 7)
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """See ``Objective``."""
@@ -159,7 +205,9 @@ class CrossEntropy(Objective):
         count = int((expected != PADDING).sum())
         metrics: dict[str, Metric] = {}
         if self.top is not None:
-            metrics[f"top-{self.top}"] = Mean(top_hits(logits, expected, self.top), count)
+            best = logits.topk(min(self.top, logits.shape[-1]), dim=-1).indices
+            found = int((best == expected[:, None]).sum())
+            metrics[f"top-{self.top}"] = Mean(found, count)
         if self.perplexity:
             metrics["perplexity"] = Perplexity(loss, count)
         return Evaluation(loss, hits, count, metrics)
@@ -172,21 +220,13 @@ def _flat(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
 
 
 class Workload(ABC):
-    """A model and its data.  Light until data is asked for; fields of a subclass are options.
+    """A model and its data.  Light until data is asked for; fields of a subclass are options."""
 
-    Attributes:
-        name: on the command line.
-        target: what a loss is per: "byte" or "image".
-        classifies: its accuracy is of interest.
-        defaults: settings that suit it.
-        reads_folder: its data lies in a folder, the option ``data``.
-    """
-
-    name: ClassVar[str]
-    target: ClassVar[str]
-    classifies: ClassVar[bool]
+    name: ClassVar[str]  # on the command line
+    target: ClassVar[str]  # that a loss is per: "byte" or "image"
+    classifies: ClassVar[bool]  # its accuracy is of interest
     defaults: ClassVar[Defaults]
-    reads_folder: ClassVar[bool] = False
+    reads_folder: ClassVar[bool] = False  # its data lies in a folder, the option ``data``
 
     @property
     def objective(self) -> Objective:

@@ -30,54 +30,43 @@ class NoDelay(Delay):
     """Nobody waits."""
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """Return 0."""
+        """See ``Delay``."""
         return 0.0
 
 
 @final
 @dataclass(frozen=True)
 class RandomRanks(Delay):
-    """Other ranks on every step: ``count`` distinct ones, drawn evenly (WAGMA, section 5.2: 2, 0.32 s).
+    """Other ranks on every step: distinct ones, drawn evenly (WAGMA, section 5.2: 2, 0.32 s)."""
 
-    Attributes:
-        count: ranks that wait; all, where there are no more.
-        each: seconds.
-    """
-
-    count: int
-    each: float
+    count: int  # ranks that wait; all, where there are no more
+    each: float  # seconds
 
     def __post_init__(self) -> None:
         _check("COUNT", self.count, self.count >= 1, "at least 1 rank")
         _check_seconds("SECONDS", self.each)
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """Return ``each`` for the ranks that are drawn, else 0."""
-        drawn = random.Random(f"{seed}/{step}").sample(
-            range(world_size), min(self.count, world_size)
-        )
+        """See ``Delay``."""
+        everybody = range(world_size)
+        drawn = random.Random(f"{seed}/{step}").sample(everybody, min(self.count, world_size))
         return self.each if rank in drawn else 0.0
 
 
 @final
 @dataclass(frozen=True)
 class Persistent(Delay):
-    """The same rank on every step.
-
-    Attributes:
-        rank: that waits; nobody, where there is no such rank.
-        each: seconds.
-    """
+    """The same rank on every step; nobody, where there is no such rank."""
 
     rank: int
-    each: float
+    each: float  # seconds
 
     def __post_init__(self) -> None:
         _check("RANK", self.rank, self.rank >= 0, "one from 0 on")
         _check_seconds("SECONDS", self.each)
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """Return ``each`` for that rank, else 0."""
+        """See ``Delay``."""
         return self.each if rank == self.rank else 0.0
 
 
@@ -94,18 +83,12 @@ class HeavyTail(Delay):
     is what is known of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below 2 s (here
     1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose median is below
     2 s hardly exceed 13 s.
-
-    Attributes:
-        least: seconds.
-        most: seconds.
-        spread: the largest excess over ``least``, over the median one.
-        draws: of which one reaches ``most`` (Figure 9's iterations).
     """
 
-    least: float
-    most: float
-    spread: float = 250.0
-    draws: int = 5_000
+    least: float  # seconds
+    most: float  # seconds
+    spread: float = 250.0  # the largest excess over ``least``, over the median one
+    draws: int = 5_000  # of which one reaches ``most`` (Figure 9's iterations)
 
     def __post_init__(self) -> None:
         _check_seconds("MIN", self.least)
@@ -113,7 +96,7 @@ class HeavyTail(Delay):
         _check("MAX", self.most, self.least <= self.most, f"at least MIN, {self.least:g}")
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """Return what is drawn for this rank and step."""
+        """See ``Delay``."""
         z = random.Random(f"{seed}/{step}/{rank}").normalvariate(0.0, 1.0)
         rarest = NormalDist().inv_cdf(1 - 1 / self.draws)
         excess: float = min(1.0, self.spread ** (z / rarest - 1))
@@ -147,7 +130,7 @@ def parse_delay(text: str) -> Delay:
     except (ValueError, KeyError) as error:
         raise ConfigurationError(
             f"delay is {text!r}; give none, random:COUNT:SECONDS, persistent:RANK:SECONDS or "
-            "heavytail:MIN:MAX, as random:2:0.32"
+            "heavytail:MIN:MAX, e.g. random:2:0.32"
         ) from error
     return make(first, second)
 

@@ -1,4 +1,4 @@
-"""Text that every machine has: the source of Python's own standard library, as bytes.
+"""Language models of bytes, on text that every machine has: the source of Python's standard library.
 
 Its content depends on the Python version, so losses compare within one version.
 """
@@ -9,16 +9,29 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import HeldInMemory
+from sparsync.cli.workloads.base import Defaults, HeldInMemory
 from sparsync.errors import ConfigurationError
 
-__all__ = ["ByteText", "TextWorkload", "standard_library_files"]
+__all__ = [
+    "HEAD_WIDTH",
+    "ByteLstm",
+    "ByteText",
+    "ByteTransformer",
+    "BytesWorkload",
+    "LstmWorkload",
+    "TextWorkload",
+    "standard_library_files",
+]
+
+HEAD_WIDTH = 32  # of an attention head, unless the number of heads is given
+_BYTES = 256  # the vocabulary: every value of a byte
 
 _SKIPPED_FOLDERS = frozenset(
     # tests and installed packages; encodings are tables of numbers, not text
@@ -27,11 +40,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:
-    """List the ``*.py`` files below ``root``, sorted by path, tests and installed packages left out.
-
-    Args:
-        root: default: where this Python keeps its standard library.
-    """
+    """List the ``*.py`` files below ``root``, sorted by path, tests and installed packages left out."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = ((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
     return [file for parts, file in sorted(files) if not _SKIPPED_FOLDERS.intersection(parts)]
@@ -39,12 +48,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text cut in two: one part to train on, one held out.
-
-    Attributes:
-        training: `[bytes]` with ``torch.uint8``.
-        held_out: `[bytes]` with ``torch.uint8``, of other files.
-        context: bytes that a model sees at once; a window is one byte longer: the last target.
+    """A text cut in two: one part to train on, one held out; both `[bytes]` with ``torch.uint8``.
 
     Example:
         >>> text = ByteText.of_standard_library()
@@ -54,8 +58,8 @@ class ByteText:
     """
 
     training: Tensor
-    held_out: Tensor
-    context: int
+    held_out: Tensor  # of other files
+    context: int  # bytes that a model sees at once; a window is one byte longer: the last target
 
     def __post_init__(self) -> None:
         shortest = min(self.training.numel(), self.held_out.numel())
@@ -80,10 +84,7 @@ class ByteText:
             max_bytes: where to stop; the whole is about 10 MB, by Python version.
             held_out_every: of this many files one is held out.
             context: see ``ByteText``.
-            root: see ``standard_library_files``.
-
-        Raises:
-            ConfigurationError: there is no readable source.
+            root: other files than the standard library's.
         """
         parts: tuple[list[bytes], list[bytes]] = ([], [])
         left = max_bytes
@@ -118,13 +119,9 @@ class ByteText:
 
 @dataclass(frozen=True)
 class TextWorkload(HeldInMemory):
-    """The text's side of a language model's workload; the model is a subclass's.
+    """The text's side of a language model's workload; the model is a subclass's."""
 
-    Attributes:
-        context: bytes per window.
-    """
-
-    context: int = 64
+    context: int = 64  # bytes per window
 
     target: ClassVar[str] = "byte"
     classifies: ClassVar[bool] = False
@@ -153,3 +150,181 @@ def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor
     """Cut ``context + 1`` bytes at every start; targets lie one byte behind tokens."""
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
+
+
+# ---- models ------------------------------------------------------------------------------------------
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte of a text.  Pre-norm, learned positions, torch's own initial weights.
+
+    Args:
+        context: positions that the model can look at.
+        width: size of the residual stream.
+        layers: number of blocks.
+        heads: attention heads per block; divides ``width``.  Default: as many as are 32 wide.
+        seed: of the initial weights; the same seed gives the same weights.
+
+    Example:
+        >>> model = ByteTransformer(seed=0)
+        >>> sum(p.numel() for p in model.parameters())
+        1323840
+        >>> model(torch.zeros(8, 64, dtype=torch.int64)).shape
+        torch.Size([8, 64, 256])
+        >>> sum(p.numel() for p in ByteTransformer(width=416).parameters())  # 12 w^2 a layer
+        8553792
+
+    References: Radford et al., `Language Models are Unsupervised Multitask Learners
+    <https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf>`_,
+    2019.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: int = 64,
+        width: int = 160,
+        layers: int = 4,
+        heads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        heads = max(width // HEAD_WIDTH, 1) if heads is None else heads
+        if width % heads:
+            raise ConfigurationError(
+                f"width {width} is not a multiple of heads {heads}; give one that is"
+            )
+        self.context = context
+        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+            torch.manual_seed(seed)
+            self.byte_embedding = nn.Embedding(_BYTES, width)
+            self.position_embedding = nn.Embedding(context, width)
+            self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+            self.final_norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, _BYTES, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.byte_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+
+class _Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to the residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attend(self.attention_norm(x))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, positions, width = x.shape
+        split = self.attention_in(x).view(batch, positions, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, ...]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(x.shape))
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class BytesWorkload(TextWorkload):
+    """The transformer on Python's own source text."""
+
+    width: int = 160  # of the residual stream, a multiple of a head's
+    layers: int = 4  # blocks
+
+    name: ClassVar[str] = "bytes"
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=8)
+
+    def __post_init__(self) -> None:
+        if self.width % HEAD_WIDTH:
+            raise ConfigurationError(
+                f"width is {self.width}; give a multiple of {HEAD_WIDTH}, the width of a head"
+            )
+
+    def make_model(self, seed: int) -> ByteTransformer:
+        """See ``Workload``."""
+        return ByteTransformer(
+            context=self.context, width=self.width, layers=self.layers, seed=seed
+        )
+
+
+class ByteLstm(nn.Module):
+    """Predicts the next byte of a text: RedSync's recurrent test case at this size.
+
+    Embedding and output layer are not tied (as in the paper).
+
+    Args:
+        width: hidden units per layer.
+        layers: stacked LSTM layers.
+        embedding_width: of a byte's vector.
+        seed: of the initial weights (torch's own); the same seed gives the same weights.
+
+    Example:
+        >>> model = ByteLstm(seed=0)
+        >>> sum(p.numel() for p in model.parameters())
+        737024
+        >>> model(torch.zeros(8, 32, dtype=torch.int64)).shape
+        torch.Size([8, 32, 256])
+
+    Differs from the paper: bytes, not words; 224 hidden units per layer, not 1500; no dropout.
+
+    References: Press & Wolf, `Using the Output Embedding to Improve Language Models
+    <https://arxiv.org/abs/1608.05859>`_, 2016; RedSync, section 6.2.
+    """
+
+    def __init__(
+        self, *, width: int = 224, layers: int = 2, embedding_width: int = 64, seed: int = 0
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+            torch.manual_seed(seed)
+            self.byte_embedding = nn.Embedding(_BYTES, embedding_width)
+            self.lstm = nn.LSTM(embedding_width, width, layers, batch_first=True)
+            self.head = nn.Linear(width, _BYTES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``.
+
+        Every window starts from a state of zeros: the gradient is truncated where the window begins.
+        """
+        hidden, _ = self.lstm(self.byte_embedding(tokens))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+@final
+@dataclass(frozen=True)
+class LstmWorkload(TextWorkload):
+    """A two-layer LSTM on Python's own source text.
+
+    Example:
+        >>> LstmWorkload(width=32).make_model(seed=0).lstm
+        LSTM(64, 32, num_layers=2, batch_first=True)
+    """
+
+    context: int = 32
+    width: int = 224  # hidden units per layer
+    layers: int = 2
+
+    name: ClassVar[str] = "lstm"
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=4.0, adam_lr=3e-3, batch_size=8, clip=0.25)
+
+    def make_model(self, seed: int) -> ByteLstm:
+        """See ``Workload``."""
+        return ByteLstm(width=self.width, layers=self.layers, seed=seed)

@@ -277,7 +277,7 @@ class TrainSettings:
         if correction is not None and (correction.momentum or correction.weight_decay):
             return torch.optim.SGD(parameters, lr)
         if self.optimizer == "sgd":
-            own = {"momentum": self.momentum, "nesterov": self.nesterov}
-            return torch.optim.SGD(parameters, lr, weight_decay=decay, **own)
+            nesterov = self.nesterov
+            return torch.optim.SGD(parameters, lr, self.momentum, 0.0, decay, nesterov)
         kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, lr, weight_decay=decay)

@@ -35,9 +35,6 @@ VARIANTS = {
     },
     "gradient space (Ok-Topk's BERT)": {"algorithm": "oktopk"},
     "gradient space, 30 dense steps first": {"algorithm": "oktopk", "warmup_steps": 30},
-    "gradient space, moments only where entries arrive": {
-        "algorithm": "allgather", "space": "arrival"
-    },
 }  # fmt: skip
 DENSITIES = (0.01, 0.001)
 

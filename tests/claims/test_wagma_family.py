@@ -6,7 +6,7 @@ import torch
 from sparsync.averaging import Dpsgd, LocalSgd, Wagma
 from sparsync.averaging.gossip import Exponential, Ring
 from sparsync.transports.sim import simulate
-from sparsync_papers.mixing import RandomPairs, group_mixing_matrix, mixing_matrix, spectral_gap
+from tests.mixing import RandomPairs, group_mixing_matrix, mixing_matrix, spectral_gap
 
 P = 16
 PHASES = 4  # log2 P

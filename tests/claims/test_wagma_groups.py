@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync.averaging.groups import partition
-from sparsync_papers.mixing import butterfly_partners, mixing_steps
-from sparsync_papers.mixing import group_mixing_matrix as mixing_matrix
+from tests.mixing import butterfly_partners, mixing_steps
+from tests.mixing import group_mixing_matrix as mixing_matrix
 
 POWERS = [
     (1 << global_phases, 1 << group_phases)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from sparsync.cli.workloads.base import Mean
 from sparsync_papers.workloads.an4 import edit_distance, error_rate
 from sparsync_papers.workloads.pairs import Bleu, bleu
-from sparsync_papers.workloads.ppo import success_by_path_length
 
 words = st.lists(st.sampled_from("abc"), max_size=8)
 sentences = st.lists(st.tuples(words, words), max_size=5)
@@ -95,9 +94,3 @@ def test_error_rates_weigh_sentences_by_their_lengths():
 
 def test_no_sentences_have_no_value():
     assert math.isnan(Bleu((0,), (0,), 0, 0).value)
-
-
-def test_spl_by_hand():
-    """Reached by twice the way: half; reached "faster" than possible: 1; not reached: 0."""
-    spl = success_by_path_length([True, True, False, True], [5, 5, 5, 3], [10, 4, 5, 4])
-    assert spl == Mean(0.5 + 1 + 0 + 0.75, 4)

@@ -25,7 +25,6 @@ STATED_COUNTS = {
     "bert": 133_547_324,
     "resnet50": 25_559_081,  # WAGMA, 5.2
     "transformer_wmt17": 61_362_176,  # 5.3
-    "habitat_policy": 8_476_421,  # 5.4
 }
 # (size, unit, half a unit of the last digit that is printed)
 STATED_SIZES = {
@@ -43,7 +42,6 @@ KNOWN_VARIANTS = (
     ("resnet50", {"classes": 1000}, 25_557_032),
     ("resnet18x4", {"width": 64}, 11_689_512),
     ("resnet34x4", {"width": 64}, 21_797_672),
-    ("habitat_policy", {"channels": 4}, 8_481_125),
 )
 
 

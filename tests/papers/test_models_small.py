@@ -20,7 +20,6 @@ SMALL = {
     "resnet50": {"width": 2, "classes": 10},
     "resnet18x4": {"width": 4, "classes": 10},
     "resnet34x4": {"width": 4, "classes": 10},
-    "habitat_policy": {"side": 64, "width": 4, "seen": 16, "hidden": 8, "embedding": 4},
     "lstm_an4": {"bins": 41, "width": 8, "layers": 3, "channels": 2, "lookahead": 3},
     "bert": {**BLOCK, "positions": 12},
     "transformer_wmt17": BLOCK,
@@ -45,9 +44,6 @@ def tokens(batch, positions):
 def inputs_of(name):
     """A batch of two, and the shapes of what comes out."""
     torch.manual_seed(1)
-    if name == "habitat_policy":
-        inputs = torch.rand(2, 3, 1, 64, 64), torch.rand(2, 3, 3), torch.randint(5, (2, 3))
-        return inputs, [(2, 3, 4), (2, 3)]
     if name == "lstm_an4":
         return (torch.randn(2, 1, 41, 15),), [(2, 8, 29)]
     if name == "bert":
@@ -120,18 +116,6 @@ def test_convolutions_start_as_he_says():
             assert m.bias is None or not m.bias.any()
 
 
-def test_the_policy_remembers_as_if_asked_at_once():
-    model = small("habitat_policy").eval()
-    (images, goals, previous), _ = inputs_of("habitat_policy")
-    logits, values, _ = model(images, goals, previous)
-    state = None
-    for step in range(3):
-        part = slice(step, step + 1)
-        one, value, state = model(images[:, part], goals[:, part], previous[:, part], state)
-        torch.testing.assert_close(one[:, 0], logits[:, step])
-        torch.testing.assert_close(value[:, 0], values[:, step])
-
-
 def test_speech_positions_are_those_that_come_out():
     model = small("lstm_an4").eval()
     for frames in (1, 2, 15, 16):
@@ -190,11 +174,8 @@ def test_bert_tells_orders_and_segments_apart():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("bert", {"heads": 3}, "heads is 3 and width 8"),
         ("transformer_wmt17", {"width": 9, "heads": 3}, "width is 9, expected an even one"),
         ("lstm_an4", {"bins": 40}, "bins is 40, expected at least 41"),
-        ("habitat_policy", {"side": 100}, "side is 100"),
-        ("habitat_policy", {"side": 128, "seen": 15}, "seen is 15"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(name, options, message):

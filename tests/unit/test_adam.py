@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsync import LocalAdamW
 from sparsync.errors import NonFiniteGradientError
-from sparsync_papers.optimizers import ArrivalAdamW, UpdateSpaceAdamW
+from sparsync_papers.optimizers import UpdateSpaceAdamW
 
 from .small_training import backward, flat, model, trained
 
@@ -21,13 +21,12 @@ REFERENCE = {"lr": 0.01, "weight_decay": 0.1}
     "make",
     [
         lambda net: LocalAdamW(net.parameters(), 1, **REFERENCE),
-        lambda net: ArrivalAdamW(net.parameters(), **REFERENCE),
         lambda net: UpdateSpaceAdamW(net, algorithm="dense", **REFERENCE),
         lambda net: UpdateSpaceAdamW(net, algorithm="allgather", density=1.0, **REFERENCE),
         lambda net: UpdateSpaceAdamW(net, second_moment="refreshed", refresh_period=3,
                                      algorithm="dense", **REFERENCE),
     ],
-    ids=["local", "arrival", "update, dense", "update, density 1", "refreshed"],
+    ids=["local", "update, dense", "update, density 1", "refreshed"],
 )  # fmt: skip
 def test_on_one_rank_it_is_adamw(make):
     expected = trained(lambda net: torch.optim.AdamW(net.parameters(), **REFERENCE))
@@ -61,16 +60,6 @@ def test_the_second_moment_is_that_of_the_average():
     assert moved == pytest.approx(1 / math.sqrt(1 + 9 / ranks), rel=0.05)
 
 
-def test_an_arrival_counts_for_itself():
-    """An entry that arrives every 10th step moves as far per arrival as one that always arrives."""
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = ArrivalAdamW([weight], lr=0.01, weight_decay=0.0)
-    for step in range(100):
-        weight.grad = torch.tensor([1.0, 1.0 if step % 10 == 0 else 0.0])
-        optimizer.step()
-    assert weight.tolist() == pytest.approx([-1.0, -0.1], rel=1e-3)
-
-
 def test_update_space_adam_keeps_its_moments_when_a_step_is_refused():
     net = model()
     optimizer = UpdateSpaceAdamW(net, 0.01, "allgather", density=0.5)
@@ -96,12 +85,3 @@ def test_a_frozen_moment_has_a_floor():
         net(torch.tensor([0, 1] if step < 4 else [3])).sum().backward()
         optimizer.step()
     assert float(net.weight.detach().abs().max()) < 5
-
-
-def test_arrivals_count_in_16_bits():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = ArrivalAdamW([weight], lr=0.25, weight_decay=0.0)
-    for _ in range(2):
-        weight.grad = torch.ones(2, dtype=torch.bfloat16)
-        optimizer.step()
-    assert weight.tolist() == [0.5, 0.5]

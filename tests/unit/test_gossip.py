@@ -12,7 +12,7 @@ from sparsync import ConfigurationError, simulate
 from sparsync.averaging.gossip import Dpsgd, Exponential, Ring, Sgp
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.testing import check_averager
-from sparsync_papers.mixing import RandomPairs, mixing_matrix
+from tests.mixing import RandomPairs, mixing_matrix
 
 from .test_graphs import Star
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
 from sparsync.averaging.gossip import Exponential, Graph, Ring
-from sparsync_papers.mixing import RandomPairs, mixing_matrix, spectral_gap
+from tests.mixing import RandomPairs, mixing_matrix, spectral_gap
 
 world_sizes = st.integers(1, 33)
 steps = st.integers(0, 200)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
 from sparsync.averaging.groups import default_group_size, group_of, partition
-from sparsync_papers.mixing import butterfly_partners, mixing_steps
-from sparsync_papers.mixing import group_mixing_matrix as mixing_matrix
+from tests.mixing import butterfly_partners, mixing_steps
+from tests.mixing import group_mixing_matrix as mixing_matrix
 
 
 @st.composite

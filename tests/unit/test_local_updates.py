@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsync import LocalAdamW, LocalUpdates
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync_papers.optimizers import ArrivalAdamW, UpdateSpaceAdamW
+from sparsync_papers.optimizers import UpdateSpaceAdamW
 
 from .small_training import STEPS, backward, flat, model, trained
 
@@ -190,7 +190,7 @@ def test_a_broken_end_leaves_finite_weights():
         (lambda: LocalAdamW(model().parameters(), 0), "world_size is 0"),
         (lambda: LocalAdamW(model().parameters(), 2, lr=-1), "lr is -1"),
         (lambda: LocalAdamW(model().parameters(), 2, lr=True), "lr is True; give a learning rate"),
-        (lambda: ArrivalAdamW(model().parameters(), betas=(1.0, 0.9)), "betas are"),
+        (lambda: UpdateSpaceAdamW(model(), 0.1, betas=(1.0, 0.9)), "betas are"),
         (lambda: UpdateSpaceAdamW(model(), 0.1, eps=-1.0), "eps is -1.0"),
         (lambda: UpdateSpaceAdamW(model(), 0.1, second_moment="frozen"), "needs warmup_steps > 0"),
         (lambda: UpdateSpaceAdamW(model(), 0.1, second_moment="global"), "choose local, frozen"),

@@ -8,7 +8,7 @@ Algorithm 2): mass that waits in the residual was scaled by the learning rate of
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 import torch
@@ -26,7 +26,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.units import Unit, check_same_parameters, output_parameters, plan_units
 
-__all__ = ["ArrivalAdamW", "SecondMoment", "UpdateSpace", "UpdateSpaceAdamW", "UpdateSpaceSGD"]
+__all__ = ["SecondMoment", "UpdateSpace", "UpdateSpaceAdamW", "UpdateSpaceSGD"]
 
 SecondMoment = Literal["local", "frozen", "refreshed"]
 
@@ -387,72 +387,3 @@ class UpdateSpaceAdamW(UpdateSpace):
 
     def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
-
-
-@final
-class ArrivalAdamW(torch.optim.Optimizer):
-    """AdamW that updates moments and weights only where a gradient arrived, i.e. is not zero.
-
-    For the sparse averages of ``sparsync.attach``: an entry that arrives every 100th step is not taken
-    for one that is 100 times smaller.  Every element counts its own arrivals for the bias correction.
-    It is one of the variants of ``benchmarks/adam.md``, and not the best one.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: b1 and b2, per arrival.
-        eps: added to the root.
-        weight_decay: decoupled, of all elements on every step.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
-        >>> optimizer = ArrivalAdamW([weight], lr=0.5, weight_decay=0.0)
-        >>> weight.grad = torch.tensor([2.0, 0.0]); optimizer.step(); weight.detach().round(decimals=4)
-        tensor([0.5000, 1.0000])
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one optimizer step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _step_(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-
-def _step_(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    if not state:
-        wide = torch.promote_types(parameter.dtype, torch.float32)  # 16 bits do not count far
-        for name in ("exp_avg", "exp_avg_sq", "arrivals"):
-            state[name] = torch.zeros_like(parameter, dtype=wide)
-    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    arrived = gradient != 0
-    beta1, beta2 = group["betas"]
-    count = state["arrivals"][arrived] + 1
-    g = gradient[arrived].to(count.dtype)
-    mean = state["exp_avg"][arrived] * beta1 + g * (1 - beta1)
-    square = state["exp_avg_sq"][arrived] * beta2 + g * g * (1 - beta2)
-    state["arrivals"][arrived] = count
-    state["exp_avg"][arrived], state["exp_avg_sq"][arrived] = mean, square
-    root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-    update = group["lr"] * mean / (1 - beta1**count) / root
-    parameter[arrived] -= update.to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""Spaces that the papers add to ``sparsync train --space``: updates, and Adam where entries arrive."""
+"""The space that the papers add to ``sparsync train --space``: updates."""
 
 from __future__ import annotations
 
@@ -7,26 +7,16 @@ from typing import final
 import torch
 from torch import nn
 
-from sparsync.cli.train.exchanges import Attached, Connected
+from sparsync.cli.train.exchanges import Connected
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync_papers.optimizers import (
-    ArrivalAdamW,
     SecondMoment,
     UpdateSpaceAdamW,
     UpdateSpaceSGD,
 )
 
-__all__ = ["Arrivals", "Updates"]
-
-
-class Arrivals(Attached):
-    """``sparsync.attach`` with ``ArrivalAdamW``."""
-
-    def make_optimizer(self, settings: TrainSettings) -> torch.optim.Optimizer:
-        """Build the optimizer."""
-        lr, decay = settings.learning_rate, settings.decay
-        return ArrivalAdamW(self.model.parameters(), lr, weight_decay=decay)
+__all__ = ["Updates"]
 
 
 @final

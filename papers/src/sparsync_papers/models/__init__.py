@@ -18,7 +18,6 @@ from torch import nn
 
 from sparsync_papers.models.bert import Bert
 from sparsync_papers.models.encoder_decoder import EncoderDecoder
-from sparsync_papers.models.habitat import NavigationPolicy
 from sparsync_papers.models.images import alexnet, vgg16_cifar10, vgg16_imagenet
 from sparsync_papers.models.language import LstmLanguageModel
 from sparsync_papers.models.resnet import (
@@ -74,7 +73,6 @@ MODELS: Mapping[str, PaperModel] = {
         "61,362,176; 245 MB",
         "WMT17 en-de",
     ),
-    "habitat_policy": PaperModel(NavigationPolicy, 8_476_421, "WAGMA, 5.4", "8,476,421", "Habitat"),
     "resnet44_cifar10": PaperModel(
         resnet44_cifar10, 661_338, "RedSync, Table 1", "2.65 MB", "CIFAR-10"
     ),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.attention import Attention
 
 _EPSILON = 1e-12  # of layer normalisation (Devlin et al., published code)
 
@@ -21,10 +19,8 @@ class Bert(nn.Module):
 
     Free choices: the uncased vocabulary, and an output layer of its own: tied to the embedding, as
     BERT was published, it would be 110,106,428.  Initial weights: normal with 0.02, biases 0
-    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw).
-
-    Raises:
-        ConfigurationError: ``heads`` does not divide ``width``.
+    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw).  PyTorch's
+    block has one dropout more, between its two linear layers.
 
     References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
     """
@@ -48,18 +44,23 @@ class Bert(nn.Module):
         self.segment_embedding = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width, eps=_EPSILON)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(width, heads, inner, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, inner, dropout, "gelu", layer_norm_eps=_EPSILON, batch_first=True
+            )
+            for _ in range(layers)
+        )
         self.pooler = nn.Linear(width, width)
         self.next_sentence = nn.Linear(width, 2)
         self.transform = nn.Sequential(
             nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, eps=_EPSILON)
         )
         self.head = nn.Linear(width, vocabulary)
-        for part in self.modules():
-            if isinstance(part, nn.Embedding | nn.Linear):
-                nn.init.normal_(part.weight, std=0.02)
-            if isinstance(part, nn.Linear):
-                nn.init.zeros_(part.bias)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the words' logits `[batch, positions, vocabulary]` and the sentences' `[batch, 2]`.
@@ -83,25 +84,6 @@ class Bert(nn.Module):
         x = x + self.position_embedding.weight[:length]
         x = self.dropout(self.norm(x))
         for block in self.blocks:
-            x = block(x, tokens != self.padding)
+            x = block(x, src_key_padding_mask=tokens == self.padding)
         first = torch.tanh(self.pooler(x[:, 0]))
         return self.head(self.transform(x)), self.next_sentence(self.dropout(first))
-
-
-class _Block(nn.Module):
-    """Attention, then two linear layers; each is added, and the sum normalised."""
-
-    def __init__(self, width: int, heads: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads, bias=True, dropout=dropout)
-        self.attention_norm = nn.LayerNorm(width, eps=_EPSILON)
-        self.inner_in = nn.Linear(width, inner)
-        self.inner_out = nn.Linear(inner, width)
-        self.inner_norm = nn.LayerNorm(width, eps=_EPSILON)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, x, visible)))
-        inner = self.inner_out(F.gelu(self.inner_in(x)))
-        out: Tensor = self.inner_norm(x + self.dropout(inner))
-        return out

@@ -26,11 +26,11 @@ class ImageClassifier(nn.Module):
         return logits
 
 
-def he_(module: nn.Module, *, linear_std: float = 0.01) -> None:
+def he_(module: nn.Module) -> None:
     """Initialise the weights in place, for ReLUs.
 
     Convolutions: normal, variance 2 / (outputs that a number has a part in) (He et al. 2015).  Fully
-    connected layers: normal.  Their biases: 0.  Norms: 1 and 0 (torch's own).
+    connected layers: normal, 0.01.  Their biases: 0.  Norms: 1 and 0 (torch's own).
 
     References: He et al., `Delving Deep into Rectifiers <https://arxiv.org/abs/1502.01852>`_, 2015;
     Goyal et al., `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
@@ -39,7 +39,7 @@ def he_(module: nn.Module, *, linear_std: float = 0.01) -> None:
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=linear_std)
+            nn.init.normal_(part.weight, std=0.01)
         if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
             nn.init.zeros_(part.bias)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync_papers.models.images import ImageClassifier
 
-Norm: TypeAlias = Callable[[int], nn.Module]  # from a number of channels to their normalisation
 
-
-class Residual(nn.Module):
+class _Residual(nn.Module):
     """``relu(body(x) + shortcut(x))``: two 3x3 convolutions, or a bottleneck of three.
 
     Args:
@@ -21,24 +18,21 @@ class Residual(nn.Module):
         width: channels of the 3x3 convolutions.
         stride: of the (first) 3x3 convolution, and of the shortcut.
         bottleneck: 1x1, 3x3 and 1x1 to ``4 * width`` channels.
-        norm: after every convolution.
     """
 
-    def __init__(
-        self, before: int, width: int, *, stride: int, bottleneck: bool, norm: Norm
-    ) -> None:
+    def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
         after = 4 * width if bottleneck else width
         parts = (
             (
-                _convolution(before, width, 1, norm=norm),
-                _convolution(width, width, 3, stride=stride, norm=norm),
-                _convolution(width, after, 1, norm=norm),
+                _convolution(before, width, 1),
+                _convolution(width, width, 3, stride=stride),
+                _convolution(width, after, 1),
             )
             if bottleneck
             else (
-                _convolution(before, width, 3, stride=stride, norm=norm),
-                _convolution(width, width, 3, norm=norm),
+                _convolution(before, width, 3, stride=stride),
+                _convolution(width, width, 3),
             )
         )
         body = [layer for part in parts for layer in (*part, nn.ReLU())]
@@ -46,7 +40,7 @@ class Residual(nn.Module):
         self.shortcut = (
             nn.Identity()
             if before == after and stride == 1
-            else nn.Sequential(*_convolution(before, after, 1, stride=stride, norm=norm))
+            else nn.Sequential(*_convolution(before, after, 1, stride=stride))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,22 +48,14 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def imagenet_stem(channels: int, width: int, *, norm: Norm) -> nn.Sequential:
-    """Build what is before the blocks: images of a quarter of the height and width."""
-    first = _convolution(channels, width, 7, stride=2, norm=norm)
-    return nn.Sequential(*first, nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
-
-
-def residual_stages(
-    width: int, depths: Sequence[int], *, bottleneck: bool = False, norm: Norm
-) -> nn.Sequential:
+def _stages(width: int, depths: Sequence[int], *, bottleneck: bool = False) -> nn.Sequential:
     """Build all blocks: each stage after the first doubles the width and halves the images."""
     blocks, before = [], width
     for stage, depth in enumerate(depths):
         inner = width << stage
         for block in range(depth):
             stride = 2 if stage and not block else 1
-            blocks.append(Residual(before, inner, stride=stride, bottleneck=bottleneck, norm=norm))
+            blocks.append(_Residual(before, inner, stride=stride, bottleneck=bottleneck))
             before = 4 * inner if bottleneck else inner
     return nn.Sequential(*blocks)
 
@@ -135,10 +121,10 @@ def resnet34x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
 
 
 def _convolution(
-    before: int, after: int, kernel: int, *, stride: int = 1, norm: Norm
+    before: int, after: int, kernel: int, *, stride: int = 1
 ) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
-    return convolution, norm(after)
+    return convolution, nn.BatchNorm2d(after)
 
 
 def _classifier(stem: nn.Module, stages: nn.Module, features: int, classes: int) -> ImageClassifier:
@@ -147,14 +133,15 @@ def _classifier(stem: nn.Module, stages: nn.Module, features: int, classes: int)
 
 
 def _cifar(depth: int, width: int, classes: int) -> ImageClassifier:
-    stem = nn.Sequential(*_convolution(3, width, 3, norm=nn.BatchNorm2d), nn.ReLU())
-    stages = residual_stages(width, (depth,) * 3, norm=nn.BatchNorm2d)
+    stem = nn.Sequential(*_convolution(3, width, 3), nn.ReLU())
+    stages = _stages(width, (depth,) * 3)
     return _classifier(stem, stages, 4 * width, classes)
 
 
 def _imagenet(
     depths: Sequence[int], width: int, classes: int, *, bottleneck: bool
 ) -> ImageClassifier:
-    stem = imagenet_stem(3, width, norm=nn.BatchNorm2d)
-    stages = residual_stages(width, depths, bottleneck=bottleneck, norm=nn.BatchNorm2d)
+    first = _convolution(3, width, 7, stride=2)
+    stem = nn.Sequential(*first, nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+    stages = _stages(width, depths, bottleneck=bottleneck)
     return _classifier(stem, stages, (32 if bottleneck else 8) * width, classes)

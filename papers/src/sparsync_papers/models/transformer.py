@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.attention import Attention
 
 
 class Transformer(nn.Module):
@@ -22,7 +23,7 @@ class Transformer(nn.Module):
     1 / ``width``.
 
     Raises:
-        ConfigurationError: ``heads`` does not divide ``width``, or ``width`` is odd.
+        ConfigurationError: ``width`` is odd.
 
     References: Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
     """
@@ -53,7 +54,9 @@ class Transformer(nn.Module):
         self.decoder_norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         for part in self.modules():
-            if isinstance(part, nn.Linear):
+            if isinstance(
+                part, nn.Linear
+            ):  # also the output of an attention, whose inputs start so
                 nn.init.xavier_uniform_(part.weight)
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
@@ -66,14 +69,14 @@ class Transformer(nn.Module):
             target: what has been translated, a start token first: `[batch, target positions]`,
                 ``int64``; padded at the end only.
         """
-        visible = source != self.padding
+        padding = source == self.padding
         memory = self._embedded(source)
         for block in self.encoder:
-            memory = block(memory, visible=visible)
+            memory = block(memory, padding=padding)
         memory = self.encoder_norm(memory)
         x = self._embedded(target)
         for block in self.decoder:
-            x = block(x, memory, visible=visible)
+            x = block(x, memory, padding=padding)
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -93,20 +96,29 @@ class _Block(nn.Module):
         super().__init__()
         self.decodes = decodes
         self.own_norm = nn.LayerNorm(width)
-        self.own = Attention(width, heads, bias=False, dropout=dropout)
+        attention = partial(
+            nn.MultiheadAttention, width, heads, dropout, bias=False, batch_first=True
+        )
+        self.own = attention()
         if decodes:
             self.memory_norm = nn.LayerNorm(width)
-            self.memory = Attention(width, heads, bias=False, dropout=dropout)
+            self.memory = attention()
         self.inner_norm = nn.LayerNorm(width)
         self.inner_in = nn.Linear(width, inner)
         self.inner_out = nn.Linear(inner, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, *, visible: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, *, padding: Tensor) -> Tensor:
         own = self.own_norm(x)
-        x = x + self.dropout(self.own(own, own, None if self.decodes else visible))
-        if self.decodes:
-            x = x + self.dropout(self.memory(self.memory_norm(x), memory, visible))
+        if self.decodes:  # each position sees those up to it, then the memory
+            later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+            seen, _ = self.own(own, own, own, attn_mask=later, is_causal=True, need_weights=False)
+            x = x + self.dropout(seen)
+            asked = self.memory_norm(x)
+            seen, _ = self.memory(asked, memory, memory, padding, need_weights=False)
+        else:
+            seen, _ = self.own(own, own, own, padding, need_weights=False)
+        x = x + self.dropout(seen)
         inner = self.dropout(F.relu(self.inner_in(self.inner_norm(x))))
         out: Tensor = x + self.dropout(self.inner_out(inner))
         return out

@@ -1,7 +1,7 @@
 """CIFAR-10 and its classifiers: 60,000 colour images of 32 x 32 pixels, ten classes.
 
-The python format is a pickle.  A pickle can name any function to be called, so here every name that
-these files need stands for a class of this module, and every other is refused.
+The python format is a pickle.  A pickle can name any function to be called, so here every name but
+those of an array of bytes is refused.
 """
 
 from __future__ import annotations
@@ -150,9 +150,10 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
         pixels, labels = content[b"data"], np.array(content[b"labels"])
-        if isinstance(pixels, _Array) and labels.dtype.kind == "i":
-            return _checked(path, pixels.array(), labels)
-        why = "data is no array, or labels are no integers"
+        bytes_ = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8
+        if bytes_ and labels.dtype.kind == "i":
+            return _checked(path, pixels, labels)
+        why = "data is no array of unsigned bytes, or labels are no integers"
     except ConfigurationError:
         raise
     except Exception as error:  # a broken pickle raises nearly anything
@@ -172,52 +173,22 @@ def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-class _Array:
-    """The state of a pickled numpy array."""
-
-    def __init__(self, *_: Any) -> None:
-        self.state: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def array(self) -> np.ndarray:
-        """Make the array, of unsigned bytes and nothing else."""
-        _, shape, dtype, fortran, content = self.state
-        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", b"u1"):
-            raise ValueError("its array is not of unsigned bytes")
-        array = np.frombuffer(content, np.uint8)
-        return np.reshape(array, shape, order="F" if fortran else "C")
-
-
-class _Dtype:
-    """The state of a pickled numpy dtype."""
-
-    def __init__(self, code: str | bytes = "", *_: Any) -> None:
-        self.code = code
-
-    def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment: of bytes, nothing."""
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Stand for ``codecs.encode``, by which Python 3 writes bytes in old pickles: always in latin1."""
-    return text.encode("latin1")
-
-
-_STAND_INS = MappingProxyType(
+# what an array of bytes in a pickle names, by either name of numpy's module; Python 3 writes bytes of old
+# pickles by ``codecs.encode``, always in latin1
+_REBUILD = np.empty(0).__reduce__()[0]
+_ALLOWED = MappingProxyType(
     {
-        ("numpy.core.multiarray", "_reconstruct"): _Array,
-        ("numpy._core.multiarray", "_reconstruct"): _Array,
-        ("numpy", "ndarray"): _Array,
-        ("numpy", "dtype"): _Dtype,
-        ("_codecs", "encode"): _encode,
+        ("numpy.core.multiarray", "_reconstruct"): _REBUILD,
+        ("numpy._core.multiarray", "_reconstruct"): _REBUILD,
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, encoding="latin1": text.encode("latin1"),
     }
 )
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STAND_INS:
+        if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is refused")
-        return _STAND_INS[module, name]
+        return _ALLOWED[module, name]

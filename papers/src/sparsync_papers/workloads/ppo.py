@@ -7,7 +7,6 @@ ends when the agent fails, so that nobody knows ahead how long a rank collects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Mean
 from sparsync.errors import ConfigurationError
 
 
@@ -229,25 +227,3 @@ def _generator(seed: int, iteration: int, rank: int, use: int) -> torch.Generato
     """Make the generator of one iteration on one rank: to collect (use 0) or to update (1)."""
     mixed = np.random.SeedSequence([seed, iteration, rank, use]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1)))
-
-
-def success_by_path_length(
-    successes: Sequence[bool], shortest: Sequence[float], taken: Sequence[float]
-) -> Mean:
-    """Return SPL, success weighted by path length: the mean of success * shortest / max(taken, shortest).
-
-    Args:
-        successes: whether each episode reached its goal.
-        shortest: length of the shortest path to it, > 0.
-        taken: length of the agent's path.
-
-    Example:
-        >>> success_by_path_length([True, True, False], [2.0, 3.0, 1.0], [4.0, 3.0, 1.0]).value
-        0.5
-
-    References: Anderson et al., `On Evaluation of Embodied Navigation Agents
-    <https://arxiv.org/abs/1807.06757>`_, 2018.
-    """
-    episodes = zip(successes, shortest, taken, strict=True)
-    scores = [reached * best / max(path, best) for reached, best, path in episodes]
-    return Mean(sum(scores), len(scores))

@@ -31,7 +31,7 @@ from sparsync.presets import check_density
 __all__ = ["TrainSettings"]
 
 _SPACES = ("gradient", "update", "local")
-_ADAM_SPACES = (*_SPACES, "arrival", "frozen", "refreshed")
+_ADAM_SPACES = (*_SPACES, "frozen", "refreshed")
 _OPTIMIZERS = ("sgd", "adam", "adamw")
 
 _WORKLOADS = (
@@ -40,7 +40,7 @@ _WORKLOADS = (
 )
 _EXCHANGED = (
     "What presets exchange: gradient, update or local (progress of the ranks' own weights); with adam "
-    "also arrival, frozen, refreshed."
+    "also frozen, refreshed."
 )
 _DELAYS = (
     "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
@@ -192,7 +192,7 @@ class TrainSettings:
             check(name, value, value is None or 0 <= value < math.inf, "a number >= 0")
         spaces = _SPACES if self.optimizer == "sgd" else _ADAM_SPACES
         check("space", self.space, self.space in spaces, f"one of {', '.join(spaces)}")
-        if self.space not in ("gradient", "arrival") and self.largest_norm is not None:
+        if self.space != "gradient" and self.largest_norm is not None:
             raise ConfigurationError(
                 f"clip is {self.largest_norm:g}, but --space {self.space} exchanges updates, which are "
                 "not clipped; add --clip 0"

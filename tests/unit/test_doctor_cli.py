@@ -10,13 +10,12 @@ from sparsync.cli import network
 from sparsync.cli.app import exit_code
 from sparsync.cli.doctor import command as doctor
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
-from sparsync.cli.doctor.facts import gather_facts, local_facts
+from sparsync.cli.doctor.facts import check_versions, local_facts
 from sparsync.cli.doctor.page import Examination, as_json, sentence
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
 from sparsync.errors import PeerError
-from sparsync.transports.sim import simulate
 
 MACHINE = Machine(alpha=90e-6, beta=8.5e-9)
 FACTS = dataclasses.replace(
@@ -181,7 +180,7 @@ def test_what_is_known_to_go_wrong_is_said(everyone, level, said):
 
 def test_a_sound_group_gets_nothing_bad():
     levels = [check.level for check in check_facts([FACTS] * 4)]
-    assert "bad" not in levels and levels.count("note") == 1  # torch.compile's
+    assert "bad" not in levels and "note" not in levels
 
 
 def test_links_and_clocks_are_judged():
@@ -195,20 +194,10 @@ def test_links_and_clocks_are_judged():
 
 
 def test_ranks_of_different_versions_end_with_a_clear_error():
-    async def program(comm):
-        version = "0.2.0" if comm.rank == 1 else "0.1.0"
-        return await gather_facts(comm, dataclasses.replace(FACTS, sparsync=version))
-
+    versions = ("0.1.0", "0.2.0", "0.1.0")
     with pytest.raises(PeerError) as caught:
-        simulate(program, 3)
+        check_versions([dataclasses.replace(FACTS, sparsync=version) for version in versions])
     assert str(caught.value) == (
         "ranks run different versions of sparsync: 0.1.0 on ranks 0, 2; 0.2.0 on rank 1; "
         "install the same everywhere"
     )
-
-
-def test_facts_arrive_as_they_were_sent():
-    async def program(comm):
-        return await gather_facts(comm, dataclasses.replace(FACTS, host="h" * comm.rank))
-
-    assert [facts.host for facts in simulate(program, 3).results[1]] == ["", "h", "hh"]

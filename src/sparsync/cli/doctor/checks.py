@@ -19,11 +19,8 @@ __all__ = ["Check", "check_facts", "check_links"]
 class Check:
     """One line of the page.
 
-    Attributes:
-        level: "ok"; "note": it works, but costs something or may surprise; "bad": training goes
-            wrong, or much slower than it could.
-        what: the finding.
-        advice: a cure.
+    "note": it works, but costs something or may surprise; "bad": training goes wrong, or much slower
+    than it could.
     """
 
     level: Literal["ok", "note", "bad"]
@@ -34,12 +31,7 @@ class Check:
 def check_facts(
     everyone: Sequence[Facts], *, oldest_torch: tuple[int, int] = (2, 7)
 ) -> list[Check]:
-    """Judge the software and the placement of all ranks.
-
-    Args:
-        everyone: facts, in rank order.
-        oldest_torch: that is supported.
-    """
+    """Judge the software and the placement of all ranks, given in rank order."""
     mine = everyone[0]
     checks = [
         _equal("torch", [f.torch for f in everyone], "bad", "install the same on all ranks"),
@@ -124,23 +116,15 @@ def _network(everyone: Sequence[Facts]) -> list[Check]:
 
 
 def _hooks(mine: Facts) -> list[Check]:
-    """Note known pitfalls of hooks, which no measurement shows."""
-    checks = []
-    if "torch.distributed nccl" not in mine.backends:
-        what = "PyTorch's own PowerSGD hook can hang on gloo where a model has several buckets"
-        checks.append(Check("note", what, "give DDP a bucket_cap_mb that holds the model"))
-    what = "torch.compile of a DDP model works with hooks as long as optimize_ddp stays as it is"
-    checks.append(Check("note", what, 'do not set it to "python_reducer"'))
-    return checks
+    """Note a known pitfall of PyTorch's hooks, which no measurement shows."""
+    if "torch.distributed nccl" in mine.backends:
+        return []
+    what = "PyTorch's own PowerSGD hook can hang on gloo where a model has several buckets"
+    return [Check("note", what, "give DDP a bucket_cap_mb that holds the model")]
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> list[Check]:
-    """Judge the links and the clocks.
-
-    Args:
-        found: the calibration.
-        walls: seconds by which each rank's wall clock is ahead of the one that was compared.
-    """
+    """Judge the links and the clocks; ``walls``: seconds that wall clocks are ahead of steady ones."""
     if not found.links:
         return [Check("note", "one rank alone: no links to measure", "start it with more")]
     if any(high > 2 * low for low, high in (found.intervals[x] for x in ("alpha", "beta"))):

@@ -11,9 +11,9 @@ from rich.console import Console
 from typer import Option
 
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
-from sparsync.cli.doctor.facts import gather_facts, local_facts
+from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
 from sparsync.cli.doctor.page import Examination, as_json, page
-from sparsync.cli.launch import leads
+from sparsync.cli.launch import gather, leads
 from sparsync.cli.network import TRANSPORTS, Connection, transport_of
 from sparsync.cli.options import Json, Lab, Timeout, Transport, check_at_least, ranks_option, takes
 from sparsync.cli.output import check_outputs, progress, write_json
@@ -22,7 +22,6 @@ from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
-from sparsync.transports.process_group import TorchCommunicator
 
 __all__ = ["DoctorSettings", "command", "doctor", "examine"]
 
@@ -51,7 +50,7 @@ class DoctorSettings:
         self.connection()
 
     def connection(self) -> Connection:
-        """How the ranks are connected."""
+        """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, lab=self.lab)
 
 
@@ -92,7 +91,8 @@ def examine(settings: DoctorSettings) -> Examination:
         PeerError: ranks run different versions of sparsync.
     """
     mine = local_facts(settings.transport, hosts=settings.hosts)
-    facts = run(gather_facts(TorchCommunicator(timeout=settings.timeout), mine))
+    facts = gather(mine, [Facts])
+    check_versions(facts)
     with settings.connection().open("doctor") as comm:
         transport = transport_of(comm)
         checks = [*check_facts(facts), _check_start(comm)]

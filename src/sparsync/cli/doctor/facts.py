@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +18,9 @@ import torch.distributed as dist
 import sparsync
 from sparsync.errors import PeerError
 from sparsync.kernels import native
-from sparsync.transports.communicator import Communicator
 from sparsync.transports.mpi_requests import load_mpi
 
-__all__ = ["Facts", "gather_facts", "local_facts"]
+__all__ = ["Facts", "check_versions", "local_facts"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,7 @@ class Facts:
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
-    """Return this process's facts.
-
-    Args:
-        transport: will carry the messages.
-        hosts: tell the host's name.
-    """
+    """Return this process's facts; ``hosts``: with the host's name."""
     affinity = getattr(os, "sched_getaffinity", None)  # where the system has it
     library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
     return Facts(
@@ -76,23 +69,18 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
     )
 
 
-async def gather_facts(comm: Communicator, mine: Facts) -> list[Facts]:
-    """Return every rank's facts, in rank order; all ranks call it.
+def check_versions(everyone: Sequence[Facts]) -> None:
+    """Refuse ranks that run different versions of sparsync.
 
     Raises:
-        PeerError: ranks run different versions of sparsync; says which.
+        PeerError: says which.
     """
-    raw = json.dumps(asdict(mine)).encode()
-    longest = int(await comm.allreduce(torch.tensor([len(raw)]), "facts", "max"))
-    padded = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8)
-    gathered = [json.loads(bytes(t.tolist())) for t in await comm.allgather(padded, "facts")]
-    versions = [str(facts.get("sparsync")) for facts in gathered]
+    versions = [facts.sparsync for facts in everyone]
     if len(set(versions)) > 1:
         said = "; ".join(f"{v} on {_ranks(versions, v)}" for v in sorted(set(versions)))
         raise PeerError(
             f"ranks run different versions of sparsync: {said}; install the same everywhere"
         )
-    return [Facts(**facts) for facts in gathered]
 
 
 def _ranks(versions: list[str], version: str) -> str:

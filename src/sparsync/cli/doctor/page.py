@@ -22,19 +22,11 @@ __all__ = ["Examination", "as_json", "page", "sentence"]
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings of the ranks.
+    """The findings of the ranks."""
 
-    Attributes:
-        transport: carried the messages.
-        lab: rate of the shaped links, as it was given.
-        facts: of every rank.
-        calibration: of the group.
-        checks: right and wrong.
-    """
-
-    transport: str
-    lab: str | None
-    facts: tuple[Facts, ...]
+    transport: str  # carried the messages
+    lab: str | None  # rate of the shaped links, as it was given
+    facts: tuple[Facts, ...]  # of every rank
     calibration: Calibration
     checks: tuple[Check, ...]
 
@@ -46,24 +38,13 @@ class Examination:
 
 def page(found: Examination) -> Group:
     """Show versions, links, work, checks, and their meaning."""
-    return Group(
-        Text(_heading(found)),
-        Text(),
-        _measured(found.calibration),
-        Text(),
-        _checked(found.checks),
-        Text(),
-        Text(sentence(found)),
-    )
+    checked = _checked(found.checks)
+    heading, meaning = Text(_heading(found) + "\n"), Text("\n" + sentence(found))
+    return Group(heading, _measured(found.calibration), Text(), checked, meaning)
 
 
 def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
-    """Say what the findings mean for a training.
-
-    Args:
-        found: the examination.
-        elements: of an example; VGG-16's on CIFAR-10 (Ok-Topk, Table 2).
-    """
+    """Say what the findings mean for a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
     machine, ranks = found.calibration.machine, len(found.facts)
     if ranks == 1:
         return "One rank exchanges nothing; start the doctor with the ranks of your job."

@@ -51,7 +51,7 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
     library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
     return Facts(
         sparsync=sparsync.__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a subclass of str, which ranks would refuse
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         kernels=native.chosen(),

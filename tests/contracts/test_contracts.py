@@ -17,9 +17,10 @@ from .table import (
     rows,
 )
 
-# 5 = 4 + 1: one rank is left over, as of 3 and 7, and the others take two rounds, as 4 do
+# 5 = 4 + 1: one rank is left over, and the others take two rounds; of 7 three are left over.  With 3
+# and 4 ranks, tests/distributed runs the same rows on gloo, ZeroMQ and MPI.
 QUICK = (1, 2, 5)
-SLOW = (3, 4, 7)
+PLAIN = [name for name in ROWS if "," not in name]
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -81,16 +82,10 @@ def test_communicator():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_collective_at_other_world_sizes(name):
+@pytest.mark.parametrize("name", PLAIN)
+def test_collective_on_seven_ranks(name):
     make, options = ROWS[name]
-    testing.check_collective(make, world_sizes=SLOW, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithm_at_other_world_sizes(name):
-    testing.check_algorithm(ALGORITHMS[name], world_sizes=SLOW)
+    testing.check_collective(make, world_sizes=(7,), **options)
 
 
 @pytest.mark.slow
@@ -102,4 +97,4 @@ def test_collective_on_more_ranks(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "oktopk", "oktopk-paper"])
 def test_algorithm_on_more_ranks(name):
-    testing.check_algorithm(ALGORITHMS[name], world_sizes=(8, 16))
+    testing.check_algorithm(ALGORITHMS[name], world_sizes=(7, 16))

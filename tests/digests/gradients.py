@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from . import subject
 from .canonical import sha
 
-__all__ = ["rows", "steps_of"]
+__all__ = ["digests_of", "rows", "steps_of"]
 
 STEPS = 6
 RANKS = (1, 2, 3, 4, 7)
@@ -20,144 +21,97 @@ LAYERS = {"a": 4000, "b": 1, "c": 2999, "d": 1000}  # elements; "d" is the outpu
 Digests = dict[str, str]
 Row = Callable[[], Digests]
 
-# name -> (preset, its options, what the reducer is told); each on all of RANKS
-DEFAULTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    name: (name, {}, {}) for name in subject.PRESETS
-}
+# "PRESET, ...": options of the preset, and of the reducer
+Options = dict[str, Any]
+DEFAULTS: dict[str, Options] = {name: {} for name in subject.PRESETS}
 
 _RGC = {"compress_thd": 4096}  # bytes: "b" and "d" are exchanged whole
-OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "budgeted, int8": ("budgeted", {"codec": subject.Packed("int8")}, {}),
-    "budgeted, coo, budget 1.5": ("budgeted", {"codec": subject.Coo(), "budget": 1.5}, {}),
-    "halving, int8": ("halving", {"codec": subject.Packed("int8")}, {}),
-    "oktopk, no cap": ("oktopk", {"cap": None}, {}),
-    "oktopk, periods of 2": ("oktopk", {"threshold_period": 2, "repartition_period": 2}, {}),
-    "oktopk, allgathered threshold": (
-        "oktopk",
-        {"global_threshold": "allgather", "balanced_split": False, "threshold_period": 2},
-        {},
-    ),
-    "oktopk-paper, periods of 2": (
-        "oktopk-paper",
-        {"threshold_period": 2, "repartition_period": 2},
-        {},
-    ),
-    "auto, slow links": (
-        "auto",
-        {"machine": subject.Machine(beta=1e-6), "check_period": 2},
-        {},
-    ),
-    "allgather, no cap": ("allgather", {"cap": None}, {}),
-    "dynamic, qsgd": ("dynamic", {"codec": subject.StreamCodec(dense=subject.Qsgd(8))}, {}),
-    "gaussiank, int8": ("gaussiank", {"codec": subject.Packed("int8")}, {}),
-    "gtopk, packed": ("gtopk", {"codec": subject.Packed()}, {}),
-    "recursive-doubling, bf16": (
-        "recursive-doubling",
-        {"codec": subject.StreamCodec(subject.Packed())},
-        {},
-    ),
-    "redsync, layers": ("redsync", {**_RGC, "fusion_bytes": 8192}, {}),
-    "redsync, search": ("redsync", {**_RGC, "thsd2": 0}, {}),
-    "redsync, exact": ("redsync", {**_RGC, "thsd1": 1e6}, {}),
-    "redsync, all lengths": ("redsync", {**_RGC, "cap": None}, {}),
-    "redsync-quantized, layers": ("redsync-quantized", _RGC, {}),
-    "redsync-quantized, as published": (
-        "redsync-quantized",
-        {**_RGC, "thsd2": 0, "cap": None, "keep_error": False},
-        {},
-    ),
-    "redsync-quantized, packed": (
-        "redsync-quantized",
-        {**_RGC, "codec": subject.SignMean("packed")},
-        {},
-    ),
-    "signs, blocks of 64": ("signs", {"block": 64}, {}),
-    "sparcml, error kept": ("sparcml", {"keep_error": True}, {}),
-    "sparcml, reduced": ("sparcml", {"quantize": "reduced"}, {}),
-    "sparcml, not quantised": ("sparcml", {"bits": None}, {}),
-    "split-allgather, no cap": ("split-allgather", {"cap": None}, {}),
-    "budgeted, 3 units": ("budgeted", {}, {"unit_bytes": 4096}),
-    "oktopk, 3 units": ("oktopk", {}, {"unit_bytes": 4096}),
-    "allgather, 3 units": ("allgather", {}, {"unit_bytes": 4096}),
-    "gaussiank, 3 units": ("gaussiank", {}, {"unit_bytes": 4096}),
-    "halving, 3 units, float64": (
-        "halving",
-        {"codec": subject.Coo()},
-        {"unit_bytes": 4096, "dtype": torch.float64},
-    ),
-    "budgeted, bfloat16": ("budgeted", {}, {"dtype": torch.bfloat16}),
-    "oktopk, float64": ("oktopk", {}, {"dtype": torch.float64}),
-    "oktopk, warm-up, 3 units": (
-        "oktopk",
-        {},
-        {"warmup": subject.Warmup(4, (0.25, 0.05)), "unit_bytes": 4096},
-    ),
-    "budgeted, dense warm-up": ("budgeted", {}, {"warmup": subject.Warmup(3)}),
-    "budgeted, momentum": ("budgeted", {}, {"correction": subject.Correction(momentum=0.9)}),
-    "redsync, Nesterov, clipped": (
-        "redsync",
-        _RGC,
-        {"correction": subject.Correction(momentum=0.9, nesterov=True, clip=50.0)},
-    ),
-    "oktopk, clipped to the last norm, decay": (
-        "oktopk",
-        {},
-        {
-            "correction": subject.Correction(
-                momentum=0.5, clip=50.0, clip_norm="previous", weight_decay=0.01
-            )
-        },
-    ),
-    "budgeted, adaptive density": (
-        "budgeted",
-        {},
-        {"density": subject.AdaptiveDensity(0.02, high=0.05, period=2), "unit_bytes": 4096},
-    ),
-    "allgather, xi": ("allgather", {}, {"xi_period": 2}),
+_UNITS = {"unit_bytes": 4096}
+_PUBLISHED = {"thsd2": 0, "cap": None, "keep_error": False}
+_PERIODS = {"threshold_period": 2, "repartition_period": 2}
+_ALLGATHERED = {
+    "global_threshold": "allgather",
+    "balanced_split": False,
+    "threshold_period": 2,
+}
+_NESTEROV = subject.Correction(momentum=0.9, nesterov=True, clip=50.0)
+_PREVIOUS = subject.Correction(0.5, clip=50.0, clip_norm="previous", weight_decay=0.01)
+_ADAPTIVE = subject.AdaptiveDensity(0.02, high=0.05, period=2)
+OPTIONS: dict[str, Options] = {
+    "budgeted, int8": {"codec": subject.Packed("int8")},
+    "budgeted, coo, budget 1.5": {"codec": subject.Coo(), "budget": 1.5},
+    "halving, int8": {"codec": subject.Packed("int8")},
+    "oktopk, no cap": {"cap": None},
+    "oktopk, periods of 2": _PERIODS,
+    "oktopk, allgathered threshold": _ALLGATHERED,
+    "oktopk-paper, periods of 2": _PERIODS,
+    "auto, slow links": {"machine": subject.Machine(beta=1e-6), "check_period": 2},
+    "allgather, no cap": {"cap": None},
+    "dynamic, qsgd": {"codec": subject.StreamCodec(dense=subject.Qsgd(8))},
+    "gaussiank, int8": {"codec": subject.Packed("int8")},
+    "gtopk, packed": {"codec": subject.Packed()},
+    "recursive-doubling, bf16": {"codec": subject.StreamCodec(subject.Packed())},
+    "redsync, layers": {**_RGC, "fusion_bytes": 8192},
+    "redsync, search": {**_RGC, "thsd2": 0},
+    "redsync, exact": {**_RGC, "thsd1": 1e6},
+    "redsync, all lengths": {**_RGC, "cap": None},
+    "redsync-quantized, layers": _RGC,
+    "redsync-quantized, as published": {**_RGC, **_PUBLISHED},
+    "redsync-quantized, packed": {**_RGC, "codec": subject.SignMean("packed")},
+    "signs, blocks of 64": {"block": 64},
+    "sparcml, error kept": {"keep_error": True},
+    "sparcml, reduced": {"quantize": "reduced"},
+    "sparcml, not quantised": {"bits": None},
+    "split-allgather, no cap": {"cap": None},
+    "budgeted, 3 units": _UNITS,
+    "oktopk, 3 units": _UNITS,
+    "allgather, 3 units": _UNITS,
+    "gaussiank, 3 units": _UNITS,
+    "halving, 3 units, float64": {**_UNITS, "codec": subject.Coo(), "dtype": torch.float64},
+    "budgeted, bfloat16": {"dtype": torch.bfloat16},
+    "oktopk, float64": {"dtype": torch.float64},
+    "oktopk, warm-up, 3 units": {**_UNITS, "warmup": subject.Warmup(4, (0.25, 0.05))},
+    "budgeted, dense warm-up": {"warmup": subject.Warmup(3)},
+    "budgeted, momentum": {"correction": subject.Correction(momentum=0.9)},
+    "redsync, Nesterov, clipped": {**_RGC, "correction": _NESTEROV},
+    "oktopk, clipped to the last norm, decay": {"correction": _PREVIOUS},
+    "budgeted, adaptive density": {**_UNITS, "density": _ADAPTIVE},
+    "allgather, xi": {"xi_period": 2},
 }
 
 _FEWER = (2, 3, 4)  # ranks of what has options
+_OF_THE_REDUCER = ("density", "warmup", "correction", "xi_period")
 
 
 def rows() -> dict[str, Row]:
     """Return what is to be recorded, by name."""
-    table = {}
-    for cases, ranks in ((DEFAULTS, RANKS), (OPTIONS, _FEWER)):
-        for name, case in cases.items():
-            for world_size in ranks:
-                table[f"gradients: {name}: {world_size} ranks"] = _row(case, world_size)
+    table = {
+        f"gradients: {name}: {ranks} ranks": partial(_averaged, name, ranks)
+        for names, worlds in ((DEFAULTS, RANKS), (OPTIONS, _FEWER))
+        for name in names
+        for ranks in worlds
+    }
     for name in ("budgeted", "oktopk, 3 units", "budgeted, momentum"):
-        case = {**DEFAULTS, **OPTIONS}[name]
-        table[f"gradients: {name}: refused and resumed"] = lambda case=case: _interrupted(case)
+        table[f"gradients: {name}: refused and resumed"] = partial(_interrupted, name)
     return table
 
 
-def _row(case: tuple[str, Mapping[str, Any], Mapping[str, Any]], world_size: int) -> Row:
-    def make() -> Digests:
-        async def program(comm: Any) -> dict[str, Any]:
-            return await steps_of(comm, *case)
+def _averaged(name: str, ranks: int) -> Digests:
+    async def program(comm: Any) -> dict[str, Any]:
+        return await steps_of(comm, name)
 
-        simulation = subject.simulate(program, world_size)
-        results = simulation.results
-        averages = [result.pop("averages") for result in results]
-        assert all(a == averages[0] for a in averages), "ranks have different averages"
-        digests = {key: sha([result[key] for result in results]) for key in results[0]}
-        return {"averages": averages[0], **digests, "seconds": sha(simulation.seconds)}
-
-    return make
+    return digests_of(program, ranks, timed=True)
 
 
-async def steps_of(
-    comm: Any, preset: str, options: Mapping[str, Any], told: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Average the gradients of all steps on this rank; return digests of what came of it."""
-    reducer = _reducer(comm, preset, options, told)
+async def steps_of(comm: Any, name: str) -> dict[str, Any]:
+    """Average the gradients of all steps on this rank; return what came of it."""
+    reducer = _reducer(comm, name)
     averages, lost, residuals, messages = [], [], [], []
     for step in range(STEPS):
         averages += await _step(reducer, step)
         lost += [vector.to_dense() for vector in reducer.lost]
         residuals.append([None if r.value is None else r.value.clone() for r in reducer.residuals])
-        messages.append(_traffic(comm))
+        messages.append(traffic_of(comm))
     return {
         "averages": sha(averages),
         "lost": sha(lost),
@@ -167,11 +121,11 @@ async def steps_of(
     }
 
 
-def _interrupted(case: tuple[str, Mapping[str, Any], Mapping[str, Any]]) -> Digests:
+def _interrupted(name: str) -> Digests:
     """Refuse a step with NaN, save, restore into another reducer, and go on."""
 
-    async def program(comm: Any) -> list[str]:
-        reducer = _reducer(comm, *case)
+    async def program(comm: Any) -> dict[str, Any]:
+        reducer = _reducer(comm, name)
         for step in range(3):
             await _step(reducer, step)
         broken = _gradients(reducer, 3)
@@ -182,30 +136,38 @@ def _interrupted(case: tuple[str, Mapping[str, Any], Mapping[str, Any]]) -> Dige
         except ArithmeticError:
             reducer.skip()
         saved = subject.reducer_state(reducer)
-        other = _reducer(comm, *case)
+        other = _reducer(comm, name)
         await subject.restore_reducer(other, saved)
         averages = [await _step(other, step) for step in range(4, 6)]
-        return [sha(averages), sha(saved), sha(subject.reducer_state(other))]
+        state = sha(subject.reducer_state(other))
+        return {"averages": sha(averages), "saved": sha(saved), "state": state}
 
-    results = subject.simulate(program, 3).results
-    averages, saved, state = zip(*results, strict=True)
-    assert len(set(averages)) == 1, "ranks have different averages"
-    return {"averages": averages[0], "saved": sha(saved), "state": sha(state)}
+    return digests_of(program, 3)
 
 
-def _reducer(
-    comm: Any, preset: str, options: Mapping[str, Any], told: Mapping[str, Any]
-) -> subject.Reducer:
+def digests_of(program: Any, ranks: int, *, timed: bool = False) -> Digests:
+    """Run a program that returns values by name on virtual ranks; ranks' averages must be equal."""
+    simulation = subject.simulate(program, ranks)
+    results = simulation.results
+    digests = {key: sha([result[key] for result in results]) for key in results[0]}
+    if "averages" in digests:
+        (digests["averages"],) = {result["averages"] for result in results}
+    return {**digests, "seconds": sha(simulation.seconds)} if timed else digests
+
+
+def _reducer(comm: Any, name: str) -> subject.Reducer:
     """Make what ``attach`` makes of a model with these layers."""
-    told = dict(told)
-    algorithm = subject.resolve(preset, **options)
-    dtype = told.pop("dtype", torch.float32)
-    unit_bytes = told.pop("unit_bytes", algorithm.unit_bytes)
-    density = told.pop("density", DENSITY)
-    named = [(name, torch.zeros(size, dtype=dtype)) for name, size in LAYERS.items()]
+    options = dict({**DEFAULTS, **OPTIONS}[name])
+    told = {"density": DENSITY}
+    told |= {key: options.pop(key) for key in _OF_THE_REDUCER if key in options}
+    dtype, unit_bytes = options.pop("dtype", torch.float32), options.pop("unit_bytes", None)
+    algorithm = subject.resolve(name.partition(",")[0], **options)
+    named = [(layer, torch.zeros(size, dtype=dtype)) for layer, size in LAYERS.items()]
     output = ("d",) if algorithm.output else ()
-    units = subject.plan_units(named, unit_bytes, algorithm.compress, output)
-    return subject.Reducer(comm, units, algorithm, density, **told)
+    units = subject.plan_units(
+        named, unit_bytes or algorithm.unit_bytes, algorithm.compress, output
+    )
+    return subject.Reducer(comm, units, algorithm, **told)
 
 
 async def _step(reducer: subject.Reducer, step: int) -> list[torch.Tensor]:
@@ -230,6 +192,6 @@ def _weights(reducer: subject.Reducer) -> list[torch.Tensor]:
     return [torch.linspace(-1, 1, unit.size, dtype=unit.dtype) for unit in reducer.units]
 
 
-def _traffic(comm: Any) -> dict[str, Any]:
+def traffic_of(comm: Any) -> dict[str, Any]:
     """Return the bytes and messages of all steps so far, by phase."""
     return {phase: traffic.as_dict() for phase, traffic in comm.ledger.by_phase().items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,18 +11,11 @@ from scipy.sparse import random
 
 from . import subject
 from .canonical import sha
+from .gradients import Digests, Row, digests_of
 
 __all__ = ["rows"]
 
-Digests = dict[str, str]
-Row = Callable[[], Digests]
-
 _RANKS = (2, 3, 4)
-
-
-def rows() -> dict[str, Row]:
-    """Return what is to be recorded, by name."""
-    return {**_calls(), **_averages(), **_linear(), **_codecs(), **_selectors()}
 
 
 # ---- one reduction ---------------------------------------------------------------------------------
@@ -45,30 +37,20 @@ _CALLS: dict[str, tuple[torch.dtype, int | None, dict[str, Any]]] = {
 }
 
 
-def _calls() -> dict[str, Row]:
-    def make(dtype: torch.dtype, k: int | None, arguments: dict[str, Any], ranks: int) -> Digests:
-        async def program(comm: Any) -> list[Any]:
-            vector = _sparse_noise(comm.rank, 3000).mul_(8).to(dtype)
-            reduced = await subject.reduced(vector, comm, k=k, **arguments)
-            lost = reduced.lost.to_dense() if reduced.lost is not None else None
-            total = comm.ledger.total().as_dict()
-            return [reduced.total.to_dense(), reduced.delivered.to_dense(), lost, total]
+def _called(name: str, ranks: int) -> Digests:
+    dtype, k, arguments = _CALLS[name]
 
-        totals, delivered, lost, messages = zip(
-            *subject.simulate(program, ranks).results, strict=True
-        )
+    async def program(comm: Any) -> dict[str, Any]:
+        vector = _sparse_noise(comm.rank, 3000).mul_(8).to(dtype)
+        reduced = await subject.reduced(vector, comm, k=k, **arguments)
         return {
-            "totals": sha(totals),
-            "delivered": sha(delivered),
-            "lost": sha(lost),
-            "messages": sha(messages),
+            "totals": reduced.total.to_dense(),
+            "delivered": reduced.delivered.to_dense(),
+            "lost": None if reduced.lost is None else reduced.lost.to_dense(),
+            "messages": comm.ledger.total().as_dict(),
         }
 
-    return {
-        f"calls: {name}: {ranks} ranks": partial(make, *case, ranks)
-        for name, case in _CALLS.items()
-        for ranks in _RANKS
-    }
+    return digests_of(program, ranks)
 
 
 def _sparse_noise(seed: int, size: int) -> torch.Tensor:
@@ -100,92 +82,69 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _averages() -> dict[str, Row]:
-    """Ranks in step, and ranks that are late by turns: the simulator's clock decides, so it repeats."""
+def _averaged(name: str, ranks: int, late: bool) -> Digests:
+    """Ranks in step, or late by turns: the simulator's clock decides, so it repeats."""
+    scheme, options = _SCHEMES[name]
 
-    def make(scheme: str, options: dict[str, Any], ranks: int, late: bool) -> Digests:
-        async def program(comm: Any) -> list[Any]:
-            averager = subject.SCHEMES[scheme](**options)
-            vector = torch.linspace(-1, 1, 5000)
-            await averager.begin(comm, vector, 0)
-            models = []
-            for step in range(_STEPS):
-                generator = torch.Generator().manual_seed(100 * comm.rank + step)
-                vector = vector + torch.randn(5000, generator=generator) / 10
-                await comm.compute(1e-3 * ((7 * step + 3 * comm.rank) % 5 if late else 1))
-                vector = await averager.average(comm, vector, step)
-                models.append(vector.clone())
-            state = averager.state_dict()
-            del state["scheme"]  # a name
-            end = await averager.conclude(comm, vector, _STEPS)
-            return [models, state, end, comm.ledger.total().as_dict()]
+    async def program(comm: Any) -> dict[str, Any]:
+        averager = subject.SCHEMES[scheme](**options)
+        vector = torch.linspace(-1, 1, 5000)
+        await averager.begin(comm, vector, 0)
+        models = []
+        for step in range(_STEPS):
+            generator = torch.Generator().manual_seed(100 * comm.rank + step)
+            vector = vector + torch.randn(5000, generator=generator) / 10
+            await comm.compute(1e-3 * ((7 * step + 3 * comm.rank) % 5 if late else 1))
+            vector = await averager.average(comm, vector, step)
+            models.append(vector.clone())
+        state = averager.state_dict()
+        del state["scheme"]  # a name
+        end = await averager.conclude(comm, vector, _STEPS)
+        messages = comm.ledger.total().as_dict()
+        return {"models": models, "state": state, "end": end, "messages": messages}
 
-        simulation = subject.simulate(program, ranks)
-        models, states, ends, messages = zip(*simulation.results, strict=True)
-        return {
-            "models": sha(models),
-            "state": sha(states),
-            "end": sha(ends),
-            "messages": sha(messages),
-            "seconds": sha(simulation.seconds),
-        }
-
-    return {
-        f"models: {name}: {ranks} ranks{', late by turns' if late else ''}": partial(
-            make, *case, ranks, late
-        )
-        for name, case in _SCHEMES.items()
-        for ranks in (1, *_RANKS)
-        for late in ((False, True) if ranks == 4 else (False,))
-    }
+    return digests_of(program, ranks, timed=True)
 
 
 # ---- linear models ---------------------------------------------------------------------------------
 
 
-def _linear() -> dict[str, Row]:
-    def make(solver: str, exchange: str, dtype: type, ranks: int, **options: Any) -> Digests:
-        async def program(comm: Any) -> list[Any]:
-            generator = np.random.default_rng(3)
-            features = random(60, 40, 0.15, format="csr", random_state=generator)
-            labels = np.where(features @ generator.standard_normal(40) >= 0.1, 1.0, -1.0)
-            mine = slice(60 * comm.rank // ranks, 60 * (comm.rank + 1) // ranks)
-            made = subject.linear_solver(
-                solver, comm, features[mine], labels[mine], exchange, dtype, **options
-            )
-            await made.start()
-            losses = []
-            for epoch in range(3):
-                await made.epoch(epoch, lambda steps: None)
-                losses.append(float((await made.evaluate()).objective))
-            weights = torch.from_numpy(made.weights.to_dense())
-            messages = comm.ledger.total().as_dict()
-            return [losses, [weights, float(made.weights.intercept)], messages]
+_SPARSE, _SCD = {"model": "logistic", "l1": 0.01, "l2": 0.05}, {"model": "logistic", "l2": 0.05}
+_LINEAR: dict[str, tuple[str, str, type, dict[str, Any]]] = {
+    "sgd, split-allgather, float64": ("sgd", "split-allgather", np.float64, _SPARSE),
+    "sgd, split-allgather, float32": ("sgd", "split-allgather", np.float32, _SPARSE),
+    "sgd, dense, float64": ("sgd", "dense", np.float64, _SPARSE),
+    "sgd, dense, float32": ("sgd", "dense", np.float32, _SPARSE),
+    "sgd, svm": ("sgd", "ring", np.float64, {"model": "svm"}),
+    "scd, allgather": ("scd", "allgather", np.float64, _SCD),
+    "scd, dense": ("scd", "dense", np.float64, _SCD),
+}
 
-        losses, weights, messages = zip(*subject.simulate(program, ranks).results, strict=True)
-        return {"losses": sha(losses), "weights": sha(weights), "messages": sha(messages)}
 
-    cases: dict[str, Row] = {}
-    for ranks in (1, 3):
-        for exchange in ("split-allgather", "dense"):
-            for dtype in (np.float64, np.float32):
-                name = f"{exchange}, {np.dtype(dtype).name}: {ranks} ranks"
-                cases[f"linear: sgd, {name}"] = partial(
-                    make, "sgd", exchange, dtype, ranks, model="logistic", l1=0.01, l2=0.05
-                )
-        for exchange in ("allgather", "dense"):
-            cases[f"linear: scd, {exchange}: {ranks} ranks"] = partial(
-                make, "scd", exchange, np.float64, ranks, model="logistic", l2=0.05
-            )
-        cases[f"linear: sgd, svm: {ranks} ranks"] = partial(
-            make, "sgd", "ring", np.float64, ranks, model="svm"
+def _fitted(name: str, ranks: int) -> Digests:
+    solver, exchange, dtype, options = _LINEAR[name]
+
+    async def program(comm: Any) -> dict[str, Any]:
+        generator = np.random.default_rng(3)
+        features = random(60, 40, 0.15, format="csr", random_state=generator)
+        labels = np.where(features @ generator.standard_normal(40) >= 0.1, 1.0, -1.0)
+        mine = slice(60 * comm.rank // ranks, 60 * (comm.rank + 1) // ranks)
+        made = subject.linear_solver(
+            solver, comm, features[mine], labels[mine], exchange, dtype, **options
         )
-    return cases
+        await made.start()
+        losses = []
+        for epoch in range(3):
+            await made.epoch(epoch, lambda steps: None)
+            losses.append(float((await made.evaluate()).objective))
+        weights = [torch.from_numpy(made.weights.to_dense()), float(made.weights.intercept)]
+        return {"losses": losses, "weights": weights, "messages": comm.ledger.total().as_dict()}
+
+    return digests_of(program, ranks)
 
 
 # ---- bytes and selections --------------------------------------------------------------------------
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _CODECS: dict[str, Any] = {
     "coo": subject.Coo(),
     "packed": subject.Packed(),
@@ -210,34 +169,45 @@ _DENSE_CODECS: dict[str, Any] = {
 }
 
 
-def _codecs() -> dict[str, Row]:
-    def make(codec: Any, dense: bool) -> Digests:
-        payloads, decoded = [], []
-        for dtype in _DTYPES:
-            for step in range(2):
-                values = _sparse_noise(17, 5000).to(dtype)
-                made = subject.encoded(codec, values, dense=dense, rank=1, step=step)
-                payloads.append(made[0])
-                decoded.append(made[1])
-        return {"payload": sha(payloads), "decoded": sha(decoded)}
-
-    return {
-        f"bytes: {name}{', every element' if dense else ''}": partial(make, codec, dense)
-        for table, dense in ((_CODECS, False), (_DENSE_CODECS, True))
-        for name, codec in table.items()
-    }
+def _written(codec: Any, dense: bool) -> Digests:
+    pairs = [
+        subject.encoded(codec, _sparse_noise(17, 5000).to(dtype), dense=dense, rank=1, step=step)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+        for step in range(2)
+    ]
+    payloads, decoded = zip(*pairs, strict=True)
+    return {"payload": sha(payloads), "decoded": sha(decoded)}
 
 
-def _selectors() -> dict[str, Row]:
-    def make(new: Callable[[], Any]) -> Digests:
-        taken, states = [], []
-        for watched in (False, True):
-            selector = new()
-            for step in range(3):
-                generator = torch.Generator().manual_seed(step)
-                accumulated = torch.randn(6000, generator=generator) * (1 + step)
-                taken.append(subject.selected(selector, accumulated, 90, step, watched=watched))
-                states.append(selector.state_dict())
-        return {"selected": sha(taken), "state": sha(states)}
+def _selected(name: str) -> Digests:
+    taken, states = [], []
+    for watched in (False, True):
+        selector = subject.SELECTORS[name]()
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            accumulated = torch.randn(6000, generator=generator) * (1 + step)
+            taken.append(subject.selected(selector, accumulated, 90, step, watched=watched))
+            states.append(selector.state_dict())
+    return {"selected": sha(taken), "state": sha(states)}
 
-    return {f"selected: {name}": partial(make, new) for name, new in subject.SELECTORS.items()}
+
+def rows() -> dict[str, Row]:
+    """Return what is to be recorded, by name."""
+    table: dict[str, Row] = {}
+    for name in _CALLS:
+        for ranks in _RANKS:
+            table[f"calls: {name}: {ranks} ranks"] = partial(_called, name, ranks)
+    for name in _SCHEMES:
+        for ranks in (1, *_RANKS):
+            table[f"models: {name}: {ranks} ranks"] = partial(_averaged, name, ranks, False)
+        table[f"models: {name}: 4 ranks, late by turns"] = partial(_averaged, name, 4, True)
+    for name in _LINEAR:
+        for ranks in (1, 3):
+            table[f"linear: {name}: {ranks} ranks"] = partial(_fitted, name, ranks)
+    for name, codec in _CODECS.items():
+        table[f"bytes: {name}"] = partial(_written, codec, False)
+    for name, codec in _DENSE_CODECS.items():
+        table[f"bytes: {name}, every element"] = partial(_written, codec, True)
+    for name in subject.SELECTORS:
+        table[f"selected: {name}"] = partial(_selected, name)
+    return table

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.on_ranks import gathered
+
 from . import gradients, subject
 from .canonical import sha
 
@@ -31,6 +33,7 @@ SAME = [
     "redsync-quantized, layers",
 ]
 
+_COMPARED = ("lost", "residuals", "state")
 _STEPS = 4
 _ATTACHED: dict[str, dict[str, Any]] = {
     "budgeted": {},
@@ -82,7 +85,7 @@ def rows() -> dict[str, Digests]:
     torch.set_num_threads(1)
     table: dict[str, Digests] = {}
     for name, digests in _training():
-        table[name] = {key: _everyone(value) for key, value in digests.items()}
+        table[name] = {key: sha(gathered(sha(value))) for key, value in digests.items()}
     return {**table, **averaged("torch"), **averaged("zmq")}
 
 
@@ -91,31 +94,22 @@ def averaged(transport: str) -> dict[str, Digests]:
     torch.set_num_threads(1)
     table = {}
     for name in SAME:
-        case = {**gradients.DEFAULTS, **gradients.OPTIONS}[name]
         with closing(subject.connect_group(transport=transport, timeout=60)) as comm:
-            digests = subject.run(gradients.steps_of(comm, *case))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, digests)
-        compared = {
-            key: sha([one[key] for one in everyone]) for key in ("lost", "residuals", "state")
-        }
-        row = f"gradients: {name}: {dist.get_world_size()} ranks"
-        table[f"{row} over {transport}"] = {"averages": digests["averages"], **compared}
+            digests = subject.run(gradients.steps_of(comm, name))
+        everyone = gathered(digests)
+        row = f"gradients: {name}: {dist.get_world_size()} ranks over {transport}"
+        table[row] = {key: sha([one[key] for one in everyone]) for key in _COMPARED}
+        table[row]["averages"] = digests["averages"]
     return table
-
-
-def _everyone(value: Any) -> str:
-    """Return one digest of what all ranks have."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, sha(value))
-    return sha(digests)
 
 
 def _training() -> Iterator[tuple[str, dict[str, Any]]]:
     for transport in ("torch", "zmq"):
         for name, options in _ATTACHED.items():
-            yield f"attached: {name}: {transport}", _attached(name, options, transport)
-    yield "attached: replicas: budgeted", _replicas()
+            settings = {"algorithm": name, "transport": transport, **options}
+            net = DistributedDataParallel(_model())
+            yield f"attached: {name}: {transport}", _attached(net, **settings)
+    yield "attached: replicas: budgeted", _attached(_model(), replicate=dist.group.WORLD)
     for name, (algorithm, options) in _LOCAL.items():
         for adam in (False, True):
             kind = "AdamW" if adam else "SGD"
@@ -126,20 +120,11 @@ def _training() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"bound: {name}", _bound(name, options)
 
 
-def _attached(name: str, options: dict[str, Any], transport: str) -> dict[str, Any]:
-    model = DistributedDataParallel(_model())
-    arguments = {"algorithm": name, "density": 0.05, "timeout": 60, **options}
-    with closing(subject.attach(model, transport=transport, **arguments)) as sync:
-        losses = _train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return {"losses": losses, "weights": _flat(model), "state": sync.state_dict()}
-
-
-def _replicas() -> dict[str, Any]:
-    model = _model()
-    attached = subject.attach(model, "budgeted", density=0.05, replicate=dist.group.WORLD)
-    with closing(attached) as sync:
-        losses = _train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return {"losses": losses, "weights": _flat(model), "state": sync.state_dict()}
+def _attached(net: Any, **options: Any) -> dict[str, Any]:
+    arguments = {"density": 0.05, "timeout": 60, **options}
+    with closing(subject.attach(net, **arguments)) as sync:
+        losses = _train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        return {"losses": losses, "weights": _flat(net), "state": sync.state_dict()}
 
 
 def _local(algorithm: str, options: dict[str, Any], adam: bool) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def main() -> int:
         theirs = real(arguments.names)
         repeated = {name: row for name, row in theirs.items() if " over " in name}
         made |= {name: row for name, row in theirs.items() if name not in repeated}
-        wrong = _unequal({**known, **made}, repeated)
+        wrong = _differences({**known, **made}, repeated, "not as on virtual ranks: ")
     if arguments.write:
         kept = {n: row for n, row in known.items() if arguments.names or arguments.sim_only}
         FILE.write_text(_text({**kept, **made}))
@@ -94,31 +94,18 @@ def _has_mpi() -> bool:
     return subprocess.run(loading, capture_output=True, check=False).returncode == 0
 
 
-def _unequal(known: Table, repeated: Table) -> list[str]:
-    """Compare rows of real ranks with the same of virtual ones."""
-    lines = []
-    for name, row in sorted(repeated.items()):
-        recorded = known.get(name.partition(" over ")[0], {})
-        wrong = [key for key in row if recorded.get(key) != row[key]]
-        if wrong:
-            lines.append(f"{name}: not as on virtual ranks: {', '.join(wrong)}")
-    return lines
-
-
 def _wanted(name: str, names: list[str]) -> bool:
     return not names or any(part in name for part in names)
 
 
-def _differences(known: Table, made: Table) -> list[str]:
+def _differences(known: Table, made: Table, why: str = "") -> list[str]:
     lines = []
     for name, row in sorted(made.items()):
-        if name not in known:
-            lines.append(f"{name}: not recorded")
-            continue
-        keys = sorted({*known[name], *row})
-        wrong = [key for key in keys if known[name].get(key) != row.get(key)]
+        recorded = known.get(name.partition(" over ")[0], {})
+        keys = row if why else {*recorded, *row}
+        wrong = [key for key in sorted(keys) if recorded.get(key) != row.get(key)]
         if wrong:
-            lines.append(f"{name}: {', '.join(wrong)}")
+            lines.append(f"{name}: {why}{', '.join(wrong) if recorded else 'not recorded'}")
     return lines
 
 

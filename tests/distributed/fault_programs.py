@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparsync.averaging import Wagma
 from sparsync.averaging.base import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.lab import Seat
@@ -121,7 +122,7 @@ class Seating:
         port: of the store.
         transport: "zmq" or "torch".
         timeout: seconds that a wait may take.
-        victim: the rank that breaks down, at ``moment``.
+        victim: the rank that breaks down, at ``moment``: of a communicator, or a step.
         how: the name of a signal that it sends itself, or the commands of iproute2 that it runs.
         seats: of a lab, by rank: namespace and address.
     """
@@ -151,8 +152,10 @@ class Seating:
         )
         comm = connect_group(transport=self.transport, timeout=self.timeout)
         self.tell(listening())
-        moment = tuple(self.moment) if self.moment and self.rank == self.victim else None
-        return Watched(comm, moment, self.break_down)
+        store.set(f"seated {self.rank}", "")  # nobody breaks down while others connect
+        store.wait([f"seated {rank}" for rank in range(self.ranks)])
+        watched = isinstance(self.moment, list) and self.rank == self.victim
+        return Watched(comm, tuple(self.moment) if watched else None, self.break_down)
 
     def break_down(self) -> None:
         """Suffer it."""
@@ -210,6 +213,31 @@ def average_steps(scheme: str, **seating: Any) -> dict[str, Any]:
     except SparsyncError as error:
         said |= described(error)
     return said | ended(comm)
+
+
+def average_by_wagma(steps: int, deadline: float, **seating: Any) -> dict[str, Any]:
+    """Average without waiting for late ranks, while one breaks down before it steps."""
+    seat = Seating(**seating)
+    comm = seat.connect()
+    model = torch.nn.Linear(8, 4)
+    torch.nn.init.zeros_(model.weight)
+    averager = Wagma(model, comm=comm, sync_period=5, deadline=deadline)
+    own = 0
+    while averager.steps < steps:
+        if seat.rank == seat.victim and averager.steps == seat.moment:
+            seat.break_down()
+        time.sleep(0.1)
+        with torch.no_grad():
+            model.weight += seat.rank
+        averager.step()
+        own += 1
+    averager.finish()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"finished {seat.rank}", "")  # who ends may take back what others have not read
+    alive = set(range(seat.ranks)) - ({seat.victim} if seat.how == "SIGKILL" else set())
+    store.wait([f"finished {rank}" for rank in alive])
+    left_out = [entry[0] for entry in averager.left_out]
+    return {"own": own, "left out": left_out, "weights": model.weight.sum().item()}
 
 
 def ended(comm: Communicator) -> dict[str, Any]:

@@ -48,20 +48,24 @@ class Jobs:
             start_new_session=True,
         )
 
-    def run(self, program: str, ranks: int, limit: float = 30.0, **arguments: Any) -> Any:
+    def run(
+        self, program: str, ranks: int, limit: float = 30.0, thaw: float = 0.0, **arguments: Any
+    ) -> Any:
         """Run ``program(rank=, ranks=, port=, tell=, **arguments)`` on every rank.
 
         Args:
             program: "module.function", of this package.
             ranks: how many.
             limit: seconds after which ranks that have not ended are killed, and called hung.
+            thaw: seconds after which a frozen rank goes on; 0: when the others have ended.
             arguments: what JSON can carry.
 
         Returns:
             ``ranks``: code, said and seconds (since the first rank died or stopped) of each;
             ``left``: what they left behind; ``hung``: those that had to be killed.
         """
-        job = {"program": program, "ranks": ranks, "limit": limit, "arguments": arguments}
+        job = {"program": program, "ranks": ranks, "limit": limit, "thaw": thaw}
+        job["arguments"] = arguments
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
@@ -95,7 +99,7 @@ def do(program: Any, job: dict[str, Any]) -> dict[str, Any]:
     for number in range(job["ranks"]):
         arguments = {"rank": number, "ranks": job["ranks"], "port": port, **job["arguments"]}
         ranks.append(fork_rank(program, arguments, ranks))
-    broke, hung = watch(ranks, time.monotonic() + job["limit"])
+    broke, hung = watch(ranks, time.monotonic() + job["limit"], job["thaw"])
     os.kill(keeper, signal.SIGKILL)
     os.waitpid(keeper, 0)
     reports, left = [], [f"group {ranks[0].pid}"] if group_is_alive(ranks[0].pid) else []
@@ -145,8 +149,8 @@ def fork_rank(program: Any, arguments: dict[str, Any], others: list[Rank]) -> Ra
     return Rank(pid, reading)
 
 
-def watch(ranks: list[Rank], until: float) -> tuple[float, list[int]]:
-    """Wait for all ranks; let a frozen one go on when the others have ended.
+def watch(ranks: list[Rank], until: float, thaw: float) -> tuple[float, list[int]]:
+    """Wait for all ranks; let a frozen one go on after a while, or when the others have ended.
 
     Returns:
         When the first rank was killed or frozen (or has ended), and who had to be killed here.
@@ -162,7 +166,8 @@ def watch(ranks: list[Rank], until: float) -> tuple[float, list[int]]:
                 frozen.append(rank)
             else:
                 rank.code, rank.ended = os.waitstatus_to_exitcode(status), time.monotonic()
-        if frozen and all(rank.code is not None for rank in ranks if rank not in frozen):
+        alone = all(rank.code is not None for rank in ranks if rank not in frozen)
+        if frozen and (alone or 0 < thaw < time.monotonic() - broke):
             os.kill(frozen.pop().pid, signal.SIGCONT)
         if time.monotonic() > until:
             break

@@ -1,10 +1,19 @@
-"""A small model under DDP, how to train it, and what all ranks say."""
+"""A small model, how to train it, and what every way to divide its training has to do."""
 
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from tests import attaching
+from tests.on_ranks import same_everywhere
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:
@@ -20,32 +29,111 @@ def batch(step: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :5].sin()
 
 
-def flat(module: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+def backward(net: torch.nn.Module, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    loss = (net(x) - y).pow(2).mean()
+    loss.backward()
+    return loss
 
 
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
-    return all(torch.equal(t, tensor) for t in everyone)
-
-
-def gathered(mine: Any) -> list[Any]:
-    """Return every rank's object."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def train(
-    ddp: DistributedDataParallel, steps: range, optimizer: torch.optim.Optimizer | None = None
-) -> float:
-    optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1)
+def train(net: Any, steps: range, optimizer: Any = None, backward: Any = backward) -> float:
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     loss = torch.zeros(())
     for step in steps:
-        x, y = batch(step)
         optimizer.zero_grad()
-        loss = (ddp(x) - y).pow(2).mean()
-        loss.backward()
+        loss = backward(net, step)
         optimizer.step()
     return float(loss)
+
+
+def ddp_model(seed: int = 0, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model(seed), **options)
+
+
+def attach(net: Any, algorithm: str = "oktopk", **options: Any) -> Any:
+    return attaching.attach(net, algorithm, **{"density": 0.1, "timeout": 30, **options})
+
+
+@contextmanager
+def attached(net: Any, algorithm: str = "oktopk", **options: Any) -> Iterator[Any]:
+    """Attach; close in the end."""
+    sync = attach(net, algorithm, **options)
+    yield sync
+    sync.close()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Put a tensor together from its shards."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def flat(net: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([whole(p).flatten().float() for p in net.parameters()])
+
+
+def flat_gradient(net: torch.nn.Module) -> torch.Tensor:
+    """What is in ``grad``, zeros where there is none."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+    return torch.cat([whole(grad).flatten() for grad in grads])
+
+
+def residuals(sync: Any) -> list[torch.Tensor]:
+    return [residual.accumulated.clone() for residual in sync.reducer.residuals]
+
+
+# ---- what holds for DDP, nodes and shards ---------------------------------------------------------
+
+Make = Callable[..., tuple[Any, Any]]  # (seed=, **options): a model and its handle
+
+
+def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: Any) -> Any:
+    """Train 8 steps, or 3, and after a save and a load 5 more; return the saved state."""
+    (through, a), (first, b), (second, c) = (make(seed=seed, **options) for seed in (0, 0, 1))
+    train(through, range(8))
+    train(first, range(3))
+    file = io.BytesIO()
+    torch.save(b.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    second.load_state_dict(first.state_dict())
+    c.load_state_dict(state)
+    train(second, range(3, 8))
+    assert torch.equal(flat(second), flat(through))
+    assert c.stats()["steps"] == 8
+    for sync in (a, b, c):
+        sync.close()
+    return state
+
+
+def all_refuse_what_is_not_finite(
+    make: Make, name: str, poison: Callable[[Any], Any], backward: Any = backward
+) -> None:
+    """One rank's NaN in a parameter's gradient: all raise, skip or propagate; residuals stay.
+
+    ``poison`` spoils a model's gradient, and returns a handle whose ``remove`` ends that.
+    """
+    for policy in ("raise", "skip", "propagate"):
+        net, sync = make(nonfinite=policy)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        train(net, range(2), optimizer, backward)
+        before, weights = residuals(sync), flat(net)
+        optimizer.zero_grad()
+        spoiled = poison(net)
+        if policy == "raise":
+            with pytest.raises(sparsync.NonFiniteGradientError, match=f"'{name}'"):
+                backward(net, 2)
+        else:
+            backward(net, 2)
+        spoiled.remove()
+        if policy == "skip":
+            optimizer.step()
+            assert torch.equal(flat(net), weights)
+        elif policy == "propagate":
+            assert not flat_gradient(net).isfinite().any()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, before, residuals(sync))), policy
+        assert sync.stats()["skipped_steps"] == 1
+        train(net, range(3, 5), optimizer, backward)
+        assert same_everywhere(flat(net)) and flat(net).isfinite().all(), policy
+        sync.close()

@@ -3,14 +3,21 @@
 The slow sweeps take their phases from simulated runs of all presets and schemes.
 """
 
+import random
 import re
+import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from sparsync.averaging import Wagma
 from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.launch import launch
 from sparsync.presets import PRESETS
+from sparsync.transports.connect import connect_group
 from sparsync.transports.store import RollCall
+from tests.on_ranks import same_everywhere
 
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
 from .fault_server import Jobs
@@ -166,3 +173,58 @@ def test_averaging_ends_or_goes_on_when_a_rank_is_killed(jobs, transport, scheme
                     answer
                 )
                 assert re.search(r"rank \d+.*ranks? \d+", said["text"]), answer
+
+
+def wagma(jobs, transport, how, **more):
+    """Four ranks, of which one breaks down at step 7 of 30; the others wait 1 s for it."""
+    answer = jobs.run(
+        "fault_programs.average_by_wagma",
+        4,
+        limit=90.0,
+        transport=transport,
+        timeout=60.0,
+        victim=2,
+        moment=7,
+        how=how,
+        steps=30,
+        deadline=1.0,
+        **more,
+    )
+    assert not answer["hung"], answer
+    others = [rank["said"] for rank in answer["ranks"] if rank is not answer["ranks"][2]]
+    assert all(rank["left out"] == [2] and rank["own"] == 30 for rank in others), answer
+    return answer["ranks"][2], {rank["weights"] for rank in others}
+
+
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_the_others_train_on_when_a_rank_is_killed(jobs, transport):
+    victim, weights = wagma(jobs, transport, "SIGKILL")
+    assert victim["code"] == -9 and len(weights) == 1
+
+
+def test_a_rank_that_stands_still_is_left_out_and_comes_back(jobs):
+    victim, weights = wagma(jobs, "zmq", "SIGSTOP", thaw=2.0)
+    assert victim["said"]["own"] < 30, "it was given the others' steps"
+    assert weights == {victim["said"]["weights"]}
+
+
+def many_steps(steps):
+    """Average next to random delays."""
+    rank, drawn = dist.get_rank(), random.Random(dist.get_rank())
+    model = torch.nn.Linear(8, 4)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with Wagma(model, comm=connect_group(transport="torch", timeout=60.0)) as averager:
+        for _ in range(steps):
+            if drawn.random() < 0.05:
+                time.sleep(drawn.choice([0.001, 0.01, 0.05]))
+            with torch.no_grad():
+                model.weight += rank
+            averager.step()
+        averager.finish()
+        assert same_everywhere(model.weight.detach()) and averager.steps == steps
+
+
+@pytest.mark.slow
+def test_nobody_hangs_in_thousands_of_steps_with_random_delays():
+    launch(many_steps, 8, 3000, timeout=60.0)

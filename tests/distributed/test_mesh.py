@@ -1,32 +1,442 @@
 """Pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2), on gloo."""
 
+import gc
+import threading
+import weakref
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from sparsync.cli.launch import launch
+from sparsync import AdaptiveDensity, NonFiniteGradientError
+from sparsync.integrations.shards import local_of
+from tests.on_ranks import on_ranks, refused, same_everywhere
 
-from . import mesh_programs, tensor_programs
+from .small_model import attach, flat, residuals, resumes_exactly
 
-pytestmark = pytest.mark.gloo
-
-SCENARIOS = ["pipelines", "bubbles", "resume", "nonfinite", "a part of the world"]
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    directory = str(tmp_path_factory.mktemp("stages"))
-    return launch(mesh_programs.everything_about_meshes, 4, directory, timeout=60.0)
-
-
-@pytest.mark.parametrize("scenario", [*SCENARIOS, "tensors", "tensors resume", "tensors refuse"])
-def test_meshes(mesh, scenario):
-    assert all(mesh[scenario].values()), mesh[scenario]
-
-
-def test_a_forgotten_step_is_named(mesh):
-    assert "call step() after every step of the schedule" in mesh["forgotten"]["forgotten"]
-    assert "schedule is int" in mesh["forgotten"]["no schedule"]
+EVERYTHING = {"algorithm": "allgather", "density": 1.0}
 
 
-def test_one_rank_and_a_forgotten_handle():
-    result = launch(tensor_programs.alone, 1, timeout=60.0)
-    assert all(result.values()), result
+def mesh_of(**dims):
+    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+class Hook(torch.autograd.Function):
+    """Calls a function on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+class Back(torch.nn.Module):
+    """Passes everything on; calls a function on the way back."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return Hook.apply(x, self.function)
+
+
+# ---- pipelines ------------------------------------------------------------------------------------
+
+MICROBATCHES, ROWS = 4, 8
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12), torch.nn.Linear(12, 3)
+    )
+
+
+def rows(step, replica):
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x = torch.randn(ROWS, 6, generator=generator)
+    return x, x[:, :3].sin()
+
+
+def mean_square(output, target):
+    return (output - target).pow(2).mean()
+
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "v": ScheduleInterleavedZeroBubble}
+
+
+class Pipe:
+    """One rank of a pipeline of two stages, or of two on each rank ("v")."""
+
+    def __init__(
+        self, kind, seed=0, *, mesh=None, fsdp=False, back=None, scale_grads=True, **options
+    ):
+        self.mesh = mesh or mesh_of(dp=2, pp=2)
+        net = network(seed)
+        halves = [net[:1], net[1:2], net[2:3], net[3:]] if kind == "v" else [net[:2], net[2:]]
+        if back:
+            halves[0].append(Back(back))
+        self.place = self.mesh["pp"].get_local_rank()
+        mine = range(self.place, len(halves), 2)
+        self.module = torch.nn.ModuleList([halves[i] for i in mine])
+        if fsdp:
+            for half in self.module:
+                fully_shard(half, mesh=self.mesh["shard"])
+        group = self.mesh["pp"].get_group()
+        stages = [
+            PipelineStage(half, i, len(halves), torch.device("cpu"), group=group)
+            for i, half in zip(mine, self.module, strict=True)
+        ]
+        self.several = kind == "v"
+        self.schedule = SCHEDULES[kind](
+            stages if self.several else stages[0],
+            MICROBATCHES,
+            loss_fn=mean_square,
+            scale_grads=scale_grads,
+        )
+        self.sync = attach(
+            self.module if self.several else self.module[0],
+            replicate=self.mesh["dp"],
+            schedule=self.schedule,
+            **options,
+        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def backward(self, step):
+        self.optimizer.zero_grad()
+        x, y = rows(step, self.mesh["dp"].get_local_rank())
+        if self.place:
+            self.schedule.step(target=y)
+        elif self.several:
+            self.schedule.step(x, target=y)
+        else:
+            self.schedule.step(x)
+
+    def train(self, steps):
+        for step in steps:
+            self.backward(step)
+            self.sync.step()
+            self.optimizer.step()
+
+    def replicas_are_equal(self):
+        return same_everywhere(flat(self.module), self.mesh["dp"].get_group())
+
+
+def one_process(steps, scale):
+    """Train the whole network in this process, on the data of both replicas."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        for replica in range(2):
+            x, y = rows(step, replica)
+            (scale * mean_square(net(x), y) / 2).backward()
+        optimizer.step()
+    return net
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpipe", EVERYTHING),
+        ("1f1b", {**EVERYTHING, "unit_bytes": 100}),
+        ("v", EVERYTHING),  # two stages on a rank, zero bubble
+        ("1f1b", {**EVERYTHING, "scale_grads": False}),
+        ("1f1b", {**EVERYTHING, "fsdp": True}),
+        ("gpipe", {"unit_bytes": 100}),
+        ("1f1b", {"algorithm": "budgeted"}),
+    ],
+)
+def test_pipelines_train_as_one_process_at_density_1(kind, options):
+    mesh = mesh_of(dp=2, shard=1, pp=2) if "fsdp" in options else None
+    pipe = Pipe(kind, mesh=mesh, **options)
+    pipe.train(range(5))
+    assert pipe.replicas_are_equal()
+    net = one_process(range(5), 1.0 if options.get("scale_grads", True) else MICROBATCHES)
+    place = pipe.place
+    mine = [net[place], net[place + 2]] if kind == "v" else [net[2 * place : 2 * place + 2]]
+    wanted = torch.cat([p.detach().flatten() for part in mine for p in part.parameters()])
+    assert torch.allclose(flat(pipe.module), wanted, atol=1e-6) == ("density" in options)
+    pipe.sync.close()
+
+
+@on_ranks(4)
+def test_exchanges_run_in_bubbles():
+    """The second stage's exchange ends while the first goes backward for the last time."""
+    store, calls = dist.distributed_c10d._get_default_store(), []
+
+    def wait_for_the_second_stage():
+        calls.append(None)
+        if len(calls) == MICROBATCHES:
+            store.wait(["exchanged by 1", "exchanged by 3"], timedelta(seconds=20))
+
+    pipe = Pipe("gpipe", back=wait_for_the_second_stage)
+    exchange = pipe.sync.reducer.exchange
+
+    async def noted(unit):
+        await exchange(unit)
+        store.set(f"exchanged by {dist.get_rank()}", "")
+
+    pipe.sync.reducer.exchange = noted
+    pipe.train(range(1))
+    pipe.sync.close()
+
+
+@on_ranks(4)
+def test_a_pipeline_resumes():
+    pipes = {}
+
+    def make(seed):
+        pipe = Pipe("1f1b", seed, threshold_period=4)
+        pipes[pipe.module] = pipe
+        return pipe.module, pipe.sync
+
+    resumes_exactly(make, lambda module, steps: pipes[module].train(steps))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_stage_refuses_for_all(policy):
+    """NaN in one gradient of one rank: no stage of any replica applies the step, residuals stay."""
+    pipe = Pipe("gpipe", nonfinite=policy, unit_bytes=100)
+    pipe.train(range(2))
+    before, weights = residuals(pipe.sync), flat(pipe.module)
+    if pipe.place == 0 and pipe.mesh["dp"].get_local_rank() == 1:
+        hook = pipe.module[0][0].bias.register_hook(lambda gradient: gradient * float("nan"))
+        pipe.backward(2)
+        hook.remove()
+    else:
+        pipe.backward(2)
+    if policy == "raise":
+        with refused("'0.bias'", error=NonFiniteGradientError):
+            pipe.sync.step()
+    else:
+        pipe.sync.step()
+    pipe.optimizer.step()
+    assert all(map(torch.equal, before, residuals(pipe.sync)))
+    assert torch.equal(flat(pipe.module), weights)
+    pipe.train(range(3, 5))
+    assert pipe.replicas_are_equal()
+    pipe.sync.close()
+
+
+@on_ranks(4)
+def test_a_forgotten_step_is_named():
+    schedule = SimpleNamespace(_n_microbatches=2, scale_grads=True)  # torch wraps what hooks raise
+    net, replicate = network(), mesh_of(dp=2, pp=2)["dp"]
+    sync = attach(net, schedule=schedule, replicate=replicate)
+    with refused("call step() after every step of the schedule"):
+        for step in range(3):
+            x, y = rows(step, 0)
+            mean_square(net(x), y).backward()
+    sync.close()
+    with refused("schedule is int"):
+        attach(network(), schedule=4, replicate=replicate)
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------
+
+WORDS, WIDTH = 4, 6
+
+
+class Block(torch.nn.Module):
+    """A plain norm, a sharded pair of matrices, and a norm on pieces of the sequence."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.before = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 10)
+        self.down = torch.nn.Linear(10, WIDTH)
+        self.after = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.head(self.after(self.down(torch.tanh(self.up(self.before(x))))))
+
+
+def parallel(mesh, seed=0):
+    plan = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "after": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1)),
+    }
+    return parallelize_module(Block(seed), mesh["tp"], plan)
+
+
+def loss_of(net, step, replica, columns=slice(None)):
+    """Mean square; of tensor-parallel ranks each has its columns of the output."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x = torch.randn(3, WORDS, WIDTH, generator=generator)
+    return (net(x) - x[..., :2].sin()[..., columns]).pow(2).sum() / (3 * WORDS * 2)
+
+
+def train_over(mesh):
+    """Return what trains a net on this rank's place in a mesh."""
+    place, replica = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
+
+    def train(net, steps):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(net, step, replica, slice(place, place + 1)).backward()
+            optimizer.step()
+
+    return train
+
+
+def local(net, *, sharded):
+    """Parameters that are divided over tensor-parallel ranks, or those that are not."""
+    pairs = [(p, p.to_local() if isinstance(p, DTensor) else p) for p in net.parameters()]
+    found = [mine.detach().flatten() for p, mine in pairs if (mine.shape != p.shape) == sharded]
+    return torch.cat(found)
+
+
+def whole_norms(name, parameter):
+    return parameter.ndim > 1
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        EVERYTHING,
+        {},
+        {"algorithm": "budgeted", "density": 0.2},
+        {"algorithm": "allgather", "unit_bytes": 40, "density": 0.2},
+        {"compress": whole_norms},
+    ],
+)
+def test_tensor_parallel_trains(options):
+    """Equal over replicas; what is replicated, also over tensor-parallel ranks."""
+    mesh = mesh_of(dp=2, tp=2)
+    net, reference = parallel(mesh), Block()
+    sync = attach(net, replicate=mesh["dp"], **options)
+    train_over(mesh)(net, range(8))
+    shards, copies = local(net, sharded=True), local(net, sharded=False)
+    assert same_everywhere(torch.cat([shards, copies]), mesh["dp"].get_group())
+    assert same_everywhere(copies, mesh["tp"].get_group())
+    assert not same_everywhere(shards, mesh["tp"].get_group())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (loss_of(reference, step, replica) / 2).backward()
+        optimizer.step()
+    assert torch.allclose(flat(net), flat(reference), atol=1e-5) == (options == EVERYTHING)
+    sync.close()
+
+
+@on_ranks(4)
+def test_tensor_parallel_resumes():
+    mesh = mesh_of(dp=2, tp=2)
+
+    def make(seed):
+        net = parallel(mesh, seed)
+        return net, attach(net, replicate=mesh["dp"], threshold_period=4)
+
+    state = resumes_exactly(make, train_over(mesh))
+    place = mesh["tp"].get_local_rank()
+    columns = {"shape": [6, 10], "offset": [0, 5 * place], "size": [6, 5]}
+    assert state["pieces"]["down.weight"] == columns
+    assert "before.weight" in state["residual"] and "before.weight" not in state["pieces"]
+
+
+@on_ranks(4)
+def test_tensor_parallel_refuses():
+    """NaN in one shard of one rank is told on all; what decides by rank works with shards alone."""
+    mesh = mesh_of(dp=2, tp=2)
+    net = parallel(mesh)
+    net.up.bias.register_hook(lambda g: g * float("nan") if dist.get_rank() == 3 else g)
+    sync = attach(net, replicate=mesh["dp"])
+    with refused("'up.bias'", error=NonFiniteGradientError):
+        train_over(mesh)(net, range(1))
+    sync.close()
+    for options in ({"algorithm": "auto"}, {"density": AdaptiveDensity()}):
+        with refused("fixed density"):
+            attach(parallel(mesh), replicate=mesh["dp"], **options)
+
+
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_half_of_the_world_trains_by_itself():
+    """And attaches again after ``close()``."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    for _ in range(2):
+        net = Block(seed=dist.get_rank() // 2)
+        sync = attach(net, "budgeted", replicate=mine, world=mine)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(net, step, dist.get_rank()).backward()
+            optimizer.step()
+        assert same_everywhere(flat(net), mine)
+        sync.close()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_units_start_while_others_go_backward(overlap):
+    """The last layers' exchange begins before the first layers' gradients have come."""
+    layers, began, seen = network(), threading.Event(), []
+    middle = Back(lambda: seen.append(began.wait(20 if overlap else 0)))
+    net = torch.nn.Sequential(layers[0], layers[1], middle, layers[2], layers[3])
+    sync = attach(net, replicate=mesh_of(dp=2, tp=2)["dp"], unit_bytes=1, overlap=overlap)
+    exchange = sync.reducer.exchange
+
+    async def noted(unit):
+        began.set()
+        await exchange(unit)
+
+    sync.reducer.exchange = noted
+    net(torch.ones(8, 6) * dist.get_rank()).pow(2).mean().backward()
+    assert seen == [overlap]
+    sync.close()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", ["plain", "FSDP2"])
+def test_one_rank_and_a_forgotten_handle(kind):
+    net, mesh = torch.nn.Linear(WIDTH, 2), mesh_of(dp=1, tp=1)
+    if kind == "FSDP2":
+        fully_shard(net, mesh=mesh["tp"])
+    sync = attach(net, replicate=mesh["dp"])
+    net(torch.ones(3, WIDTH)).sum().backward()
+    assert int(local_of(net.weight.grad).count_nonzero()) <= 2
+    thread, alive = sync._engine._thread, weakref.ref(sync)
+    del net, sync
+    gc.collect()
+    thread.join(timeout=10)
+    assert alive() is None and not thread.is_alive()
+
+
+@on_ranks(1)
+def test_a_closed_model_is_plain():
+    net = torch.nn.Linear(WIDTH, 2)
+    attach(net, replicate=mesh_of(dp=1, tp=1)["dp"]).close()
+    net(torch.ones(3, WIDTH)).sum().backward()
+    assert (net.weight.grad == 3).all()

@@ -1,26 +1,39 @@
-"""The MPI transport between real processes of ``mpiexec``: few and grouped, starting is slow."""
+"""The MPI transport between real processes of ``mpiexec``."""
 
 import importlib.util
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from sparsync import ConfigurationError, testing
+import sparsync
+from sparsync import ConfigurationError, DeadlineError, PeerError, testing
+from sparsync.averaging import Wagma
 from sparsync.cli.bench.command import BenchSettings
 from sparsync.cli.launch import RankError, launch
 from sparsync.cli.mpiexec import mpiexec_command
+from sparsync.transports.connect import connect_group
+from sparsync.transports.driver import Engine, run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.sim import simulate
-from tests.contracts.table import ALGORITHMS, CALLS, OTHERS, exercise
+from tests.contracts.table import CALLS, OTHERS, exercise
+from tests.on_ranks import gathered, on_ranks, refused
 
-from . import mpi_programs
+from .test_transports import check_algorithm, check_calls
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
-WHOLE = ["budgeted"]
+RAW = Raw("value")
+FIRST_POINT_TO_POINT = 32  # channels below have a native allreduce
 
 
 def missing() -> str:
@@ -41,110 +54,170 @@ def test_the_lab_refuses_mpi():
         BenchSettings(transport="mpi", lab="1gbit")
 
 
-@pytest.fixture(scope="module")
-def mpi():
-    return launch(mpi_programs.everything, RANKS, CALLS, WHOLE, timeout=120.0, mpi=True)
+@on_ranks(RANKS, mpi=True)
+@pytest.mark.parametrize(
+    "name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(name):
+    async def program(comm):
+        digests = await exercise(comm, name)
+        total = comm.ledger.total()
+        sizes = [total.sent, total.received, total.messages_sent, total.messages_received]
+        return digests, sizes
 
-
-def check_rows(names, mpi):
-    """Compare the digests and the ledger's numbers of collectives with the simulator's."""
-    for name in names:
-
-        async def program(comm, name=name):
-            digests = await exercise(comm, name)
-            total = comm.ledger.total()
-            return digests, [
-                total.sent,
-                total.received,
-                total.messages_sent,
-                total.messages_received,
-            ]
-
-        digests, booked = simulate(program, RANKS).results[0]
-        assert mpi["digests"][name] == digests, name
+    with sparsync.connect(transport="mpi", timeout=60) as comm:
+        assert type(comm) is MpiCommunicator
+        digests, booked = run(program(comm))
+    if comm.rank == 0:
+        expected, sizes = simulate(program, RANKS).results[0]
+        assert digests == expected
         # a native allreduce is booked by its formula, the simulator's is padded to whole blocks
         few = 0 if name == "allgather" else 0.02
-        assert mpi["booked"][name] == pytest.approx(booked, rel=few), name
+        assert booked == pytest.approx(sizes, rel=few)
 
 
-def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(mpi):
-    check_rows(CALLS, mpi)
-    for name in WHOLE:
-
-        async def whole(comm, name=name):
-            return await testing.exercise_algorithm(comm, ALGORITHMS[name])
-
-        assert mpi["digests"][name] == simulate(whole, RANKS).results[0], name
-
-
-@pytest.mark.slow
-def test_the_other_collectives_equal_the_simulators():
-    check_rows(OTHERS, launch(mpi_programs.rows, RANKS, OTHERS, timeout=120.0, mpi=True))
+@on_ranks(RANKS, mpi=True)
+def test_mpi_keeps_the_contract():
+    with MpiCommunicator(timeout=60) as comm:
+        for channel in (0, 5, FIRST_POINT_TO_POINT):
+            run(testing.exercise_communicator(comm.channel(channel)))
+        run(exercise(comm, "dense"))
+        check_algorithm(comm, "budgeted")
 
 
-def test_agents_average_models_beside_the_training(mpi):
-    assert len(set(mpi["averaged"])) == 1 and len(mpi["averaged"]) == RANKS
+@on_ranks(RANKS, mpi=True)
+def test_agents_average_models_during_the_training():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    with MpiCommunicator(timeout=60) as comm:
+        averager = Wagma(model, comm=comm, sync_period=4)
+        for step in range(10):
+            time.sleep(0.05 if comm.rank == 0 and step in (1, 5) else 0.0)
+            with torch.no_grad():
+                model.weight += comm.rank
+            averager.step()
+        averager.finish()
+    assert len({str(weight) for weight in gathered(model.weight.tolist())}) == 1
 
 
-def test_calls_without_a_model_overlap(mpi):
-    assert all(mpi["calls"].values()), mpi["calls"]
+@on_ranks(RANKS, mpi=True)
+def test_calls_without_a_model_overlap():
+    check_calls("mpi")
 
 
-def test_channels_in_flight_do_not_wait_for_each_other_in_circles(mpi):
-    assert mpi["in flight"]
+@on_ranks(RANKS, mpi=True)
+def test_channels_in_flight_do_not_wait_for_each_other_in_circles():
+    """Channels at once, started late by some ranks: native allreduces between messages."""
+
+    async def program(channel, number):
+        seen = []
+        for turn in range(3):
+            mine = torch.tensor([10 * number + turn + comm.rank])
+            seen.append(int(await channel.allreduce(mine, "flight")))
+            seen.append(sum(map(int, await channel.allgather(mine, "flight"))))
+            payloads = [torch.full((50_000,), number, dtype=torch.uint8)] * RANKS
+            for message in await channel.alltoallv(payloads, [50_000] * RANKS, "flight", RAW):
+                assert bool((message == number).all())
+        return seen
+
+    engine, jobs = Engine("flight"), {}
+    with MpiCommunicator(timeout=60) as comm:
+        for number in (0, 1, 2, FIRST_POINT_TO_POINT, 3):
+            time.sleep(0.01 * comm.rank)  # so every rank sees another mixture of what is there
+            jobs[number] = engine.submit(program(comm.channel(number), number))
+        for number, job in jobs.items():
+            sums = [RANKS * (10 * number + turn) + sum(range(RANKS)) for turn in range(3)]
+            assert job.result(timeout=60) == [one for one in sums for _ in range(2)]
+    engine.close()
 
 
-def test_every_dtype_is_reduced_and_no_nan_is_lost(mpi):
-    assert all(mpi["numbers"].values()), mpi["numbers"]
+@on_ranks(RANKS, mpi=True)
+def test_every_dtype_is_reduced_and_no_nan_is_lost():
+    with MpiCommunicator(timeout=60) as comm:
+        for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16):
+            summed = run(comm.allreduce(torch.tensor([comm.rank, 2]).to(dtype), "numbers"))
+            assert summed.tolist() == [sum(range(RANKS)), 2 * RANKS], dtype
+        strange = torch.tensor([float("nan") if comm.rank == 1 else 1.0])
+        for op in ("max", "min", "sum"):
+            assert run(comm.allreduce(strange, "numbers", op)).isnan().all(), op
+        turned = torch.arange(6).view(2, 3).T  # a matrix that is not contiguous keeps its shape
+        assert torch.equal(run(comm.allreduce(turned, "numbers")), RANKS * turned)
 
 
-def test_a_group_of_some_ranks_connects(mpi):
-    assert mpi["part"]
+@on_ranks(RANKS, mpi=True)
+def test_a_group_of_some_ranks_connects():
+    members = [RANKS - 1, 1]
+    group = dist.new_group(members)
+    if dist.get_rank() in members:
+        with connect_group(group, transport="mpi", timeout=30) as comm:
+            seen = run(comm.allgather(torch.tensor([dist.get_rank()]), "part"))
+        assert [int(t) for t in seen] == sorted(members)  # torch sorts
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (
-            "silent",
-            ["DeadlineError: rank 0, step 4: message from rank 1 in phase 'split'", "0.5 s"],
-        ),
-        ("longer", ["PeerError: rank 0, step 4: message from rank 1", "10 bytes", "is longer"]),
-        ("shorter", ["PeerError: rank 0, step 4: message from rank 1", "9 bytes where 10"]),
-        ("alone", ["DeadlineError: rank 0, step 4: wait for all ranks", "channel 0", "0.5 s"]),
-        ("tag", ["ConfigurationError: channel 1099511627776", "tags from 0 to"]),
-        ("closed", ["ConfigurationError: rank 0", "is closed; connect again"]),
-        ("comm", ["ConfigurationError: comm is of type int", "Intracomm"]),
-    ],
-)
-def test_errors_name_rank_step_and_phase(mpi, name, words):
-    message = mpi["errors"][name]
-    assert all(word in message for word in words), message
-    assert "\n" not in message
+@on_ranks(RANKS, mpi=True)
+def test_errors_name_rank_step_and_phase():
+    comm = MpiCommunicator(timeout=0.5)
+    comm.ledger.begin_step(4)
+    start = "rank 0, step 4: message from rank 1"
+    if comm.rank == 0:
+        with refused(f"{start} in phase 'split'", "0.5 s", error=DeadlineError):
+            comm.irecv(1, 10, "split", RAW).wait()
+    for length, words in ((11, ["10 bytes", "is longer"]), (9, ["9 bytes where 10"])):
+        dist.barrier()
+        channel = comm.channel(length)
+        if comm.rank == 1:
+            channel.isend(torch.zeros(length, dtype=torch.uint8), 0, "split", RAW).wait()
+        elif comm.rank == 0:
+            with refused(start, *words, error=PeerError):
+                channel.irecv(1, 10, "split", RAW).wait()
+    if comm.rank == 0:
+        words = ["rank 0, step 4: wait for all ranks", "channel 0", "0.5 s"]
+        with refused(*words, error=DeadlineError):
+            run(comm.allreduce(torch.tensor([1]), "sizes"))
+    with refused("channel 1099511627776", "tags from 0 to"):
+        comm.channel(2**40)
+    dist.barrier()
+    comm.close()
+    comm.close()
+    with refused(f"rank {comm.rank}", "is closed; connect again"):
+        run(comm.barrier())
+    with refused("comm is of type int", "Intracomm"):
+        MpiCommunicator(3)
+
+
+def one_rank_fails(dies):
+    comm = MpiCommunicator(timeout=30.0 if dies else 2.0)
+    if comm.rank == 1:
+        if dies:
+            os._exit(7)
+        raise ConfigurationError("this one does not want to")
+    run(comm.barrier())
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_rank_that_fails_ends_the_job(dies):
-    program = mpi_programs.one_rank_dies if dies else mpi_programs.one_rank_refuses
     with pytest.raises(RankError) as caught:
-        launch(program, 2, 1, timeout=30.0, grace=10.0, mpi=True)
+        launch(one_rank_fails, 2, dies, timeout=30.0, grace=10.0, mpi=True)
     lines = str(caught.value).splitlines()
     if dies:
         assert re.match(r"rank 1: died or was ended by mpiexec, whose exit code is \d+", lines[1])
     else:
-        assert lines[0].startswith(
-            "rank 0: DeadlineError: rank 0, step 0: message from rank 1 in phase 'barrier'"
-        )
+        words = "DeadlineError: rank 0, step 0: message from rank 1 in phase 'barrier'"
+        assert lines[0].startswith(f"rank 0: {words}")
         assert lines[1] == "rank 1: ConfigurationError: this one does not want to"
+
+
+def start(*command):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_the_command_starts_mpiexec_itself(tmp_path):
     options = ["--transport", "mpi", "--ranks", "2", "--collectives", "dense,oktopk"]
     more = ["--size", "5000", "--steps", "2", "--warmup", "1", "--json", f"{tmp_path}/b.json"]
-    command = [sys.executable, "-m", "sparsync", "bench", *options, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    start(sys.executable, "-m", "sparsync", "bench", *options, *more)
     rows = json.loads((tmp_path / "b.json").read_text())
     assert [(r["collective"], r["ranks"], r["transport"], r["wrong"]) for r in rows] == [
         ("dense", 2, "mpi", 0),
@@ -153,19 +226,24 @@ def test_the_command_starts_mpiexec_itself(tmp_path):
 
 
 def test_arrays_and_ddp_under_mpiexec():
-    program = [sys.executable, "-m", "tests.distributed.mpi_programs"]
+    program = [sys.executable, "-m", "tests.distributed.test_mpi"]
     example = ["examples/train_ddp.py", "--transport", "mpi", "--steps", "15"]
-    done = subprocess.run(
-        [*mpiexec_command(2), *program, *example],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(
-        r"^2 ranks, 15 steps: loss ([\d.]+) -> ([\d.]+),.*equal: (\w+)$", done.stdout, re.M
-    )
-    assert found, done.stdout
-    assert float(found[2]) < 0.9 * float(found[1])
-    assert found[3] == "True"
+    out = start(*mpiexec_command(2), *program, *example)
+    found = re.search(r"^2 ranks, 15 steps: loss ([\d.]+) -> ([\d.]+),.*equal: (\w+)$", out, re.M)
+    assert found, out
+    assert float(found[2]) < 0.9 * float(found[1]) and found[3] == "True"
+
+
+def without_torch_distributed():
+    """Sum arrays under mpiexec alone."""
+    with sparsync.connect(transport="mpi", timeout=60) as comm:
+        mine = torch.zeros(10)
+        mine[comm.rank] = comm.rank + 1.0
+        total = sparsync.allreduce(mine, comm, "allgather", k=1).total.to_dense()
+    assert total.tolist() == [r + 1.0 if r < comm.world_size else 0.0 for r in range(10)]
+
+
+if __name__ == "__main__":  # as a user's script: first arrays, then the example that is named
+    without_torch_distributed()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

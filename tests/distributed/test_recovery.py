@@ -1,69 +1,275 @@
-"""Overflows, diverging replicas and checkpoints on real ranks: one start of four processes."""
+"""Overflows, diverging replicas and checkpoints on four real ranks."""
+
+import time
+import warnings
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.cli.launch import launch
+import sparsync
+from sparsync import CheckpointError, ConfigurationError, PeerError, Sentinel
+from sparsync.checkpoint import save_load
+from sparsync.checkpoint.reshard import state_like
+from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
-from . import recovery_programs
+from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train
 
-pytestmark = pytest.mark.gloo
+# ---- overflows ------------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return launch(recovery_programs.everything, 4, folder, timeout=60.0)
-
-
-def test_a_grad_scaler_skips_and_recovers_on_all_ranks(found):
-    assert all(found["grad scaler"].values()), found["grad scaler"]
-
-
-def test_the_sentinel_names_or_heals_a_replica_that_differs(found):
-    said = found["sentinel"]
-    assert "step 3: '2.bias' differs on rank 1: replicas are no longer equal" in said["raised"]
-    assert said["healed"]
-    assert said["stays"]
-    assert ["'2.bias' differs on rank 2: healed" in text for text in said["said"]] == [True]
+OVERFLOWS = {3: 1, 4: 0, 9: 2}  # step: rank
 
 
-def test_statistics_of_batch_norm_raise_no_alarm(found):
-    assert found["batch norm"]
+def weights_of_every_step(ddp, optimizer, scaler=None):
+    """Train 12 steps, of which some overflow on one rank."""
+    weights = []
+    for step in range(12):
+        x, y = batch(step)
+        if OVERFLOWS.get(step) == dist.get_rank():
+            x[0, 0] = torch.inf
+        optimizer.zero_grad()
+        loss = (ddp(x) - y).pow(2).mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(flat(ddp))
+    return weights
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("weights", ["PeerError", "parameter 2.bias", "rank 0 has float32[30]", "rank 1 has"]),
-        ("versions", ["PeerError", "the version of torch", "rank 2 has 1.0.0; give"]),
-        ("sentinel", ["PeerError", "(period=5", "(period=6", "(period=7", "(period=8"]),
-        ("skip", ["ConfigurationError", "nonfinite='skip'", "give 'propagate'"]),
-        ("no scaler", ["ConfigurationError", "scaler is float", "GradScaler"]),
-    ],
-)
-def test_what_differs_is_named_before_any_step(found, name, words):
-    assert all(word in found["refusals"][name] for word in words), found["refusals"][name]
+@on_ranks(4)
+@pytest.mark.parametrize("algorithm", ["oktopk", "budgeted"])
+def test_a_grad_scaler_skips_and_recovers_on_all_ranks(algorithm):
+    """It backs off and grows; training is as without one, bit for bit."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    runs = []
+    for options in ({"nonfinite": "skip"}, {"scaler": scaler}):
+        ddp = ddp_model(bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        with attached(ddp, algorithm, **options) as sync:
+            runs.append(weights_of_every_step(ddp, optimizer, options.get("scaler")))
+            assert sync.stats()["skipped_steps"] == len(OVERFLOWS)
+            scale = sync.state_dict()["scale"]
+    assert scaler.get_scale() == 2.0**11 and scale > 1
+    assert all(map(torch.equal, *runs))
+    assert all(torch.equal(runs[1][step], runs[1][step - 1]) for step in OVERFLOWS)
+    assert same_everywhere(runs[1][-1]) and runs[1][-1].isfinite().all()
 
 
-def test_a_checkpoint_is_continued_bit_for_bit(found):
-    assert all(found["checkpoints"].values()), found["checkpoints"]
+# ---- replicas that differ -------------------------------------------------------------------------
 
 
-def test_ddp_and_fsdp_exchange_their_residuals(found):
-    assert all(found["fsdp"].values()), found["fsdp"]
+def flip(ddp, rank):
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            ddp.module[2].bias[3] += 1e-6
 
 
-def test_every_rank_gets_its_own_weights_back(found):
-    assert all(rank["local updates"] for rank in found["faults"])
+@on_ranks(4)
+def test_the_sentinel_names_a_replica_that_differs():
+    ddp = ddp_model()
+    with attached(ddp, sentinel=Sentinel(period=2, policy="raise")):
+        train(ddp, range(2))
+        flip(ddp, 1)
+        said = "step 3: '2.bias' differs on rank 1: replicas are no longer equal"
+        with refused(said, error=PeerError):
+            train(ddp, range(2, 4))
 
 
-def test_what_one_rank_cannot_load_or_see_all_refuse(found):
-    for rank, said in enumerate(found["faults"]):
-        bad = ["ConfigurationError", "NaN"] if rank == 1 else ["CheckpointError: rank 1 could not"]
-        assert all(words in said["said"] for words in bad), said
-        assert "CheckpointError: this rank sees only ['s" in said["unshared"]
-        sees = "none" if rank == 0 else "[2]"
-        assert "CheckpointError: there is no whole checkpoint in " in said["unseen"]
-        assert f"(this rank sees {sees})" in said["unseen"]
-        assert not said["unseen"].startswith("No")
-        assert said["fine"]
+@on_ranks(4)
+def test_the_sentinel_heals_a_replica_that_differs():
+    ddp = ddp_model()
+    with attached(ddp, sentinel=Sentinel(period=2, policy="heal")):
+        train(ddp, range(2))
+        flip(ddp, 2)
+        train(ddp, range(2, 3))  # the period closes with the next backward pass
+        assert not same_everywhere(flat(ddp))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            train(ddp, range(3, 4))
+        (told,) = [str(w.message) for w in said if "sentinel" in str(w.message)]
+        assert "'2.bias' differs on rank 2: healed" in told
+        assert same_everywhere(flat(ddp))
+        train(ddp, range(4, 6))
+        assert same_everywhere(flat(ddp))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_statistics_of_batch_norm_raise_no_alarm(broadcast):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    ddp = DistributedDataParallel(net, broadcast_buffers=broadcast)
+    with attached(ddp, sentinel=Sentinel(period=1, policy="raise")):
+        train(ddp, range(4))
+        assert not same_everywhere(net[1].running_mean), "the test would say nothing"
+
+
+@on_ranks(4)
+def test_what_differs_is_named_before_any_step():
+    rank, ddp, scaler = dist.get_rank(), ddp_model(), torch.amp.GradScaler("cpu")
+    flip(ddp, 1)
+    with refused("parameter 2.bias", "has float32[30]", error=PeerError):
+        attach(ddp)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(torch, "__version__", "1.0.0")
+        with refused("the version of torch", "rank 2 has 1.0.0", error=PeerError):
+            attach(ddp_model())
+    with refused(f"(period={5 + rank}", "(period=5", error=PeerError):
+        attach(ddp_model(), sentinel=Sentinel(period=5 + rank))
+    with refused("nonfinite='skip'", "give 'propagate'"):
+        attach(ddp_model(), scaler=scaler, nonfinite="skip")
+    with refused("scaler is float", "GradScaler"):
+        attach(ddp_model(), scaler=2.0)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_checkpoint_is_continued_bit_for_bit(folder):
+    """Save, go on, load into a fresh job with other buckets, go on."""
+    ends = []
+    for fresh in (False, True):
+        ddp = ddp_model(seed=fresh, bucket_cap_mb=0.001 if fresh else 25)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        saved = {"model": ddp.module, "optimizer": optimizer}
+        with attached(ddp, threshold_period=4) as sync:
+            if fresh:
+                assert sparsync.load(sync, folder, **saved)["epoch"] == 1
+            else:
+                train(ddp, range(3), optimizer)
+                sparsync.save(sync, folder, epoch=1, **saved)
+            train(ddp, range(3, 8), optimizer)
+        ends.append(flat(ddp))
+    assert torch.equal(*ends)
+
+
+@on_ranks(4)
+def test_every_rank_gets_its_own_weights_back(folder):
+    """Local updates: the next exchanges have the same bits."""
+
+    def make():
+        net = model()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        local = sparsync.LocalUpdates(net, "allgather", density=0.1, optimizer=optimizer)
+        return local, {"model": net, "optimizer": optimizer}
+
+    def steps(local, model, optimizer, which):
+        for step in which:
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            local.step()
+        return flat(model)
+
+    (local, parts), (again, fresh) = make(), make()
+    steps(local, **parts, which=range(3))
+    sparsync.save(local, folder, epoch=2, **parts)
+    through = steps(local, **parts, which=range(3, 6))
+    assert sparsync.load(again, folder, **fresh)["epoch"] == 2
+    assert torch.equal(through, steps(again, **fresh, which=range(3, 6)))
+
+
+@on_ranks(4)
+def test_what_one_rank_cannot_load_all_refuse(folder):
+    """All raise at once, nothing is changed, and training goes on."""
+    ddp, first = ddp_model(), dist.get_rank() == 1
+    with attached(ddp) as sync:
+        train(ddp, range(2))
+        saved = sparsync.save(sync, folder, model=ddp.module)
+        if first:
+            file = saved / "sparsync-rank-1-of-4.pt"
+            state = torch.load(file, weights_only=True)
+            state["residual"]["0.weight"][3] = torch.nan
+            torch.save(state, file)
+        dist.barrier()
+        train(ddp, range(2, 4))
+        weights, waiting, begin = flat(ddp), sync.state_dict()["residual"], time.monotonic()
+        own, others = (ConfigurationError, "NaN"), (CheckpointError, "rank 1 could not")
+        error, words = own if first else others
+        with refused(words, error=error):
+            sparsync.load(sync, folder, model=ddp.module)
+        assert time.monotonic() - begin < 15, "waited for the timeout of 30 s"
+        assert torch.equal(weights, flat(ddp)) and sync.reducer.step == 4
+        assert all(torch.equal(waiting[n], v) for n, v in sync.state_dict()["residual"].items())
+        train(ddp, range(4, 5))
+        assert sync.reducer.step == 5
+
+
+@on_ranks(4)
+def test_what_one_rank_cannot_see_all_refuse(folder):
+    ddp, rank = ddp_model(), dist.get_rank()
+    with attached(ddp) as sync, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_load, "_LATE", 0.2)
+        train(ddp, range(2))
+        sparsync.save(sync, folder / "shared", model=ddp.module)
+        mine = folder / f"disk-of-{rank}"
+        with refused("this rank sees only ['s", error=CheckpointError):
+            sparsync.save(sync, mine, model=ddp.module)
+        assert not list(mine.rglob("*"))
+        sees = "[2]" if rank else "none"
+        words = ["there is no whole checkpoint in ", f"(this rank sees {sees})"]
+        with refused(*words, error=CheckpointError):
+            sparsync.load(sync, folder / "shared" if rank else folder / "nowhere")
+
+
+# ---- between DDP and FSDP2 ------------------------------------------------------------------------
+
+
+def over_shards(replicas, shards, weights):
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    net = fully_shard(model(), mesh=mesh["shard"])
+    sync = attach(net, replicate=mesh["replicate"])
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            mine = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements)
+            parameter.copy_(mine)
+    return net, sync
+
+
+def owed(states, name):
+    return sum(state["residual"][name].double() for state in states)
+
+
+@on_ranks(4)
+def test_ddp_and_fsdp_exchange_their_residuals(folder):
+    """They move there and back: the same per parameter; training goes on alike."""
+    ddp, rank = ddp_model(), dist.get_rank()
+    sync = attach(ddp)
+    train(ddp, range(3))
+    states = gathered(sync.state_dict())
+    sparsync.save(sync, folder)
+    weights = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    train(ddp, range(3, 6))
+
+    net, resumed = over_shards(4, 1, weights)
+    sparsync.load(resumed, folder)
+    mine, before = resumed.state_dict()["residual"], states[rank]["residual"]
+    assert all(torch.equal(mine[name], before[name]) for name in before)
+    train(net, range(3, 6))
+    assert torch.allclose(flat(net), flat(ddp), atol=1e-6)
+    resumed.close()
+
+    net, divided = over_shards(2, 2, weights)
+    sparsync.load(divided, folder)
+    sparsync.save(divided, folder / "divided")
+    parts = sparsync.reshard(gathered(divided.state_dict()), 4)
+    back = [state_like({**states[0], "rank": r}, parts) for r in range(4)]
+    sparsync.load(sync, folder / "divided")
+    for whole in (back, gathered(sync.state_dict())):
+        for name in before:
+            assert torch.allclose(owed(states, name), owed(whole, name), atol=1e-6)
+    train(net, range(3, 5))
+    assert divided.stats()["steps"] == 5
+    divided.close()
+    sync.close()

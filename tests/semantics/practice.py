@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-__all__ = ["COLUMNS", "ELSEWHERE", "PRACTICES", "Practice", "run", "section"]
+from tests.on_ranks import on_ranks
+
+__all__ = ["COLUMNS", "ELSEWHERE", "PRACTICES", "Practice", "section"]
 
 COLUMNS = ("attach", "LocalUpdates", "UpdateSpace", "averaging")
 ELSEWHERE = re.compile(r" \((tests/\S+)::(\w+)\)$")
@@ -55,33 +54,10 @@ def section(file: str, title: str) -> Callable[..., Any]:
         PRACTICES.append(row)
 
         def decorate(scenario: Callable[[str], None]) -> Any:
-            here = [column for column, said in row.cells.items() if not ELSEWHERE.search(said)]
             row.test = scenario.__name__
-
-            @pytest.mark.gloo
-            @pytest.mark.parametrize("column", here)
-            def test(errors: Any, column: str) -> None:
-                assert errors[file, row.test, column] == ""
-
-            test.__module__, test.__name__ = file, row.test
-            test.scenario = scenario  # type: ignore[attr-defined]
-            return test
+            columns = [column for column, said in row.cells.items() if not ELSEWHERE.search(said)]
+            return on_ranks(2)(pytest.mark.parametrize("column", columns)(scenario))
 
         return decorate
 
     return practice
-
-
-def run(wanted: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], str]:
-    """Run scenarios of (module, test, column) in a rank; return the errors of all ranks."""
-    errors = {}
-    for module, test, column in wanted:
-        mine = ""
-        try:
-            getattr(importlib.import_module(module), test).scenario(column)
-        except BaseException:
-            mine = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        everyone: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        errors[module, test, column] = "".join(everyone)
-    return errors

@@ -8,6 +8,7 @@ from torch import nn
 import sparsync
 from sparsync import Correction
 from sparsync.units import plan_units
+from tests.on_ranks import refused
 
 from .models import Odd, Words
 from .practice import section
@@ -24,7 +25,6 @@ from .training import (
     mean_square,
     moved,
     network,
-    refused,
     same_training,
     sgd,
     weights,
@@ -159,7 +159,7 @@ def test_clipped(column):
 practice(
     "NaN or Inf on one rank",
     attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
-    "(tests/distributed/test_gloo.py::test_nonfinite_gradients_are_refused_collectively)",
+    "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
     LocalUpdates="works. All ranks return to the weights of their last exchange, and raise or skip. "
     "(tests/unit/test_local_updates.py::test_weights_that_broke_return_to_the_last_exchange)",
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "

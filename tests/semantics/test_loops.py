@@ -11,6 +11,7 @@ import sparsync
 from sparsync import Correction
 from sparsync.integrations.options import check_optimizer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
+from tests.on_ranks import refused
 
 from .practice import section
 from .training import (
@@ -28,7 +29,6 @@ from .training import (
     mean_square,
     moved,
     network,
-    refused,
     residuals,
     same_training,
     sgd,
@@ -223,7 +223,7 @@ def test_momentum(column):
 practice(
     "momentum correction (`correction=`)",
     attach="works. At density 1 it equals torch's momentum. "
-    "(tests/distributed/test_gloo.py::test_momentum_correction_under_ddp)",
+    "(tests/distributed/test_ddp.py::test_momentum_correction_under_ddp)",
 )
 
 

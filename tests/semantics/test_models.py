@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsync import Correction
 from tests.attaching import attach
+from tests.on_ranks import refused
 
 from .models import Branches, channels_last, normed, tied
 from .practice import section
@@ -31,7 +32,6 @@ from .training import (
     loop,
     mean_square,
     network,
-    refused,
     same_training,
     sgd,
     weights,
@@ -293,7 +293,7 @@ def test_bucket_view(column):
 practice(
     "a second communication hook",
     attach="refused. DDP has room for one; its native mixed precision uses it, too. "
-    "(tests/distributed/test_gloo.py::test_attach_refuses)",
+    "(tests/distributed/test_ddp.py::test_attach_refuses)",
 )
 
 

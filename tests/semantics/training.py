@@ -20,6 +20,7 @@ import sparsync
 from sparsync.averaging import LocalSgd
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests import attaching
+from tests.on_ranks import same_everywhere
 
 STEPS, RATE, SPARSE = 3, 0.1, 0.1
 
@@ -137,19 +138,6 @@ def attached(net: nn.Module, density: float = 1.0, **options: Any) -> Iterator[t
         training.close()
 
 
-@contextmanager
-def refused(*words: str, error: type[Exception] = sparsync.ConfigurationError) -> Iterator[None]:
-    """Assert that an error of one line is raised that has these words."""
-    try:
-        yield
-    except error as caught:
-        said = str(caught)
-        assert all(word in said for word in words), said
-        assert "\n" not in said, said
-        return
-    raise AssertionError("nothing was refused")
-
-
 # ---- comparisons ------------------------------------------------------------------------------------
 
 
@@ -185,10 +173,7 @@ def everywhere(values: Named) -> Named:
 
 
 def equal_on_all_ranks(values: Named) -> bool:
-    mine = torch.cat([value.flatten() for value in values.values()])
-    copies = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, mine)
-    return all(torch.equal(copy, copies[0]) for copy in copies)
+    return same_everywhere(torch.cat([value.flatten() for value in values.values()]))
 
 
 def assert_close(here: Named, there: Named, tolerance: float, what: str) -> None:

@@ -1,0 +1,3 @@
+"""Tests of this folder may run on every rank."""
+
+from tests.on_ranks import together  # noqa: F401

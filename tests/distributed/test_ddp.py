@@ -1,0 +1,250 @@
+"""``attach`` with DDP, on three ranks of gloo and ZeroMQ."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync import Correction, PeerError
+from sparsync_papers.optimizers import UpdateSpaceSGD
+from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
+
+from .small_model import (
+    all_refuse_what_is_not_finite,
+    attach,
+    attached,
+    batch,
+    ddp_model,
+    flat,
+    flat_gradient,
+    model,
+    resumes_exactly,
+    train,
+)
+
+
+@on_ranks(3)
+def test_every_ddp_setting_gives_the_same_training():
+    """With one unit they agree bit for bit."""
+    ends = []
+    for options in (
+        {},
+        {"bucket_cap_mb": 0.001},
+        {"bucket_cap_mb": 100},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+        {"static_graph": True, "bucket_cap_mb": 0.001},
+        {"find_unused_parameters": True},
+    ):
+        ddp = ddp_model(**options)
+        with attached(ddp):
+            train(ddp, range(6))
+        ends.append(flat(ddp))
+        assert torch.equal(ends[-1], ends[0]), options
+    assert same_everywhere(ends[0])
+
+
+class Branching(torch.nn.Module):
+    """Uses ``rare`` only when told to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = torch.nn.Linear(20, 5)
+        self.rare = torch.nn.Linear(20, 5)
+
+    def forward(self, x, *, rare):
+        return self.always(x) + (self.rare(x) if rare else 0.0)
+
+
+@on_ranks(3)
+def test_unused_parameters_lose_nothing():
+    """What waits for a parameter that no rank uses is delivered, and reaches its gradient."""
+    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True)
+    world_size, delivered = dist.get_world_size(), 0.0
+    with attached(ddp, density=0.05) as sync:
+        x, y = batch(0)
+        (ddp(x, rare=True) - y).pow(2).mean().backward()  # leaves residual on ``rare``
+        for step in range(1, 30):
+            sums = [sync.reducer.residuals[0].value.clone()]
+            ddp.zero_grad()
+            x, y = batch(step)
+            (0.01 * (ddp(x, rare=False) - y).pow(2).mean()).backward()
+            sums.append(sync.reducer.residuals[0].value)
+            both = torch.stack(sums)
+            dist.all_reduce(both)
+            before, after = both[:, 105:210]  # the elements of ``rare``
+            average = flat_gradient(ddp.module.rare)
+            assert torch.allclose(before, after + world_size * average, atol=1e-5)
+            delivered += float(average.abs().sum())
+    assert delivered > 0
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("algorithm", ["oktopk", "oktopk-paper", "allgather"])
+def test_resume_is_exact_with_other_buckets(algorithm):
+    options = {} if algorithm == "allgather" else {"threshold_period": 4}
+
+    def make(seed):
+        ddp = ddp_model(seed, bucket_cap_mb=0.001 if seed else 25)
+        return ddp, attach(ddp, algorithm, **options)
+
+    resumes_exactly(make)
+
+
+@on_ranks(3)
+def test_nonfinite_gradients_are_refused_collectively():
+    def make(**options):
+        ddp = ddp_model(bucket_cap_mb=0.001)
+        return ddp, attach(ddp, unit_bytes=1000, **options)
+
+    def poison(ddp):
+        factor = float("inf") if dist.get_rank() == 1 else 1.0
+        return ddp.register_forward_pre_hook(lambda module, inputs: inputs[0] * factor)
+
+    all_refuse_what_is_not_finite(make, "0.weight", poison)
+
+
+@on_ranks(3)
+def test_update_space_is_algorithm_2():
+    """To the letter, against a dense simulation of it in this process."""
+    net = model()
+    optimizer = UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
+    reference, residual = model(), torch.zeros(flat(net).numel())
+    k = optimizer.reducer.units[0].entries(0.1)
+    for step in range(5):
+        lr = 0.1 / (step + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = batch(step)
+        for module in (net, reference):
+            module.zero_grad()
+            (module(x) - y).pow(2).mean().backward()
+        optimizer.step()
+        accumulated = residual + lr * torch.cat([p.grad.flatten() for p in reference.parameters()])
+        chosen = accumulated.abs().topk(k).indices
+        sent = torch.zeros_like(accumulated)
+        sent[chosen] = accumulated[chosen]
+        residual = accumulated - sent
+        total = sum(gathered(sent))
+        updated = flat(reference) - total / dist.get_world_size()
+        torch.nn.utils.vector_to_parameters(updated, reference.parameters())
+    assert torch.allclose(flat(net), flat(reference), atol=1e-7)
+    assert same_everywhere(flat(net))
+
+
+@on_ranks(3)
+def test_a_forgotten_handle_ends_its_thread():
+    ddp = ddp_model()
+    sync = attach(ddp)
+    train(ddp, range(2))
+    thread, alive = sync._engine._thread, weakref.ref(sync)
+    del ddp, sync
+    gc.collect()
+    thread.join(timeout=10)
+    assert alive() is None and not thread.is_alive()
+
+
+@on_ranks(3)
+def test_states_of_different_steps_are_refused():
+    ddp, states = ddp_model(), []
+    sync = attach(ddp)
+    for step in range(2):
+        train(ddp, range(step, step + 1))
+        states.append(sync.state_dict())
+    with refused("step of the saved state", error=PeerError):
+        sync.load_state_dict(states[dist.get_rank() == 0])
+    sync.close()
+    sync.close()  # closing twice is closing
+
+
+@on_ranks(3)
+def test_the_planner_chooses_alike_on_all_ranks():
+    """``auto`` calibrates the group, plans per unit, checks, and goes on from a saved state."""
+    ddp = ddp_model()
+    with attached(ddp, "auto", timeout=60, unit_bytes=2000, check_period=2, patience=1) as sync:
+        train(ddp, range(7))
+        choices, state = sync.stats()["choices"], sync.state_dict()
+        assert gathered(choices) == [choices] * 3
+        assert len(choices) > 1 and all("measured over predicted" in text for text in choices)
+        sync.load_state_dict(state)
+        train(ddp, range(7, 9))
+        assert same_everywhere(flat(ddp)) and sync.stats()["steps"] == 9
+
+
+@on_ranks(3)
+def test_sparcml_trains_layer_by_layer():
+    """Quantised, the output layer dense: replicas stay equal, and it learns."""
+    ddp = ddp_model()
+    options = {"block": 16, "compress": lambda name, parameter: not name.startswith("3.")}
+    with attached(ddp, "sparcml", density=0.25, **options) as sync:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+        first = train(ddp, range(1), optimizer)
+        last = train(ddp, range(1, 60), optimizer)
+        stats = sync.stats()
+    assert same_everywhere(flat(ddp)) and last < 0.8 * first
+    assert [unit["k"] == unit["size"] for unit in stats["units"]] == [False] * 4 + [True] * 2
+    assert sum(stats["lost_norm"]) > 0
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_under_ddp(nesterov):
+    """At density 1 it is torch's momentum."""
+    settings = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    ddp, corrected = ddp_model(bucket_cap_mb=0.001), ddp_model(bucket_cap_mb=0.001)
+    train(ddp, range(20), torch.optim.SGD(ddp.parameters(), lr=0.1, **settings))
+    optimizer = torch.optim.SGD(corrected.parameters(), lr=0.1)
+    correction = Correction(**settings, masking=False)
+    options = {"density": 1.0, "compress_thd": 0, "fusion_bytes": 2000, "optimizer": optimizer}
+    with attached(corrected, "redsync", correction=correction, **options):
+        train(corrected, range(20), optimizer)
+    assert torch.allclose(flat(ddp), flat(corrected), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("clip_norm", ["this", "previous"])
+@pytest.mark.parametrize("algorithm", ["redsync", "redsync-quantized"])
+def test_corrections_resume_exactly(algorithm, clip_norm):
+    syncs = []
+
+    def make(seed):
+        ddp = ddp_model(seed, bucket_cap_mb=25 if seed else 0.001)
+        correction = Correction(0.9, weight_decay=0.01, clip=0.5, clip_norm=clip_norm)
+        options = {"compress_thd": 200, "fusion_bytes": 2000}
+        syncs.append(attach(ddp, algorithm, correction=correction, **options))
+        return ddp, syncs[-1]
+
+    resumes_exactly(make)
+    stats = syncs[0].stats()
+    assert {layer["method"] for layer in stats["layers"]} == {"dense", "trimmed"}
+    stages = {"accumulate", "select", "pack", "communicate", "unpack"}
+    assert {name for name, seconds in stats["stages"].items() if seconds > 0} == stages
+
+
+@on_ranks(3)
+def test_attach_refuses():
+    other = dist.get_rank() % 2
+    for words, changes in (
+        (["'oktopq'", "allgather", "dense", "oktopk-paper"], {"algorithm": "oktopq"}),
+        (["density is 0.0", "(0, 1]"], {"density": 0.0}),
+        (["treshold_period", "threshold_period"], {"treshold_period": 3}),
+        (["threshold_period is 0", "at least 1"], {"threshold_period": 0}),
+        (["'ignore'", "raise, skip, propagate"], {"nonfinite": "ignore"}),
+        (["timeout is inf", "10^6"], {"timeout": float("inf")}),
+    ):
+        with refused(*words):
+            attach(ddp_model(), **changes)
+    for words, changes in (
+        (["options", "('cap', "], {"cap": 1.0 if other else None}),
+        (["settings", "nonfinite="], {"nonfinite": "raise" if other else "skip"}),
+        (["settings", "unit_bytes=100"], {"unit_bytes": 1000 + other}),
+        (["density", "has 0.01, rank", "has 0.02"], {"density": 0.01 * (1 + other)}),
+    ):
+        with refused(*words, error=PeerError):
+            attach(ddp_model(), **changes)
+    ddp = ddp_model()
+    with attached(ddp), refused("already", "freshly wrapped"):
+        attach(ddp)

@@ -1,0 +1,236 @@
+"""Gloo and ZeroMQ between three real ranks: the same bits as in the simulator, and who is missing."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsync
+from sparsync import testing
+from sparsync.cli.launch import RankError, launch
+from sparsync.errors import DeadlineError, PeerError
+from sparsync.reduction import OPERATIONS
+from sparsync.sparse import densify
+from sparsync.transports.actors import Actor
+from sparsync.transports.connect import connect_group
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.sim import simulate
+from sparsync.transports.store import store_of
+from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
+from tests.contracts.table import ALGORITHMS, CALLS, OTHERS, exercise
+from tests.on_ranks import gathered, on_ranks
+
+from .small_model import attach, ddp_model, train
+
+# ---- contracts ------------------------------------------------------------------------------------
+
+
+def check_row(comm, name):
+    """Run a row's contract; return digests that are those of the simulator."""
+
+    async def program(comm):
+        return await exercise(comm, name)
+
+    digests = run(program(comm))
+    if comm.rank == 0:
+        assert digests == simulate(program, comm.world_size).results[0], name
+    return digests
+
+
+def check_algorithm(comm, name):
+    async def program(comm):
+        return await testing.exercise_algorithm(comm, ALGORITHMS[name])
+
+    digests = run(program(comm))
+    if comm.rank == 0:
+        assert digests == simulate(program, comm.world_size).results[0], name
+
+
+SLOW = [*OTHERS, "oktopk, as published"]
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", [*CALLS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_collectives_equal_the_simulators_bit_for_bit(transport, name):
+    with sparsync.connect(transport=transport, timeout=30) as comm:
+        check_row(comm, name)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_a_transport_keeps_the_contract(transport):
+    with sparsync.connect(transport=transport, timeout=30) as comm:
+        run(testing.exercise_communicator(comm))
+        run(exercise(comm, "dense"))
+        check_algorithm(comm, "oktopk")
+        if transport == "zmq":  # the store's host tells the interface
+            assert comm.mesh.endpoints[comm.rank].startswith("tcp://127.0.0.1:")
+
+
+@on_ranks(3)
+def test_announced_lengths_change_no_bit():
+    comm = TorchCommunicator(timeout=30, announce_lengths=True)
+    run(testing.exercise_communicator(comm))
+    check_row(comm, "split-allgather")
+
+
+@on_ranks(3)
+def test_encrypted_links_change_no_bit(folder):
+    rank, world_size, store = dist.get_rank(), dist.get_world_size(), store_of(None)
+    if rank == 0:
+        make_curve_keys(folder, world_size)
+    dist.barrier()
+    keys = {"curve_keys": str(folder), "timeout": 30}
+    with ZmqCommunicator(rank, world_size, store=store, **keys) as comm:
+        run(testing.exercise_communicator(comm))
+        check_row(comm.channel(3), CALLS[0])
+
+
+# ---- vectors without a model ----------------------------------------------------------------------
+
+SIZE = 400
+GENERAL = ["sparcml-auto", "recursive-doubling", "split-allgather", "dynamic", "ring", "allgather"]
+REDUCTIONS = ["max", "min", "or", "prod"]
+
+
+def vector(rank, number):
+    """Whole numbers, whose sums are exact; one in ten is not zero."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    values = torch.randint(1, 9, (SIZE,), generator=generator)
+    return values * (torch.rand(SIZE, generator=generator) < 0.1)
+
+
+def expected(world_size, number, op="sum"):
+    total = vector(0, number)
+    for rank in range(1, world_size):
+        total = OPERATIONS[op].apply(total, vector(rank, number))
+    return total.tolist()
+
+
+def check_calls(transport):
+    """Several reductions under way at once, blocking ones in between, and progress meanwhile."""
+    with sparsync.connect(timeout=30, transport=transport) as comm:
+        rank, world_size = comm.rank, comm.world_size
+        sums = [
+            sparsync.iallreduce(vector(rank, i).double(), comm, name)
+            for i, name in enumerate(GENERAL)
+        ]
+        blocking = sparsync.allreduce(vector(rank, 50), comm).total  # after those under way
+        others = [sparsync.iallreduce(vector(rank, 60), comm, op=op) for op in REDUCTIONS]
+        for number, handle in enumerate(sums):
+            assert handle.wait().total.to_dense().tolist() == expected(world_size, number)
+        assert blocking.to_dense().tolist() == expected(world_size, 50)
+        for op, handle in zip(REDUCTIONS, others, strict=True):
+            total = densify(handle.wait().total, OPERATIONS[op])
+            assert total.values.tolist() == expected(world_size, 60, op)
+        handle, deadline = sparsync.iallreduce(torch.ones(50_000), comm), time.monotonic() + 20
+        while not handle.done() and time.monotonic() < deadline:
+            torch.ones(100, 100) @ torch.ones(100, 100)  # nobody waits for the handle
+        assert handle.done()
+        assert (handle.wait().total.to_dense() == world_size).all()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_calls_without_a_model_overlap(transport):
+    check_calls(transport)
+
+
+# ---- ranks that are missing -----------------------------------------------------------------------
+
+
+class Silent(Actor):
+    def receive(self, source, payload):
+        raise AssertionError
+
+    def tick(self):
+        raise AssertionError
+
+    def lose(self, peer, reason):
+        pass
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_a_rank_that_is_missing_while_others_connect_is_named_and_may_come_later(transport):
+    rank, store = dist.get_rank(), store_of(None)
+    if rank == 1:
+        store.wait([f"{transport} {other}" for other in (0, 2)])
+    else:
+        words = f"rank {rank}, phase 'rendezvous': no address from ranks 1 within 1 s"
+        with pytest.raises(DeadlineError, match=words):
+            if transport == "zmq":
+                sparsync.connect(timeout=1.0)
+            else:
+                TorchCommunicator(timeout=1.0).host(Silent())
+        store.set(f"{transport} {rank}", "failed")
+    with sparsync.connect(timeout=30) as comm:
+        run(comm.barrier())
+        assert type(comm) is ZmqCommunicator
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_a_silent_rank_runs_into_the_deadline(transport):
+    comm = connect_group(dist.new_group(), transport=transport, timeout=0.5)
+    run(comm.barrier())
+    if comm.rank == 0:
+        with pytest.raises(DeadlineError, match=r"^rank 0, step 0.*rank 1.* within 0\.5 s"):
+            sparsync.allreduce(torch.ones(10), comm, k=3)
+    gathered(None)  # rank 1 is there, and says nothing
+    comm.close()
+
+
+def die():
+    # the others read what it sent first: its death may take back what they have not read
+    time.sleep(1)
+    os._exit(7)
+
+
+def one_rank_dies_in_training():
+    ddp = ddp_model()
+    attach(ddp, timeout=20)
+    train(ddp, range(2))
+    if dist.get_rank() == 1:
+        die()
+    train(ddp, range(2, 4))
+
+
+def one_rank_dies(spoke):
+    """Wait over ZeroMQ for a rank that has died: known, or one that nobody ever had a link to."""
+    comm = ZmqCommunicator.over(TorchCommunicator(timeout=30), interface="127.0.0.1", timeout=20)
+    comm.ledger.begin_step(4)
+    run(comm.barrier()) if spoke else dist.barrier()
+    if comm.rank == 1:
+        die()
+    started = time.monotonic()
+    try:
+        comm.irecv(1, 1, "split", Raw("value")).wait()
+    except PeerError:
+        assert time.monotonic() - started < 15, "waited for the deadline of 20 s"
+        comm.close()
+        raise
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("program", "arguments", "words"),
+    [
+        (one_rank_dies_in_training, [], ", step 2"),
+        (one_rank_dies, [True], ", step 4: message from rank 1 in phase 'split' will not come"),
+        (one_rank_dies, [False], ", step 4: message from rank 1 in phase 'split' will not come"),
+    ],
+)
+def test_a_dead_rank_gets_every_other_rank_a_named_error(program, arguments, words):
+    with pytest.raises(RankError) as caught:
+        launch(program, 3, *arguments, timeout=30.0)
+    lines = str(caught.value).splitlines()
+    assert lines[1] == "rank 1: died with exit code 7"
+    for rank in (0, 2):
+        assert lines[rank].startswith(f"rank {rank}: PeerError: rank {rank}{words}"), lines[rank]
+        assert "phase '" in lines[rank]

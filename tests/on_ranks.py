@@ -1,0 +1,118 @@
+"""Tests whose body runs on every rank of a group; those of one file share a start of the processes."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparsync.cli.launch import RankError, launch
+from sparsync.errors import ConfigurationError
+
+Start = tuple[int, bool]  # ranks, by mpiexec
+Call = tuple[str, dict[str, Any]]  # a test, and its parameters
+TIMEOUT = 60.0  # seconds that gloo waits
+
+
+def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., None]], Any]:
+    """Run a test on every rank of gloo or MPI; it may take a ``folder`` that all ranks see.
+
+    The tests of a file for as many ranks run one after the other in the same processes, which end
+    with the first failure.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        def test(together: "Together", **given: Any) -> None:
+            together.check((world_size, mpi), (body.__name__, given))
+
+        first = inspect.signature(test).parameters["together"]
+        own = [p for p in inspect.signature(body).parameters.values() if p.name != "folder"]
+        test.__signature__ = inspect.Signature([first, *own])  # type: ignore[attr-defined]
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body, test.start = body, (world_size, mpi)  # type: ignore[attr-defined]
+        test.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
+        return pytest.mark.gloo(test)
+
+    return decorate
+
+
+class Together:
+    """The tests of one file that pytest has selected, and what became of those that have run."""
+
+    def __init__(self, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> None:
+        self.module, self.folders = request.module.__name__, folders
+        self.calls: dict[Start, list[Call]] = {}
+        self.errors: dict[Start, str] = {}
+        for item in request.session.items:
+            function = getattr(item, "function", None)
+            if getattr(item, "module", None) is request.module and hasattr(function, "start"):
+                given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+                self.calls.setdefault(function.start, []).append((function.__name__, given))
+
+    def check(self, start: Start, call: Call) -> None:
+        """Run all tests of one start, unless they have run; fail if this one did."""
+        calls = self.calls[start]
+        if start not in self.errors:
+            folder, (ranks, mpi) = str(self.folders.mktemp("ranks")), start
+            try:
+                launch(play, ranks, self.module, calls, folder, timeout=TIMEOUT, mpi=mpi)
+                self.errors[start] = ""
+            except RankError as error:
+                self.errors[start] = str(error)
+        if error := self.errors[start]:
+            failed = min(map(int, re.findall(r"RuntimeError: test (\d+) of", error)), default=0)
+            own = calls.index(call)
+            assert own < failed, error if own == failed else f"not run: {calls[failed]} failed"
+
+
+def play(module: str, calls: list[Call], folder: str) -> None:
+    """Run tests on this rank."""
+    for number, (name, given) in enumerate(calls):
+        body = getattr(importlib.import_module(module), name).body
+        if "folder" in inspect.signature(body).parameters:
+            own = Path(folder, str(number))
+            own.mkdir(exist_ok=True)
+            given = {**given, "folder": own}
+        try:
+            body(**given)
+        except Exception as error:
+            raise RuntimeError(f"test {number} of this file, {name}({given}), failed") from error
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Together:
+    """What ``on_ranks`` needs; a folder's conftest imports it."""
+    return Together(request, tmp_path_factory)
+
+
+# ---- what bodies use ------------------------------------------------------------------------------
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Return every rank's object."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def same_everywhere(tensor: torch.Tensor, group: Any = None) -> bool:
+    """Tell whether all ranks of a group have the same bits."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor.contiguous(), group=group)
+    return all(torch.equal(theirs, tensor) for theirs in everyone)
+
+
+@contextmanager
+def refused(*words: str, error: type[Exception] = ConfigurationError) -> Iterator[None]:
+    """Assert that an error of one line is raised that has these words."""
+    with pytest.raises(error) as caught:
+        yield
+    said = str(caught.value)
+    assert all(word in said for word in words), said
+    assert "\n" not in said, said

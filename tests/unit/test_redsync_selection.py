@@ -1,5 +1,7 @@
-"""RedSync's trimmed top-k and size policy; what all of its selectors have in common."""
+"""RedSync's selectors, as far as ``tests/contracts`` does not check them."""
 
+import copy
+import math
 from functools import partial
 
 import pytest
@@ -9,13 +11,45 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
+from sparsync.selection import (
+    Blockwise,
+    Everything,
+    Exact,
+    ExactState,
+    GaussianK,
+    Sampled,
+    Selector,
+    redsync,
+)
 from sparsync.selection.base import reaching
-from sparsync.selection.redsync import BinarySearch, BySize, Trimmed, mean_and_max
+from sparsync.selection.redsync import (
+    BinarySearch,
+    BinarySearchState,
+    BySize,
+    OneSigned,
+    OneSignedState,
+    Trimmed,
+    mean_and_max,
+)
 
-from .redsync_inputs import INF, NAMES, NAN, SIZE, SOME_K, inputs, largest, noise
+from .selection_inputs import INF, NAMES, NAN, SIZE, SOME_K, inputs, noise
 from .strategies import FLOATS, dense_tensors, same_vector
 
 KIB, MIB = 2**10, 2**20
+
+
+def largest(accumulated: Tensor, k: int) -> SparseVector:
+    positions = kernels.top(accumulated, k)
+    return SparseVector(positions, accumulated[positions], accumulated.numel())
+
+
+def check_promise(accumulated: Tensor, k: int, selected: SparseVector) -> None:
+    """K to 2k entries, all of them the largest; or all that are not zero, if fewer than k."""
+    selected.check()
+    nnz = int((accumulated != 0).sum())
+    assert min(k, nnz) <= selected.nnz <= 2 * max(k, 0)
+    same_vector(selected, largest(accumulated, selected.nnz))
+
 
 # ---- trimmed --------------------------------------------------------------------------------------
 
@@ -112,24 +146,6 @@ def test_what_was_collected_is_not_looked_for_again(monkeypatch):
     assert policy.select(accumulated, 10, 1, found).indices.tolist() == found.indices.tolist()
 
 
-@pytest.mark.parametrize("make", [BinarySearch, partial(BySize, 0, 0, 0)])
-def test_saved_state_goes_on_as_if_uninterrupted(make):
-    selector = make(reuse_period=5)
-    for step in range(3):
-        selector.select(noise(step), 40, step)
-    assert selector.state.served == 3
-    other = make(reuse_period=5)
-    other.load_state_dict(selector.state_dict())
-    assert other.state == selector.state
-    for step in range(3, 8):
-        asked = [s.collect_from(40, step, torch.float32) for s in (other, selector)]
-        assert asked[0] == asked[1]
-        same_vector(other.select(noise(step), 40, step), selector.select(noise(step), 40, step))
-
-
-# ---- all ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -148,3 +164,256 @@ def test_saved_state_goes_on_as_if_uninterrupted(make):
 def test_bad_constants_are_refused(make, says):
     with pytest.raises(ConfigurationError, match=says):
         make()
+
+
+# ---- binary search ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_search_keeps_its_promise_on_awkward_inputs(name, dtype):
+    accumulated = inputs(dtype)[name]
+    for k in SOME_K:
+        check_promise(accumulated, k, BinarySearch().select(accumulated, k, 0))
+
+
+@given(dense_tensors(max_size=60), st.integers(0, 80), st.sampled_from([1e-9, 1e-3, 0.5]))
+def test_search_keeps_its_promise(accumulated, k, eps):
+    before = accumulated.clone()
+    selected = BinarySearch(eps).select(accumulated, k, 0)
+    check_promise(before, k, selected)
+
+
+def bisected(accumulated: Tensor, k: int, eps: float) -> float | None:
+    """Algorithm 3 as its text means it: the threshold; None where eps ended the search."""
+    magnitudes = accumulated.abs()
+    mean, most = float(magnitudes.double().mean()), float(magnitudes.max())
+    left, right = 0.0, 1.0
+    while right - left > eps:
+        ratio = left + (right - left) / 2
+        threshold = mean + ratio * (most - mean)
+        nnz = int((magnitudes >= threshold).sum())
+        if k <= nnz <= 2 * k:
+            return threshold
+        left, right = (left, ratio) if nnz < k else (ratio, right)
+    return None
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+@pytest.mark.parametrize("name", ["normal", "uniform", "two modes", "halving"])
+def test_search_ends_where_the_published_walk_does(name, k):
+    accumulated = inputs(torch.float64)[name]
+    threshold = bisected(accumulated, k, 1e-3)
+    selector = BinarySearch()
+    selected = selector.select(accumulated, k, 0)
+    if threshold is None:
+        assert selected.nnz == k
+        return
+    key = int(kernels.magnitude_keys(torch.tensor([threshold], dtype=torch.float64)))
+    assert abs(selector.state.threshold_key - key) <= 4  # units in the last place of the mean
+    assert (
+        selected.indices.tolist() == (accumulated.abs() >= threshold).nonzero().flatten().tolist()
+    )
+
+
+def test_the_published_walk_ends_regularly_on_ordinary_inputs():
+    """Else the test above would compare little."""
+    ended = [bisected(inputs(torch.float64)["normal"], k, 1e-3) for k in (1, 10, 100)]
+    assert None not in ended
+    assert bisected(inputs(torch.float64)["halving"], 100, 1e-3) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("eps", "trials"), [(0.5, 1), (1e-3, 10), (1e-9, 30)])
+def test_trials_are_bounded(name, eps, trials, monkeypatch):
+    passes, find = [], kernels.find
+    monkeypatch.setattr(kernels, "find", lambda *given: passes.append(given) or find(*given))
+    for k in (1, 100, SIZE):
+        passes.clear()
+        BinarySearch(eps).select(inputs(torch.float32)[name], k, 0)
+        assert len(passes) <= trials
+
+
+# ---- its reuse ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Every search that a test makes: each looks at mean and maximum once."""
+    made = []
+    monkeypatch.setattr(redsync, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
+    return made
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_it_searches_on_one_call_of_a_period(period, searches):
+    selector, steps = BinarySearch(reuse_period=period), []
+    for step in range(7, 22):  # the count is by calls, whatever the step
+        before = len(searches)
+        collect = selector.collect_from(40, step, torch.float32)
+        selector.select(noise(step), 40, step)
+        if len(searches) > before:
+            steps.append(step - 7)
+        assert (collect is None) == (len(searches) > before)
+    assert steps == list(range(0, 15, period))
+
+
+def settled(threshold: float, served: int = 1, **arguments) -> BinarySearch:
+    """A selector that has searched and ended at a threshold."""
+    selector = BinarySearch(reuse_period=5, **arguments)
+    key = int(kernels.magnitude_keys(torch.tensor([threshold])))
+    selector.state = BinarySearchState(key, served)
+    return selector
+
+
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [(1.0, [1, 3]), (1.5, [0, 1, 3]), (2.0, [0, 1, 3, 4]), (None, [0, 1, 3, 4, 5])],
+)
+def test_reuse_takes_at_most_cap_times_k_the_largest_first(cap, expected):
+    accumulated = torch.tensor([2.0, 9.0, 0.9, -8.0, 2.0, 1.0])
+    selector = settled(1.0, cap=cap)
+    assert selector.select(accumulated, 2, 0).indices.tolist() == expected
+    assert selector.state == settled(1.0, served=2).state
+
+
+def test_reuse_takes_fewer_than_k_where_fewer_reach():
+    assert settled(1.0).select(torch.tensor([0.5, 9.0, 0.9]), 2, 0).indices.tolist() == [1]
+
+
+def test_reuse_searches_afresh_when_nothing_reaches(searches):
+    accumulated, selector = noise() / 100, settled(1000.0)
+    check_promise(accumulated, 10, selector.select(accumulated, 10, 0))
+    assert len(searches) == 1 and selector.state.served == 1
+    selector.select(torch.zeros(SIZE), 10, 0)
+    assert selector.state == BinarySearchState(None, 1)  # no threshold to reuse
+    check_promise(accumulated, 10, selector.select(accumulated, 10, 0))
+    assert len(searches) == 3
+
+
+@given(dense_tensors(max_size=60, dtype=torch.float32), st.integers(0, 20), st.booleans())
+def test_reuse_keeps_its_cap_and_what_was_collected_changes_nothing(accumulated, k, capped):
+    alone, other = (settled(0.5, cap=1.5 if capped else None) for _ in range(2))
+    collect = other.collect_from(k, 0, torch.float32)
+    found = collect and reaching(accumulated, *collect)
+    selected = alone.select(accumulated, k, 0)
+    same_vector(other.select(accumulated, k, 0, found), selected)
+    assert other.state == alone.state
+    if alone.state.served == 2:  # it did reuse
+        expected = int((kernels.magnitude_keys(accumulated) >= alone.state.threshold_key).sum())
+        assert selected.nnz == (min(expected, math.floor(1.5 * k)) if capped else expected)
+
+
+def test_asking_for_nothing_leaves_the_count():
+    selector = settled(0.5)
+    assert selector.collect_from(0, 0, torch.float32) is None
+    assert selector.select(noise(), 0, 0).nnz == selector.select(torch.ones(0), 5, 0).nnz == 0
+    assert selector.state.served == 1
+
+
+# ---- one sign at a time -------------------------------------------------------------------------
+
+
+class Layers(Selector):
+    """A selector that asks for the layers, and says their sizes."""
+
+    def __init__(self, sizes=()):
+        self.sizes = sizes
+
+    def for_layers(self, sizes):
+        return Layers(tuple(sizes))
+
+    def methods(self, sizes):
+        return [f"of {size}" for size in self.sizes]
+
+    def select(self, accumulated, k, step, collected=None):
+        return SparseVector.from_dense(accumulated)
+
+
+class Reusing(Selector):
+    """A selector that says of itself that it reuses thresholds."""
+
+    reuses = True
+
+    def select(self, accumulated, k, step, collected=None):
+        raise AssertionError("never asked")
+
+
+def of_sign(accumulated, sign) -> SparseVector:
+    """The entries of one sign, and those that are not finite."""
+    vector = SparseVector.from_dense(accumulated)
+    return vector.keep((vector.values * sign > 0) | ~vector.values.isfinite())
+
+
+@given(dense_tensors(max_size=60), st.integers(0, 70), st.integers(0, 9))
+def test_both_turns_are_the_exact_top_of_their_sign(accumulated, k, step):
+    before, selector = accumulated.clone(), OneSigned(Exact())
+    for sign in (1, -1, 1, -1):
+        selected = selector.select(accumulated, k, step).check()  # the step does not matter
+        same_vector(selected, of_sign(before, sign).top(k))
+
+
+@given(dense_tensors(max_size=60), st.integers(1, 70))
+@pytest.mark.parametrize(
+    "inner", [lambda: Sampled(0.1, least=1), lambda: Blockwise(block=7), GaussianK]
+)
+def test_no_result_mixes_signs(inner, accumulated, k):
+    selector = OneSigned(inner())
+    for sign in (1, -1, 1):
+        values = selector.select(accumulated, k, 0).check().values
+        assert bool(((values * sign > 0) | ~values.isfinite()).all())
+
+
+def test_every_call_takes_its_turn_an_empty_one_too():
+    selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -1.0])
+    selector.select(accumulated, 0, 0)
+    assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
+    selector.select(torch.zeros(0), 1, 0)
+    assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
+    everything = OneSigned(Everything())
+    assert [everything.select(accumulated, 1, 0).values.tolist() for _ in range(2)] == [
+        [1.0, 0.0],
+        [0.0, -1.0],
+    ]
+
+
+def test_a_refused_step_gives_the_turn_back_and_the_inner_state():
+    selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -1.0])
+    before = selector.state
+    selector.select(accumulated, 1, 0)
+    assert selector.state.bottom and selector.state.selector != ExactState()
+    selector.state = before
+    assert selector.selector.state == ExactState()
+    assert selector.select(accumulated, 1, 0).indices.tolist() == [0]
+
+
+BROKEN = {
+    "nothing": None,
+    "no dictionary": [1, 2],
+    "no inner state": {"bottom": True},
+    "another field": {"bottom": True, "selector": {"calls": 3}, "surprise": 1},
+    "a flag that is no number": {"bottom": "x", "selector": {"calls": 3}},
+    "an inner state of another selector": {"bottom": True, "selector": {"threshold_key": 3}},
+    "an inner state that is none": {"bottom": True, "selector": None},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
+    selector = OneSigned(Sampled())
+    before = copy.deepcopy(selector.state)
+    with pytest.raises(ConfigurationError) as caught:
+        selector.load_state_dict(BROKEN[name])
+    assert "\n" not in str(caught.value)
+    assert selector.state == before == OneSignedState(False, Sampled().state)
+
+
+def test_a_selector_that_reuses_thresholds_is_refused():
+    with pytest.raises(ConfigurationError, match="Reusing reuses thresholds between steps"):
+        OneSigned(Reusing())
+
+
+def test_the_selector_inside_learns_of_the_layers():
+    selector = OneSigned(Layers()).for_layers([3, 4])
+    assert isinstance(selector, OneSigned) and selector.methods([3, 4]) == ["of 3", "of 4"]
+    assert selector.select(torch.tensor([1.0, -1.0]), 1, 0).indices.tolist() == [0]

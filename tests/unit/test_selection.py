@@ -1,17 +1,85 @@
+"""Selectors, as far as ``tests/contracts`` does not check them; RedSync's have their own file."""
+
+import math
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from sparsync import ConfigurationError, DenseVector, SparseVector
-from sparsync.kernels import magnitude_keys
-from sparsync.selection import Everything, Exact, ExactState, Reused, ReusedState
+from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
+from sparsync.presets import oktopk
+from sparsync.selection import (
+    Blockwise,
+    Everything,
+    Exact,
+    GaussianK,
+    Reused,
+    ReusedState,
+    Sampled,
+    reused,
+)
+from sparsync.selection.base import largest
+from sparsync.selection.sampled import SampledState
 
-from .strategies import dense_tensors, same_vector
+from .selection_inputs import INF, NAMES, NAN, inputs
+from .strategies import FLOATS, dense_tensors, same, same_vector
+
+SIZE, K = 20_000, 200
+
+
+def noise(size: int = SIZE, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
 def key(value: float) -> int:
-    return int(magnitude_keys(torch.tensor([value])))
+    return int(kernels.magnitude_keys(torch.tensor([value])))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_selectors_keep_their_promise_on_awkward_inputs(name, dtype):
+    accumulated = inputs(dtype)[name]
+    for k in (40, 300, 2000):
+        check_sampled(Sampled().select(accumulated, k, 0), accumulated, k, 0.75)
+        selected = GaussianK().select(accumulated, k, 0).check()
+        assert selected.nnz >= min(math.floor(0.75 * k) + 1, int((accumulated != 0).sum()))
+        same_vector(Exact().select(accumulated, k, 0), SparseVector.from_dense(accumulated).top(k))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "says"),
+    [
+        (Reused, {"threshold_period": 0}, "threshold_period is 0; give at least 1 step"),
+        (Reused, {"threshold_period": "never"}, 'is never; give at least 1 step, or "auto"'),
+        (Reused, {"cap": 0.0}, "cap is 0.0; give a factor > 0"),
+        (Reused, {"cap": NAN}, "cap is nan"),
+        (Reused, {"floor": 1.5}, "floor is 1.5; give a factor of k"),
+        (Reused, {"band": 1.0}, r"band is 1.0; give a fraction of k in \[0, 1\)"),
+        (oktopk, {"threshold_period": "auto", "global_threshold": "allgather"},
+         "'auto' needs global_threshold='histogram'"),
+        (GaussianK, {"enough": 1.0}, "enough is 1.0; give the part of k to exceed"),
+        (GaussianK, {"enough": NAN}, "enough is nan"),
+        (GaussianK, {"scaling": 1.0}, "scaling is 1.0; give the factor"),
+        (GaussianK, {"scaling": 0.0}, "scaling is 0.0"),
+        (GaussianK, {"trials": 0}, "trials is 0; give at least 1"),
+        (Blockwise, {"block": 0}, "block is 0; give at least 1 element"),
+        (Blockwise, {"entries": 0}, "entries is 0; give 1 to 512 per block, or None"),
+        (Blockwise, {"entries": 9, "block": 8}, "entries is 9; give 1 to 8"),
+        (Sampled, {"fraction": 0.0}, "fraction is 0.0; give the part of the elements"),
+        (Sampled, {"fraction": NAN}, "fraction is nan"),
+        (Sampled, {"enough": 1.5}, "enough is 1.5; give the part of k"),
+        (Sampled, {"least": 0}, "least is 0; give at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_constants_are_refused(make, arguments, says):
+    with pytest.raises(ConfigurationError, match=says):
+        make(**arguments)
+
+
+# ---- everything, exact, reused ------------------------------------------------------------------
 
 
 def test_everything_is_the_tensor_itself():
@@ -91,40 +159,284 @@ def test_reused_never_selects_zeros_under_any_threshold():
     assert selector.select(torch.tensor([0.0, -0.0, 1.0]), k=1, step=1).indices.tolist() == [2]
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("selector", [Exact(), Reused(), Reused(cap=None)])
-def test_nothing_is_asked_or_there_is_nothing(selector, step):
-    assert selector.select(torch.ones(3), k=0, step=step).nnz == 0
-    assert selector.select(torch.ones(0), k=5, step=step).size == 0
+# ---- reused, "auto" -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_nan_is_selected_on_every_step(step):
-    selector = Reused(threshold_period=32)
-    selector.select(torch.tensor([5.0, 5.0, 5.0]), k=1, step=0)
-    assert selector.select(torch.tensor([9.0, float("nan"), 9.0]), k=1, step=step).values.isnan()
+def auto(cap: float | None = None, **options) -> Reused:
+    return Reused("auto", cap, **options)
 
 
-def test_state_survives_a_round_trip():
-    selector, other = Reused(), Reused()
-    selector.select(torch.tensor([1.0, 2.0]), k=1, step=0)
-    other.load_state_dict(selector.state_dict())
-    assert other.state == selector.state == ReusedState(key(2.0))
-    exact, again = Exact(), Exact()
-    exact.select(torch.tensor([1.0, 2.0]), k=1, step=0)
-    again.load_state_dict(exact.state_dict())
-    assert again.state == exact.state != ExactState()
+def about(reaching: int, k: int = 100) -> torch.Tensor:
+    """A vector of 10 k elements of which this many are 1 or larger; all differ."""
+    values = torch.linspace(0.1, 0.9, 10 * k)
+    values[:reaching] = torch.linspace(1.0, 2.0, reaching)
+    return values
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"threshold_period": 0}, "threshold_period is 0; give at least 1 step"),
-        ({"cap": 0.0}, "cap is 0.0; give a factor > 0"),
-        ({"cap": float("nan")}, "cap is nan"),
-        ({"floor": 1.5}, "floor is 1.5; give a factor of k"),
-    ],
+def with_threshold_1(**options) -> Reused:
+    selector = auto(**options)
+    selector.state = ReusedState(key(1.0))
+    return selector
+
+
+@pytest.mark.parametrize("reaching", [89, 95, 100, 111])
+def test_auto_takes_within_the_band_what_reaches_the_threshold(reaching):
+    selector = with_threshold_1()
+    assert selector.select(about(reaching), k=100, step=64).nnz == reaching
+    assert selector.state == ReusedState(key(1.0))
+
+
+@pytest.mark.parametrize("reaching", [0, 50, 88, 112, 400, 800])
+def test_auto_takes_exactly_k_outside_the_band_and_renews_the_threshold(reaching):
+    selector, accumulated = with_threshold_1(), about(reaching)
+    selected = selector.select(accumulated, k=100, step=64)
+    same_vector(selected, SparseVector.from_dense(accumulated).top(100))
+    assert selector.state == ReusedState(key(float(selected.values.abs().min())))
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The selections among all n that a test makes."""
+    made = []
+    monkeypatch.setattr(reused, "largest", lambda *given: made.append(given) or largest(*given))
+    return made
+
+
+@pytest.mark.parametrize(("reaching", "near"), [(50, 60), (50, 2000), (150, 0), (100, 2000)])
+def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
+    """What lies just below the threshold is enough; too much of that is passed over."""
+    selector, accumulated = with_threshold_1(), torch.zeros(5000)
+    accumulated[:reaching] = torch.linspace(1.0, 2.0, reaching)
+    accumulated[1000 : 1000 + near] = torch.linspace(0.9, 0.99, near)
+    before = len(looks)
+    selected = selector.select(accumulated, k=100, step=1)
+    same_vector(selected, SparseVector.from_dense(accumulated).top(100))
+    assert len(looks) - before == (1 if (reaching, near) == (50, 2000) else 0)
+
+
+def test_no_step_deviates_by_more_than_the_band_and_few_are_exact(looks):
+    """Error feedback on a gradient that shrinks by a third: a period drifts, the band holds."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randn(SIZE, generator=generator).exp()
+    gradients = [
+        0.999**step * scale * torch.randn(SIZE, generator=generator) for step in range(300)
+    ]
+
+    def run(selector):
+        accumulated, deviations = torch.zeros(SIZE), []
+        looks.clear()
+        for step, gradient in enumerate(gradients):
+            accumulated += gradient
+            selected = selector.select(accumulated, K, step)
+            accumulated[selected.indices] = 0
+            deviations.append(abs(selected.nnz - K) / K)
+        return len(looks), sum(deviations) / len(deviations), max(deviations)
+
+    exact, mean, most = run(auto())
+    assert most <= 0.11 and mean < 0.06 and exact <= 3
+    for period in (4, 32, 64, 128):
+        many, drift, _ = run(Reused(period, None))
+        assert drift > mean and many >= exact
+
+
+@given(dense_tensors(), st.integers(1, 40), st.integers(0, 99), st.sampled_from([1.0, 2.0, None]))
+def test_auto_selects_within_the_band_whatever_came_before(accumulated, k, step, cap):
+    selector = auto(cap)
+    selector.select(torch.linspace(-3, 3, 50), k, step)
+    selected = selector.select(accumulated, k, step + 1).check()
+    available = int((accumulated != 0).sum())
+    assert min(0.89 * k, available) <= selected.nnz <= (cap or 1.11) * k
+
+
+# ---- gaussian -----------------------------------------------------------------------------------
+
+
+def peaked() -> Tensor:
+    """Most mass near zero and a sharp cut: as gradients late in training, narrower than normal."""
+    uniform = torch.rand(SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    return uniform.sign() * uniform.abs().clamp(max=0.9) ** 2
+
+
+def first_trial(accumulated: Tensor, k: int) -> int:
+    """How many reach the predicted threshold: with no part of k to exceed, one trial serves."""
+    return GaussianK(enough=0.0).select(accumulated, k, 0).nnz
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+def test_normal_entries_are_selected_at_their_density(density):
+    """The assumption of the method: then it is accurate to a few per cent, without a trial more."""
+    k = round(density * SIZE)
+    nnz = first_trial(0.3 * noise(), k)
+    assert nnz == pytest.approx(k, abs=5 * k**0.5)
+
+
+@given(dense_tensors(max_size=60), st.integers(1, 80))
+def test_gaussian_returns_what_it_promises(accumulated, k):
+    """All entries from some magnitude on; more than 3k/4 of them, or all that are not zero."""
+    before = accumulated.clone()
+    selected = GaussianK().select(accumulated, k, 0).check()
+    nnz = int((before != 0).sum())
+    assert selected.nnz > 0.75 * k or selected.nnz == min(k, nnz)
+    same(selected.values, before[selected.indices])
+    assert int((~selected.isfinite()).sum()) == int((~before.isfinite()).sum())
+    if selected.nnz > k:  # then no tie was cut
+        found, _ = kernels.find(before, int(kernels.magnitude_keys(selected.values).min()), None)
+        assert found.tolist() == selected.indices.tolist()
+
+
+def test_too_high_a_threshold_is_lowered_just_so_far():
+    """Ok-Topk, section 5.4: "gradually scale the predicted threshold ... more than 3k/4"."""
+    accumulated, k = peaked(), 200
+    selected = GaussianK(enough=0.75, scaling=0.9).select(accumulated, k, 0)
+    assert selected.nnz > 0.75 * k
+    fine = GaussianK(enough=0.75, scaling=0.999, trials=2000).select(accumulated, k, 0)
+    assert 0.75 * k < fine.nnz <= selected.nnz
+
+
+def test_the_prediction_underestimates_k_where_tails_are_shorter_than_normal():
+    """Ok-Topk, section 2: "it usually underestimates the value of k"."""
+    narrow = noise().clamp(-2.0, 2.0) + 0.01 * noise(seed=1)
+    assert first_trial(narrow, 20) < 5  # of 20: 3.3 deviations lie beyond the cut
+    assert GaussianK().select(narrow, 20, 0).nnz > 15
+
+
+def test_the_sign_of_the_mean_does_not_matter():
+    accumulated = noise() + 0.5
+    a, b = (GaussianK().select(sign * accumulated, 100, 0) for sign in (1.0, -1.0))
+    assert a.indices.tolist() == b.indices.tolist()
+
+
+def test_trials_of_gaussian_are_bounded():
+    vector = torch.tensor([1e30, 3.0, -2.0, 1.0, 0.0])
+    with mock.patch.object(kernels, "find", wraps=kernels.find) as find:
+        selected = GaussianK(trials=7).select(vector, 3, 0)
+    assert find.call_count == 7 and selected.indices.tolist() == [0, 1, 2]  # then it is exact
+
+
+@pytest.mark.parametrize("broken", [[NAN], [INF, -INF], [NAN, INF, NAN]])
+def test_nan_and_inf_are_selected_by_gaussian_and_have_no_part_in_the_threshold(broken):
+    sane = noise(1000)
+    sane[: len(broken)] = 0
+    accumulated = sane.clone()
+    accumulated[: len(broken)] = torch.tensor(broken)
+    selected = GaussianK().select(accumulated, 100, 0)
+    assert int((~selected.isfinite()).sum()) == len(broken)
+    # zeros instead of NaN and Inf move mean and deviation by their share of the elements
+    assert selected.nnz == pytest.approx(GaussianK().select(sane, 100, 0).nnz + len(broken), abs=4)
+    assert GaussianK().select(torch.tensor(broken), 1, 0).nnz == len(broken)
+
+
+# ---- blockwise ----------------------------------------------------------------------------------
+
+
+def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
+    """The simple version: the exact top of one block after the other."""
+    size, parts = accumulated.numel(), []
+    for start in range(0, size, block):
+        piece = accumulated[start : start + block]
+        of_this = entries if piece.numel() == block else max(entries * piece.numel() // block, 1)
+        top = SparseVector.from_dense(piece).top(of_this)
+        parts.append(top.embed(start, size))
+    return SparseVector.join(parts) if parts else SparseVector.empty(size, accumulated)
+
+
+@given(dense_tensors(max_size=60), st.integers(1, 9), st.data(), st.integers(0, 3))
+def test_every_block_gives_its_largest(accumulated, block, data, step):
+    entries = data.draw(st.integers(1, block))
+    before = accumulated.clone()
+    selected = Blockwise(entries, block).select(accumulated, 5, step).check()
+    same_vector(selected, block_by_block(before, entries, block))
+
+
+@given(dense_tensors(max_size=60), st.integers(1, 9), st.integers(1, 99))
+def test_without_entries_a_block_gives_its_part_of_k(accumulated, block, k):
+    size = accumulated.numel()
+    selected = Blockwise(block=block).select(accumulated, k, 0)
+    if size:
+        entries = min(-(-k * block // size), block)
+        same_vector(selected, block_by_block(accumulated, entries, block))
+    assert selected.nnz <= k + -(-size // block)
+
+
+@given(st.integers(1, 3000), st.integers(1, 600), st.integers(1, 4000))
+def test_without_entries_at_least_k_come_and_one_more_per_block_at_most(size, block, k):
+    dense = torch.arange(1.0, size + 1)
+    nnz = Blockwise(block=block).select(dense, k, 0).nnz
+    blocks = -(-size // block)
+    assert min(k, size) <= nnz <= min(k + blocks, size)
+    if blocks == 1:
+        assert nnz == min(k, size)
+
+
+@pytest.mark.parametrize("entries", [8, 16, 2, 4, 1])
+def test_the_published_settings_select_so_many_of_512(entries):
+    """CIFAR-10: 8 or 16; ATIS 2; Hansards and ASR 4; wide ResNets 1 (SparCML, section 8)."""
+    accumulated = torch.randn(10 * 512, generator=torch.Generator().manual_seed(entries))
+    selected = Blockwise(entries).select(accumulated, k=1, step=0)
+    per_block = torch.bincount(selected.indices // 512, minlength=10)
+    assert per_block.tolist() == [entries] * 10
+
+
+# ---- sampled ------------------------------------------------------------------------------------
+
+
+def check_sampled(selected: SparseVector, accumulated: Tensor, k: int, enough: float) -> None:
+    """So many as promised, and none is left out that is larger than one that came."""
+    nnz = int((accumulated != 0).sum())
+    assert min(math.ceil(enough * k), nnz) <= selected.nnz <= k
+    same_vector(selected.check(), SparseVector.from_dense(accumulated).top(selected.nnz))
+
+
+@given(
+    dense_tensors(max_size=60), st.integers(1, 80), st.sampled_from([0, 0.5, 1]), st.integers(0, 9)
 )
-def test_bad_constants_are_refused(arguments, says):
-    with pytest.raises(ConfigurationError, match=says):
-        Reused(**arguments)
+def test_sampled_returns_the_largest_between_enough_and_k(accumulated, k, enough, seed):
+    selector = Sampled(fraction=0.1, enough=enough, least=1, seed=seed)
+    before = accumulated.clone()
+    for step in range(3):  # each with another sample
+        check_sampled(selector.select(accumulated, k, step), before, k, enough)
+
+
+def sampled_passes(accumulated: Tensor, k: int, **arguments) -> list[int]:
+    """How many entries were found in each pass over all n."""
+    with mock.patch.object(kernels, "find", wraps=kernels.find) as find:
+        Sampled(**arguments).select(accumulated, k, 0)
+    keys = [call.args[1] for call in find.call_args_list]
+    return [int((kernels.magnitude_keys(accumulated) >= key).sum()) for key in keys]
+
+
+def test_a_sample_of_a_hundredth_tells_the_threshold():
+    """16 of the k largest are in the sample: the count is within 1 / sqrt(16), here thrice that."""
+    for seed in range(20):
+        first, *_ = sampled_passes(noise(), 1600, seed=seed)
+        assert first == pytest.approx(1600, rel=0.75)
+
+
+def test_too_few_lower_the_threshold_and_too_many_are_cut():
+    counts = {s: sampled_passes(noise(), 1600, enough=1, seed=s) for s in range(20)}
+    cut = [seed for seed, found in counts.items() if found[0] > 1600]
+    lowered = [seed for seed, found in counts.items() if found[0] < 1600]
+    assert cut and lowered
+    for seed in (*cut, *lowered):
+        assert Sampled(enough=1, seed=seed).select(noise(), 1600, 0).nnz == 1600
+        assert sorted(counts[seed]) == counts[seed] and counts[seed][-1] >= 1600
+
+
+def test_without_enough_entries_in_the_sample_the_selection_is_exact():
+    rare = torch.zeros(SIZE)
+    rare[:3] = noise(3)  # in all of 200 sampled, hardly one
+    assert sampled_passes(rare, 1600) == []
+    assert Sampled().select(rare, 1600, 0).indices.tolist() == [0, 1, 2]
+    assert sampled_passes(noise(), 16) == []  # 16 of k = 16 take all n
+
+
+def test_every_call_draws_another_sample_and_a_reloaded_selector_goes_on():
+    accumulated, selector = noise(), Sampled()
+    counts = [selector.select(accumulated, 1600, 0).nnz for _ in range(6)]
+    assert len(set(counts)) > 1 and selector.state == SampledState(6)
+    again = Sampled()
+    assert [again.select(accumulated, 1600, 0).nnz for _ in range(3)] == counts[:3]
+    reloaded = Sampled()
+    reloaded.load_state_dict(again.state_dict())
+    assert [reloaded.select(accumulated, 1600, 0).nnz for _ in range(3)] == counts[3:]
+    assert counts != [Sampled(seed=9).select(accumulated, 1600, 0).nnz for _ in range(6)]

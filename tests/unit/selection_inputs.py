@@ -1,13 +1,11 @@
-"""What RedSync's selectors are tried on, and what they promise of it."""
+"""Awkward inputs of selectors."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from sparsync import SparseVector, kernels
-
-from .strategies import same_vector, smallest
+from .strategies import smallest
 
 INF, NAN = float("inf"), float("nan")
 SIZE = 1000
@@ -44,16 +42,3 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 NAMES = list(inputs(torch.float32))
-
-
-def largest(accumulated: Tensor, k: int) -> SparseVector:
-    positions = kernels.top(accumulated, k)
-    return SparseVector(positions, accumulated[positions], accumulated.numel())
-
-
-def check_promise(accumulated: Tensor, k: int, selected: SparseVector) -> None:
-    """K to 2k entries, all of them the largest; or all that are not zero, if fewer than k."""
-    selected.check()
-    nnz = int((accumulated != 0).sum())
-    assert min(k, nnz) <= selected.nnz <= 2 * max(k, 0)
-    same_vector(selected, largest(accumulated, selected.nnz))

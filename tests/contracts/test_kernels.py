@@ -33,7 +33,6 @@ def native_backend(isa):
 
 BACKENDS = {
     "door": kernels,
-    "torch": specification,
     **{f"native {isa}": native_backend(isa) for isa in native.instruction_sets()},
 }
 

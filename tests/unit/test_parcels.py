@@ -175,14 +175,6 @@ def test_an_element_beyond_the_vector_is_refused():
         assert refused == 2
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 100])
-def test_ties_go_to_the_lower_index(k):
-    v = SparseVector(torch.arange(0, 70, 7), torch.tensor([1.0, -2.0] * 5), 70)
-    parcels = encode_dealt(Packed(), v, world_size=3, rank=0, limit=70)
-    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
-    same_vector(decode_undealt(Packed(), messages, 70, k, v), v.top(k))
-
-
 def test_unordered_entries_are_refused():
     v = SparseVector(torch.tensor([5, 2]), torch.tensor([1.0, 2.0]), 9)
     with pytest.raises(ConfigurationError, match="ascend"):

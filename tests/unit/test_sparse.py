@@ -31,16 +31,6 @@ def test_from_dense_keeps_what_is_not_zero_and_to_dense_restores_it(dense):
     same(sparse.to_dense(), dense + 0.0)  # + 0.0 turns -0.0 into 0.0
 
 
-def test_density_of_nothing_is_zero():
-    assert SparseVector.empty(0, torch.zeros(1)).density == 0.0
-    assert vector([1], [2.0], 4).density == 0.25
-
-
-def test_empty_takes_dtype_from_like():
-    empty = SparseVector.empty(7, torch.zeros(1, dtype=torch.bfloat16)).check()
-    assert (empty.nnz, empty.size, empty.values.dtype) == (0, 7, torch.bfloat16)
-
-
 # ---- merge ---------------------------------------------------------------------------------------
 
 
@@ -52,17 +42,6 @@ def test_merge_is_the_dense_sum_in_rank_order(parts):
         total = total + part
     same(merged.to_dense(), total)
     assert bool((merged.values != 0).all())
-
-
-def test_merge_folds_from_the_left():
-    one, big, minus_big = (vector([0], [x], 1) for x in (1.0, 1e8, -1e8))
-    assert SparseVector.merge([big, minus_big, one]).values.tolist() == [1.0]
-    assert SparseVector.merge([big, one, minus_big]).nnz == 0  # the 1 is rounded away
-
-
-def test_merge_keeps_opposite_infinities_as_nan():
-    merged = SparseVector.merge([vector([3], [x], 9) for x in (float("inf"), float("-inf"))])
-    assert merged.indices.tolist() == [3] and bool(merged.values.isnan())
 
 
 def test_merge_within_leaves_out_what_is_elsewhere():
@@ -93,13 +72,6 @@ def test_split_then_embed_then_join_is_the_identity(data, whole):
     same_vector(SparseVector.join(placed), whole)
 
 
-@given(st.data(), sparse_vectors())
-def test_split_is_slice_for_every_region(data, whole):
-    boundaries = data.draw(boundaries_of(whole.size))
-    for i, part in enumerate(whole.split(boundaries)):
-        same_vector(part, whole.slice(boundaries[i], boundaries[i + 1]))
-
-
 @given(st.data(), dense_tensors())
 def test_slice_is_the_slice_of_the_dense_vector(data, dense):
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(dense))] * 2)))
@@ -126,18 +98,6 @@ def test_restrict_keeps_the_common_indices(whole, wanted):
     same(kept.values, whole.to_dense()[common])
 
 
-@given(sparse_vectors(), st.integers(0, 40))
-def test_top_keeps_the_largest_and_of_ties_the_first(whole, k):
-    def order(at):
-        value = abs(whole.values[at].item())
-        return (-value if value == value else float("-inf"), value == value, at)  # NaN first
-
-    expected = sorted(sorted(range(whole.nnz), key=order)[:k])
-    kept = whole.top(k).check()
-    same(kept.indices, whole.indices[expected])
-    same(kept.values, whole.values[expected])
-
-
 @pytest.mark.parametrize(
     "which",
     [torch.tensor([False, True, True]), torch.tensor([1, 2]), slice(1, 3)],
@@ -149,12 +109,6 @@ def test_keep_takes_a_mask_or_positions_or_a_slice(which):
 
 
 # ---- arithmetic and checks -----------------------------------------------------------------------
-
-
-def test_subtract_from_touches_only_its_entries():
-    dense = torch.tensor([1.0, 2.0, 3.0])
-    vector([1], [0.5], 3).subtract_from_(dense)
-    assert dense.tolist() == [1.0, 1.5, 3.0]
 
 
 def test_isfinite_marks_nan_and_infinity():
@@ -178,11 +132,6 @@ def test_isfinite_marks_nan_and_infinity():
 def test_check_says_what_is_wrong(broken, says):
     with pytest.raises(ConfigurationError, match=says):
         broken.check()
-
-
-def test_check_returns_the_vector_itself():
-    good = vector([0, 3], [1.0, 2.0], 4)
-    assert good.check() is good
 
 
 def test_a_dense_vector_is_its_tensor():

@@ -1,7 +1,12 @@
+"""The Triton kernels: compiled where a GPU is, else interpreted on CPU tensors."""
+
+import importlib
+import importlib.util
 import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,14 +14,63 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsync import WireFormatError
+from sparsync.cli.bench import kernels as bench
+from sparsync.cli.bench.kernels import Backend, Messages
+from sparsync.kernels import packing
 from sparsync.kernels import reference as spec
 
 from .strategies import dense_tensors, palette
-from .triton_backend import DEVICE, identical, interpreter, load, numpy_warns, on  # noqa: F401
 
-triton = load("sparsync.kernels.triton")
-pytestmark = numpy_warns
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter computes in NumPy, which warns where a float overflows or is NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+
+@contextmanager
+def interpreting():
+    """Have Triton interpret kernels where there is no GPU, both when it is imported and when it runs."""
+    with pytest.MonkeyPatch.context() as environment:
+        if DEVICE == "cpu":
+            environment.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    with interpreting():
+        yield
+
+
+def load():
+    """Import the backend, or skip all tests."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton: pip install 'sparsync[triton]'", allow_module_level=True)
+    with interpreting():
+        module = importlib.import_module("sparsync.kernels.triton")
+    if DEVICE == "cpu" and type(module.device.positions).__name__ != "InterpretedFunction":
+        # no reason to skip: in the usual order of tests nothing imports Triton before
+        raise RuntimeError("something imported Triton before, for a GPU; run this file by itself")
+    return module
+
+
+def on(*tensors):
+    """The same tensors on the backend's device, as one or as a tuple."""
+    moved = tuple(t.to(DEVICE) for t in tensors)
+    return moved[0] if len(moved) == 1 else moved
+
+
+def identical(mine, expected):
+    """Equal in shape, dtype and every bit; any NaN equals any NaN."""
+    assert (mine.dtype, mine.shape) == (expected.dtype, expected.shape)
+    if mine.is_floating_point():
+        nan = mine.isnan()
+        assert torch.equal(nan, expected.isnan())
+        mine, expected = (x.masked_fill(nan, 0).view(torch.int32) for x in (mine, expected))
+    assert torch.equal(mine, expected)
+
+
+triton = load()
 few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
 # around one block, and several of which the last is not full
 SIZES = [0, 1, triton.BLOCK - 1, triton.BLOCK, triton.BLOCK + 1, 2 * triton.BLOCK + 900]
@@ -179,6 +233,124 @@ def test_in_place_kernels_equal_the_specification(kernel):
         returned = getattr(triton, kernel)(mine, indices[:many], values[:many])
         identical(mine, getattr(spec, kernel)(expected, indices[:many], values[:many]))
         assert returned is mine
+
+
+# ---- packing --------------------------------------------------------------------------------------
+
+
+FORMS = [packing.BF16, packing.INT8, packing.FP32]
+SHAPES = [
+    (0, 5000),
+    (1, 1),
+    (1, 1 << 32),
+    (10, 10),
+    (3, 11),
+    (3, 12),
+    (2500, 10_000),
+    (5000, 1 << 32),
+]
+
+
+def ascending(nnz, size, seed=0):
+    """About ``nnz`` indices below ``size``, the first and the last among them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.rand(nnz, generator=generator, dtype=torch.float64) * size).long()
+    return torch.cat([drawn, torch.tensor([0, size - 1][:nnz], dtype=torch.int64)]).unique()
+
+
+def awkward(n):
+    """Ordinary values, any bits, denormals whose scale underflows, and what is not finite."""
+    generator = torch.Generator().manual_seed(n)
+    bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
+    special = [0.0, -0.0, 1e-45, -1e-45, 1e-43, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]
+    ordinary = torch.randn(n, generator=generator)
+    parts = [ordinary, bits.view(torch.float32), torch.tensor(special), 1e-43 * ordinary]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("nnz", "size"), SHAPES)
+def test_indices_are_packed_like_the_specification(nnz, size):
+    indices = on(ascending(nnz, size))
+    packed = triton.pack_indices(indices, size)
+    identical(packed, packing.pack_indices(indices, size))
+    identical(triton.unpack_indices(packed, len(indices), size), indices)
+    shifted = torch.cat([packed[:0].new_zeros(3), packed])[3:]  # a message has values before them
+    identical(triton.unpack_indices(shifted, len(indices), size), indices)
+
+
+@few
+@given(st.integers(1, 3000), st.data())
+def test_any_indices_come_back(size, data):
+    drawn = data.draw(st.sets(st.integers(0, size - 1), max_size=60))
+    indices = on(torch.tensor(sorted(drawn), dtype=torch.int64))
+    packed = triton.pack_indices(indices, size)
+    identical(packed, packing.pack_indices(indices, size))
+    identical(triton.unpack_indices(packed, len(indices), size), indices)
+
+
+def outcome(unpack, *arguments):
+    try:
+        return unpack(*arguments).tolist()
+    except WireFormatError as error:
+        return str(error)
+
+
+@few
+@given(
+    st.sampled_from([(3, 11), (40, 50), (60, 4000), (5, 1 << 32)]),
+    st.integers(0),
+    st.integers(1, 255),
+)
+def test_corrupt_indices_are_refused_like_by_the_specification(case, at, flipped):
+    nnz, size = case
+    indices = on(ascending(nnz, size))
+    packed = triton.pack_indices(indices, size)
+    packed[at % len(packed)] ^= flipped
+    expected = outcome(packing.unpack_indices, packed, len(indices), size)
+    assert outcome(triton.unpack_indices, packed, len(indices), size) == expected
+
+
+def test_hostile_bytes_are_refused():
+    with pytest.raises(WireFormatError, match="0 bits set"):
+        triton.unpack_indices(on(torch.zeros(500, dtype=torch.uint8)), 1000, 2000)
+    with pytest.raises(WireFormatError, match="4000 bits set"):
+        triton.unpack_indices(on(torch.full((500,), 255, dtype=torch.uint8)), 1000, 1000)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block", [1, 100, 128, 3000])
+def test_values_are_packed_like_the_specification(form, block):
+    for values in on(torch.empty(0), torch.zeros(300), torch.ones(1), awkward(2000)):
+        packed = triton.pack_values(values, form, block)
+        identical(packed, packing.pack_values(values, form, block))
+        unpacked = triton.unpack_values(packed, len(values), form, block)
+        identical(unpacked, packing.unpack_values(packed, len(values), form, block))
+
+
+@few
+@given(dense_tensors(dtype=torch.float32), st.sampled_from(FORMS), st.integers(1, 9))
+def test_any_values_are_packed_like_the_specification(values, form, block):
+    identical(
+        triton.pack_values(on(values), form, block), packing.pack_values(on(values), form, block)
+    )
+
+
+@few
+@given(
+    st.sampled_from(FORMS), st.integers(1, 50), st.integers(1, 9), st.integers(0, 3), st.randoms()
+)
+def test_any_bytes_are_some_values(form, nnz, block, offset, random):
+    raw = random.randbytes(offset + packing.value_bytes(nnz, form, block))
+    packed = on(torch.tensor(list(raw), dtype=torch.uint8))[offset:]
+    unpacked = triton.unpack_values(packed, nnz, form, block)
+    identical(unpacked, packing.unpack_values(packed, nnz, form, block))
+
+
+def test_the_bench_compares_the_triton_kernels(monkeypatch):
+    backend = Backend("triton", triton, Messages(triton))
+    monkeypatch.setattr(bench, "backend_of", lambda device: backend)
+    rows = bench.bench_kernels(DEVICE, 9000, 0.05, repetitions=1)
+    assert {row.kernel: row.equal for row in rows} == {row.kernel: True for row in rows}
 
 
 # ---- the backend as a whole -----------------------------------------------------------------------

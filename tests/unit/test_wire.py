@@ -225,14 +225,6 @@ def test_one_more_entry_never_takes_fewer_bytes(drawn, nnz, more):
     assert codec.nbytes(nnz, size) <= codec.nbytes(nnz + 1, size)
 
 
-@given(messages((Coo, Packed, SparseQsgd)), st.integers(16, 1 << 20), st.integers(0, 1 << 32))
-def test_entries_within_is_the_largest_number_that_fits(drawn, budget, size):
-    codec = drawn[0]
-    nnz = codec.entries_within(budget, size)
-    assert codec.nbytes(nnz, size) <= budget
-    assert nnz == size or codec.nbytes(nnz + 1, size) > budget
-
-
 def test_a_budget_below_an_empty_message_is_refused():
     with pytest.raises(ConfigurationError, match=r"15 bytes cannot hold .* takes 16"):
         Packed().entries_within(15, 100)
@@ -254,11 +246,6 @@ def test_a_budget_below_an_empty_message_is_refused():
 )
 def test_parts_tell_header_index_and_value_bytes_apart(codec, shape, parts):
     assert codec.parts(*shape) == parts
-
-
-@pytest.mark.parametrize(("codec", "bits"), [(Qsgd(4), 4), (Signs(), 9 / 8)])
-def test_a_large_dense_message_takes_few_bits_per_element(codec, bits):
-    assert 8 * codec.nbytes(1 << 20, 1 << 20) / (1 << 20) == pytest.approx(bits, rel=0.01)
 
 
 # ---- streams ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import builtins
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ __all__ = [
     "Vector",
     "as_vector",
     "combine",
-    "delta",
     "densify",
     "fold",
 ]
@@ -47,8 +47,8 @@ class SparseVector:
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 3.0, 0.0, -1.0]))
-        >>> v.indices.tolist(), v.values.tolist(), v.nnz, v.density
-        ([1, 3], [3.0, -1.0], 2, 0.5)
+        >>> v.indices.tolist(), v.values.tolist(), v.nnz
+        ([1, 3], [3.0, -1.0], 2)
     """
 
     indices: Tensor
@@ -114,28 +114,13 @@ class SparseVector:
         """Number of stored elements."""
         return self.indices.numel()
 
-    @property
-    def density(self) -> float:
-        """Stored fraction ``nnz / size``; 0 for an empty vector."""
-        return self.nnz / self.size if self.size else 0.0
-
-    def slice(self, start: int, stop: int) -> SparseVector:
-        """Return the region ``[start, stop)`` with indices relative to ``start`` (views)."""
-        bounds = torch.tensor([start, stop], dtype=torch.int64, device=self.indices.device)
-        low, high = torch.searchsorted(self.indices, bounds).tolist()
-        return SparseVector(self.indices[low:high] - start, self.values[low:high], stop - start)
-
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
         """Cut into the regions ``[boundaries[i], boundaries[i + 1])``, in one search."""
         cuts = torch.tensor(list(boundaries), dtype=torch.int64, device=self.indices.device)
-        at = torch.searchsorted(self.indices, cuts).tolist()
+        places = pairwise(torch.searchsorted(self.indices, cuts).tolist())
         return [
-            SparseVector(
-                self.indices[at[i] : at[i + 1]] - boundaries[i],
-                self.values[at[i] : at[i + 1]],
-                boundaries[i + 1] - boundaries[i],
-            )
-            for i in range(len(boundaries) - 1)
+            SparseVector(self.indices[low:high] - start, self.values[low:high], stop - start)
+            for (low, high), (start, stop) in zip(places, pairwise(boundaries), strict=True)
         ]
 
     def embed(self, start: int, size: int) -> SparseVector:
@@ -262,26 +247,6 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     return int((~torch.isfinite(values)).nonzero()[0])
 
 
-# ---- streams: sparse as long as that pays ---------------------------------------------------------
-
-
-def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
-    """Return the most entries for which sparse takes no more bytes than dense: ``N i / (c + i)``.
-
-    Args:
-        size: number of elements N.
-        value_bytes: of one value (isize).
-        index_bytes: of one index (c).
-
-    Example:
-        >>> delta(1000, value_bytes=4), delta(1000, value_bytes=8)
-        (500, 666)
-
-    References: SparCML, section 5.1.
-    """
-    return size * value_bytes // (index_bytes + value_bytes)
-
-
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
     """Return ``a operation b``: sparse if both are and the result surely is, else dense.
 
@@ -358,7 +323,7 @@ def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> S
     return SparseVector(union[stored], values[stored], a.size)
 
 
-# ---- vectors of users ---------------------------------------------------------------------------
+# ---- vectors of users -------------------------------------------------------------------------------
 
 
 def as_vector(vector: Any) -> Vector:

@@ -14,7 +14,7 @@ from sparsync.collectives.costs import (
     lower_bound_words,
     sum_bound_words,
 )
-from sparsync.sparse import DenseVector, SparseVector, delta
+from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import StreamCodec
 from sparsync.wire.base import HEADER_BYTES
@@ -144,7 +144,7 @@ def test_topkdsa_switches_to_dense_exactly_beyond_delta():
     """A region of n / P elements turns dense with its (delta + 1)-th entry."""
     world_size, width = 4, 100
     size = world_size * width
-    most = delta(width, value_bytes=4)
+    most = width // 2  # delta: an index takes as many bytes as a value
 
     def total(entries):
         async def program(comm):
@@ -177,7 +177,7 @@ def test_dense_results_cannot_beat_lemma_5_2(world_size):
     """Once the result exceeds delta, delta words must be received."""
     size = 4 * K
     bound = sum_bound_words(Job(size, size, world_size))
-    assert bound == delta(size, value_bytes=4)
+    assert bound == size // 2  # delta of four-byte values
 
     async def program(comm):
         generator = torch.Generator().manual_seed(comm.rank)

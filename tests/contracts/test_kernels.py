@@ -183,26 +183,14 @@ def streams_of(make, size, count, density):
 @every_backend
 @every_vector
 @pytest.mark.parametrize(
-    ("size", "density"), [(0, 1.0), (1, 1.0), (1000, 0.0), (1000, 1.0), (200_000, 0.01)]
+    ("size", "density"),
+    [(0, 1.0), (1, 1.0), (1000, 0.0), (1000, 1.0), (200_000, 0.01), (200_000, 1.0)],
 )
 def test_merge(backend, make, size, density):
-    for count in (1, 2, 5):
-        streams = streams_of(make, size, count, density)
-        merged, expected = backend.merge(streams, size), specification.merge(streams, size)
-        same(merged[0], expected[0])
-        same_sums(merged[1], expected[1])
-
-
-@every_backend
-@every_vector
-@pytest.mark.parametrize(
-    ("size", "density"), [(0, 1.0), (1, 1.0), (1000, 1.0), (200_000, 0.01), (200_000, 1.0)]
-)
-def test_merge_within(backend, make, size, density):
     some = (torch.rand(size, generator=torch.Generator().manual_seed(9)) < 0.3).nonzero().flatten()
     for count in (1, 2, 3):
         streams = streams_of(make, size, count, density)
-        for among in (unaligned(some, 1), some[:0], torch.arange(size)):
+        for among in (None, unaligned(some, 1), some[:0], torch.arange(size)):
             merged = backend.merge(streams, size, among)
             expected = specification.merge(streams, size, among)
             same(merged[0], expected[0])
@@ -210,27 +198,16 @@ def test_merge_within(backend, make, size, density):
 
 
 @every_backend
-def test_merge_within_few_places_far_apart(backend):
-    size = 1 << 50
-    places = torch.tensor([0, 65_535, 65_536, 1 << 33, (1 << 33) + 1, size - 1])
-    streams = [(places, torch.arange(1.0, 7.0)), (places[2:3], torch.tensor([-3.0]))]
-    among = torch.tensor([65_535, 65_536, 70_000, 1 << 33, size - 1])
-    indices, values = backend.merge(streams, size, among)
-    assert indices.tolist() == [65_535, 1 << 33, size - 1] and values.tolist() == [2.0, 4.0, 6.0]
-
-
-@every_backend
 def test_merge_of_few_entries_far_apart(backend):
     size = 1 << 50
     places = torch.tensor([0, 65_535, 65_536, 1 << 33, (1 << 33) + 1, size - 1])
-    streams = [
-        (places, torch.ones(6)),
-        (places[3:4], -torch.ones(1)),
-        (places[:0], torch.ones(0)),
-    ]
-    indices, values = backend.merge(streams, size)
-    assert indices.tolist() == [0, 65_535, 65_536, (1 << 33) + 1, size - 1]
-    assert values.tolist() == [1.0] * 5
+    streams = [(places, torch.arange(1.0, 7.0)), (places[2:4], torch.tensor([-3.0, 1.0]))]
+    indices, values = backend.merge([*streams, (places[:0], torch.ones(0))], size)
+    assert indices.tolist() == [0, 65_535, 1 << 33, (1 << 33) + 1, size - 1]
+    assert values.tolist() == [1.0, 2.0, 5.0, 5.0, 6.0]
+    among = torch.tensor([65_535, 65_536, 70_000, 1 << 33, size - 1])
+    indices, values = backend.merge(streams, size, among)
+    assert indices.tolist() == [65_535, 1 << 33, size - 1] and values.tolist() == [2.0, 5.0, 6.0]
 
 
 @every_backend
@@ -308,3 +285,15 @@ def test_threads_change_nothing(isa, threads, monkeypatch):
         same(torch.cat([r, h]), torch.cat([x + g, x]))
         dense = backend.scatter_(r, expected[0], expected[1])
         same(dense, specification.scatter_(h, *expected))
+
+
+@pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8, 64])
+@pytest.mark.parametrize("start", [0, 2**31 - 50, 2**32 - 50, 2**45])
+def test_deal_and_undeal(world_size, start):
+    indices = start + torch.randperm(5000, generator=torch.Generator().manual_seed(0)).sort().values
+    dealt, expected = (k.deal(indices, world_size) for k in (native, specification))
+    assert torch.equal(dealt[0], expected[0]) and torch.equal(dealt[1], expected[1])
+    assert dealt[2] == expected[2]
+    back = native.undeal(dealt[1], 0, world_size)
+    assert torch.equal(back, specification.undeal(dealt[1], 0, world_size))

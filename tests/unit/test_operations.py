@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
 from sparsync.reduction import OPERATIONS, SUM, Reduction, reduction
-from sparsync.sparse import combine, delta, densify, fold
+from sparsync.sparse import combine, densify, fold
 
 from .strategies import same
 
@@ -110,12 +110,6 @@ def test_operands_keep_their_order():
     for first in (a, densify(a)):
         for second in (b, densify(b)):
             assert combine(first, second, left).to_dense().tolist() == [0.0, 5.0, 0.0]
-
-
-def test_delta_is_where_sparse_and_dense_take_the_same_bytes():
-    assert delta(1200, value_bytes=4) * 8 == 1200 * 4
-    assert delta(1200, value_bytes=8, index_bytes=4) * 12 == 1200 * 8
-    assert delta(1200, value_bytes=2, index_bytes=4) * 6 == 1200 * 2
 
 
 def test_names_are_known_and_users_may_bring_their_own():

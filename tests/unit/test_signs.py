@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 import torch
@@ -19,11 +20,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def layers_of(original: SparseVector, codec: SignMean) -> list[SparseVector]:
-    layers, start = [], 0
-    for width in codec.layers or (original.size,):
-        layers.append(original.slice(start, start + width))
-        start += width
-    return layers
+    return original.split([0, *accumulate(codec.layers or (original.size,))])
 
 
 @pytest.mark.parametrize("form", ["coo", "packed"])

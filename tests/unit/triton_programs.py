@@ -18,8 +18,6 @@ SIGNATURES = {
     "count_top": ("*i32", "*i64", "*i32", "i32", B),
     "compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
     "scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
-    "count_members": ("*i64", "*i64", "*i32", "*i32", "i32", "i32", "i32", B),
-    "count_keys": ("*i32", "*i64", "*i64", "i32", "i32", "i32", B),
     "encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
     "count_ones": ("*u8", "*i32", "i32", "i32", B),
     "decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),

@@ -146,7 +146,7 @@ def _any(total: Vector, slot: Slot) -> bool:
     end = slot.start + slot.size
     if isinstance(total, DenseVector):
         return bool(total.values[slot.start : end].any())
-    return bool(total.slice(slot.start, end).values.any())
+    return bool(total.split([slot.start, end])[0].values.any())
 
 
 def _packed(places: Iterable[int], count: int) -> bytes:

@@ -87,8 +87,11 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
     """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64."""
-    mine = magnitude_keys(values).to(torch.int64).sort().values
-    return mine.numel() - torch.searchsorted(mine, keys.to(torch.int64).contiguous())
+    mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
+    reached = torch.searchsorted(keys, mine, right=True)  # how many of the keys, by every value
+    counts = keys.new_zeros(keys.numel() + 1)
+    counts.index_add_(0, reached, torch.ones_like(reached))
+    return counts.flip(0).cumsum(0).flip(0)[1:]
 
 
 def magnitude_keys(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Final
 
 from sparsync.selection.base import Selector
 from sparsync.selection.blockwise import Blockwise
-from sparsync.selection.everything import Everything
-from sparsync.selection.exact import Exact, ExactState
+from sparsync.selection.exact import Everything, Exact, ExactState
 from sparsync.selection.gaussian import GaussianK
 from sparsync.selection.redsync import BinarySearch, BySize, Layered, OneSigned, Trimmed
 from sparsync.selection.reused import Reused, ReusedState

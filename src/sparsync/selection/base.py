@@ -13,7 +13,7 @@ from sparsync import kernels
 from sparsync.sparse import SparseVector, Vector
 from sparsync.state import Stateful
 
-__all__ = ["Selector", "largest", "mixed_seed", "reaching"]
+__all__ = ["Selector", "largest", "mixed_seed", "reaching", "room", "smallest_key"]
 
 
 class Selector(Stateful):
@@ -37,16 +37,11 @@ class Selector(Stateful):
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return which entries to collect in the pass that accumulates, where it costs next to nothing.
 
-        Asked before the step's gradients are accumulated, with the state of the last step.
-
-        Args:
-            k: as for ``select``.
-            step: likewise.
-            dtype: of the residual.
+        Asked for the ``select`` of this k and step, before the step's gradients are accumulated.
 
         Returns:
-            The smallest magnitude, as a key (``kernels.magnitude_keys``), and the largest number of
-            entries: if more reach it, nothing is collected.  None: nothing is needed.
+            The smallest magnitude, as a key (``kernels.magnitude_keys`` of ``dtype``), and the largest
+            number of entries: if more reach it, nothing is collected.  None: nothing is needed.
         """
         return None
 
@@ -78,6 +73,16 @@ def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseV
     """Select all entries of at least a magnitude; None if they are more than ``limit``."""
     found = kernels.find(accumulated, key, limit)
     return None if found is None else SparseVector(*found, accumulated.numel())
+
+
+def smallest_key(selected: SparseVector) -> int | None:
+    """Return the smallest magnitude, as a key; None of no entries."""
+    return int(kernels.magnitude_keys(selected.values).min()) if selected.nnz else None
+
+
+def room(k: int) -> int:
+    """Return how many entries may reach a reused threshold before the collecting pass gives up."""
+    return 4 * k + 64
 
 
 def mixed_seed(seed: int, step: int) -> int:

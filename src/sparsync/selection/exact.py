@@ -1,4 +1,4 @@
-"""Exact top-k: the k entries of largest magnitude, on every step, without sorting n."""
+"""Everything, and exact top-k: the k entries of largest magnitude on every step, without sorting n."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.selection.base import Selector, largest
-from sparsync.sparse import SparseVector
+from sparsync.sparse import DenseVector, SparseVector
 
-__all__ = ["Exact", "ExactState"]
+__all__ = ["Everything", "Exact", "ExactState"]
 
 # times k: error feedback piles entries up just below the threshold, 5 % lower there are twice as many
 _AIM = 2.0
@@ -110,3 +110,17 @@ def _factor(collected: int | None, k: int) -> float:
         return 0.5
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
+
+
+@final
+class Everything(Selector):
+    """Selects all n entries, as a dense vector: what the dense baseline sends.
+
+    Cost: none.   State: none.   Differs from the paper: nothing.
+    """
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> DenseVector:
+        """Return the accumulated gradient itself (not a copy)."""
+        return DenseVector(accumulated)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Selector, largest, reaching
-from sparsync.selection.everything import Everything
-from sparsync.selection.exact import Exact
+from sparsync.selection.base import Selector, largest, reaching, room, smallest_key
+from sparsync.selection.exact import Everything, Exact
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import parse_parts
 
@@ -53,8 +52,7 @@ class Trimmed(Selector):
         a selection among the survivors.
     State: none.
     Differs from the paper: the loop ends when at least k entries reach the threshold (printed: it goes
-    on while more than k do, with a threshold that is not set yet); all thresholds are counted in one
-    pass; the walk ends at the mean; deterministic under ties.
+    on while more than k do); all thresholds are counted in one pass; the walk ends at the mean.
 
     Example:
         >>> accumulated = torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -92,8 +90,8 @@ class BinarySearchState:
     """State that is carried from step to step.
 
     Attributes:
-        threshold_key: the magnitude that the last search ended at, as the integer of
-            ``kernels.magnitude_keys``; None before a search with a non-zero entry.
+        threshold_key: the magnitude that the last search ended at, as a key; None before a search with
+            a non-zero entry.
         served: calls that it has served, the search itself included.
     """
 
@@ -120,8 +118,8 @@ class BinarySearch(Selector):
         cap: of k, on calls that reuse; None: no cap, as published.
 
     Cost: a search: mean and maximum of n elements, and at most n comparisons in each of
-        ``ceil(log2(1 / eps))`` trials (one of more than 2k entries stops there); a call that reuses: n
-        comparisons, inside the pass that accumulates.
+        ``ceil(log2(1 / eps))`` trials; a call that reuses: n comparisons, inside the pass that
+        accumulates.
     State: ``BinarySearchState``.
     Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
     k entries lower the upper one (printed: fewer than k/2); exact where ``eps`` ends the search; the cap.
@@ -156,7 +154,7 @@ class BinarySearch(Selector):
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Collect what reaches the threshold, on the calls that reuse it."""
         known = self._known()
-        return None if known is None or k <= 0 else (known, 4 * k + 64)
+        return None if known is None or k <= 0 else (known, room(k))
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
@@ -167,8 +165,7 @@ class BinarySearch(Selector):
         known = self._known()
         if known is not None:
             limit = accumulated.numel() if self.cap is None else math.floor(self.cap * k)
-            room = None if self.cap is None else limit
-            reached = collected or reaching(accumulated, known, room)
+            reached = collected or reaching(accumulated, known, None if self.cap is None else limit)
             selected = largest(accumulated, limit) if reached is None else reached.top(limit)
             if selected.nnz:
                 self.state = BinarySearchState(known, self.state.served + 1)
@@ -196,8 +193,7 @@ class BinarySearch(Selector):
             else:
                 return key, reached
         selected = largest(accumulated, k)
-        keys = kernels.magnitude_keys(selected.values)
-        return int(keys.min()) if selected.nnz else None, selected
+        return smallest_key(selected), selected
 
 
 @final
@@ -222,7 +218,7 @@ class BySize(Selector):
 
     Cost: that of the method.   State: that of ``BinarySearch``; the others have none.
     Differs from the paper: the counter of the reuse outlives the call (printed: it is set to 0 in every
-    call); the exact tier collects nothing in the pass that accumulates.
+    call).
 
     Example:
         >>> policy = BySize()

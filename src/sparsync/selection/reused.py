@@ -1,7 +1,4 @@
-"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between.
-
-With "auto", exact when it has to be: the threshold is renewed when the count leaves a band around k.
-"""
+"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Selector, largest, reaching
+from sparsync.selection.base import Selector, largest, reaching, room, smallest_key
 from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
@@ -28,8 +25,8 @@ class ReusedState:
     """State that is carried from step to step.
 
     Attributes:
-        threshold_key: magnitude of the k-th largest entry at the last exact step, as the integer
-            of ``kernels.magnitude_keys``; None before the first exact step with a non-zero entry.
+        threshold_key: magnitude of the k-th largest entry at the last exact step, as a key; None before
+            the first exact step with a non-zero entry.
     """
 
     threshold_key: int | None = None
@@ -107,8 +104,8 @@ class Reused(Selector):
         if known is None:
             return None
         if self.threshold_period == "auto":
-            return _lowest(known, dtype), 2 * _room(k)
-        return known, _room(k)
+            return _lowest(known, dtype), 2 * room(k)
+        return known, room(k)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
@@ -120,11 +117,11 @@ class Reused(Selector):
         limit = accumulated.numel() if self.cap is None else max(math.floor(self.cap * k), 1)
         if self.threshold_period == "auto":
             lowest = _lowest(known, accumulated.dtype)
-            collected = collected or reaching(accumulated, lowest, 2 * _room(k))
-            collected = collected or reaching(accumulated, known, _room(k))
+            collected = collected or reaching(accumulated, lowest, 2 * room(k))
+            collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
-        room = None if self.cap is None else max(limit, _room(k))
-        reached = collected or reaching(accumulated, known, room)
+        most = None if self.cap is None else max(limit, room(k))
+        reached = collected or reaching(accumulated, known, most)
         if reached is None:  # more than there is room for reach it: the largest of them
             return largest(accumulated, limit)
         if self.floor is None or reached.nnz >= min(k, self.floor * k):
@@ -155,8 +152,7 @@ class Reused(Selector):
 
     def _renew(self, selected: SparseVector) -> SparseVector:
         """Take the smallest magnitude of an exact selection as the threshold."""
-        keys = kernels.magnitude_keys(selected.values)
-        self.state = ReusedState(int(keys.min()) if selected.nnz else None)
+        self.state = ReusedState(smallest_key(selected))
         return selected
 
 
@@ -164,8 +160,3 @@ def _lowest(known: int, dtype: torch.dtype) -> int:
     """Return the key from which "auto" looks at entries."""
     _, octave = kernels.key_range(dtype)
     return max(known - round(_MARGIN * octave), 1)
-
-
-def _room(k: int) -> int:
-    """Return how many entries a reused threshold may find before the pass that accumulates gives up."""
-    return 4 * k + 64

@@ -1,4 +1,4 @@
-"""The hot loops and packing on a CUDA device, for float32, in Triton.
+"""The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
 ``kernels/__init__.py`` and ``kernels/packing.py`` describe the functions; these are bit-equal to the
 specification.  Where the data decide how long a result is, the host waits once, to read that length, and
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsync.kernels import packing
 from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
-from sparsync.kernels.reference import deal, undeal
+from sparsync.kernels.reference import count_from, deal, restrict, undeal
 from sparsync.kernels.triton import device
 from sparsync.kernels.triton.language import BLOCK, blocks_of, cover, installed, launch
 
@@ -138,19 +138,6 @@ def merge(
     return found
 
 
-def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """See ``kernels.restrict``.  Cost: a binary search per index, one host synchronisation."""
-    n, others = indices.numel(), among.numel()
-    members = indices.new_empty(n, dtype=torch.int32)
-    counts = indices.new_empty(blocks_of(n), dtype=torch.int32)
-    steps = others.bit_length()
-    cover(device.count_members, n, indices, among, members, counts, n, others, steps)
-    # a mark of 1 is, as bits of a float32, the smallest key that is not zero
-    found = _compact(members.view(torch.float32), counts, key=1, limit=None)
-    assert found is not None  # without a limit, always
-    return found[0]
-
-
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """See ``kernels.subtract_``."""
     return _scatter(dense, indices, values, sign=-1)
@@ -165,15 +152,6 @@ def _scatter(dense: Tensor, indices: Tensor, values: Tensor, sign: int) -> Tenso
     n = indices.numel()
     cover(device.scatter, n, dense, indices, values, n, SIGN=sign)
     return dense
-
-
-def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """See ``kernels.count_from``.  Cost: a binary search and at most one integer atomic per value."""
-    n, bins = values.numel(), keys.numel()
-    largest_reached = values.new_zeros(bins, dtype=torch.int64)  # how often each key is that
-    arguments = (_bits(values), keys.to(torch.int64), largest_reached, n, bins, bins.bit_length())
-    cover(device.count_keys, n, *arguments)
-    return largest_reached.flip(0).cumsum(0).flip(0)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ __all__ = [
     "compact_top",
     "count_above",
     "count_digits",
-    "count_keys",
-    "count_members",
     "count_ones",
     "count_top",
     "decode_bf16",
@@ -47,23 +45,6 @@ def positions(BLOCK: tl.constexpr):
 def _keys(bits):
     """Order bits of float32 like magnitudes: the specification's ``magnitude_keys``."""
     return bits & 0x7FFFFFFF
-
-
-@jit
-def _lower_bound(sorted_ptr, count, steps, wanted, inside):
-    """For each wanted number: how many of ``count`` ascending ones are below it.
-
-    ``steps`` is ``count.bit_length()``: that many halvings end every search.
-    """
-    low = tl.zeros_like(wanted)
-    high = low + count
-    for _ in range(steps):
-        middle = (low + high) // 2
-        unsure = inside & (low < high)
-        below = tl.load(sorted_ptr + middle, mask=unsure, other=0) < wanted
-        low = tl.where(unsure & below, middle + 1, low)
-        high = tl.where(unsure & ~below, middle, high)
-    return low
 
 
 # ---- ordered selection: count per block, then compact ------------------------------------------------
@@ -205,31 +186,6 @@ def scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl
     if SIGN == -1:
         values = tl.load(targets, mask=inside, other=0.0) - values
     tl.store(targets, values, mask=inside)
-
-
-@jit
-def count_members(
-    indices_ptr, among_ptr, members_ptr, counts_ptr, n, among, steps, BLOCK: tl.constexpr
-):
-    """Mark with 1 the indices that occur among the ``among`` ascending ones; count them per block."""
-    at = positions(BLOCK)
-    inside = at < n
-    wanted = tl.load(indices_ptr + at, mask=inside, other=0)
-    place = _lower_bound(among_ptr, among, steps, wanted, inside)
-    found = tl.load(among_ptr + place, mask=inside & (place < among), other=-1)
-    members = (inside & (found == wanted)).to(tl.int32)
-    tl.store(members_ptr + at, members, mask=inside)
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(members, axis=0))
-
-
-@jit
-def count_keys(bits_ptr, keys_ptr, histogram_ptr, n, keys, steps, BLOCK: tl.constexpr):
-    """Count each element at the largest of the ``keys`` ascending ones that it reaches, if any."""
-    at = positions(BLOCK)
-    inside = at < n
-    own = _keys(tl.load(bits_ptr + at, mask=inside, other=0)).to(tl.int64)
-    reached = _lower_bound(keys_ptr, keys, steps, own + 1, inside)
-    tl.atomic_add(histogram_ptr + reached - 1, 1, mask=inside & (reached > 0), sem="relaxed")
 
 
 # ---- packing: kernels/packing.py says what the bits are ------------------------------------------------

@@ -32,18 +32,13 @@ _EXACT = MappingProxyType(
 class Packed(Codec[SparseVector]):
     """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
 
-    Values of every floating dtype are sent as
-
-    - ``"bf16"``: the nearest bfloat16, ties to even, but finite values stay finite;
-    - ``"int8"``: multiples of ``max |x| / 127`` over ``block`` consecutive entries; an entry that is
-      NaN or Inf arrives as NaN and leaves its block's scale alone;
-    - ``"fp32"``: float32.
-
     ``decoded`` holds what the receiver sees, in the dtype that was given, zeros that rounding made
     included: what is missing is the caller's to keep in the residual.
 
     Args:
-        values: how values are rounded.
+        values: "bf16": the nearest bfloat16, ties to even, but finite values stay finite; "int8":
+            multiples of ``max |x| / 127`` over ``block`` consecutive entries, where an entry that is NaN
+            or Inf arrives as NaN and leaves its block's scale alone; "fp32": float32.
         block: entries that share a scale under int8, 1 to 65535.
 
     Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits of indices, l = floor(log2(size / nnz)); 16, 8

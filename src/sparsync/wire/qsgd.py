@@ -36,11 +36,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """Rounds values at random to multiples of a block's scale, so that the expectation is exact.
-
-    Of a block of entries with scale S, x becomes ``sign(x) S j / s`` where j is ``s |x| / S`` rounded up
-    with the probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
-    """
+    """The part of both codecs that does not depend on where the values stand."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -176,6 +172,9 @@ class _Quantised(Codec[V]):
 @dataclass(eq=False)
 class Qsgd(_Quantised[DenseVector]):
     """Dense vectors, quantised at random: see ``docs/wire-format.md``.
+
+    Of a block of entries with scale S, x becomes ``sign(x) S j / s`` where j is ``s |x| / S`` rounded up
+    with the probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
 
     Unbiased: the expectation of what is decoded is the float32 that was given, to 2^-24 of its
     block's scale, without ``shrink``; that of a 16-bit dtype is then rounded to it.  An entry that is NaN

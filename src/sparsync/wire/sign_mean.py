@@ -35,17 +35,16 @@ class SignMean(Codec[SparseVector]):
     entries have one sign and one magnitude: ``OneSigned`` selection belongs to this codec.  Mixed
     signs are legal and merely lose more.
 
-    A mean is summed in float64 in the order of the indices and rounded to float32.  Finite values
-    have a finite mean; a NaN or Inf makes its whole layer NaN or Inf.  A mean that the dtype rounds
-    to zero makes explicit zeros.
+    A mean is summed in float64 and rounded to float32.  Finite values have a finite mean; a NaN or Inf
+    makes its whole layer NaN or Inf.
 
     Args:
         indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
         layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
 
     Cost: 16 bytes, 8 per layer; 4 nnz bytes of indices, or those of ``Packed``.   State: none.
-    Differs from the paper: the message is [header, (count, mean) per layer, indices], so fused layers
-    share one; packed indices; the rounding error is the caller's to keep (the paper drops it).
+    Differs from the paper: fused layers share a message; packed indices; the rounding error is the
+    caller's to keep (the paper drops it).
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 3.0, 0.0]))

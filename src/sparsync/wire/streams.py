@@ -23,8 +23,8 @@ class StreamCodec(Codec[Vector]):
     """A codec for sparse vectors and one for dense ones; the header says which a message is.
 
     Args:
-        sparse: for sparse vectors (default: coo, as in the paper).
-        dense: for dense ones (default: the values as they are).
+        sparse: for sparse vectors (default: ``Coo()``, as in the paper).
+        dense: for dense ones (default: ``Whole()``).
         factor: a vector stays sparse up to ``factor * delta`` entries, delta being where the dense
             message is no longer than the sparse one (coo: ``N i / (c + i)``).  Below 1 in practice,
             for sparse sums take longer (``benchmarks/streams.md`` measures it); None: always sparse.

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from sparsync import Links, simulate
+from sparsync import simulate
 from sparsync.collectives import OkTopk
 from sparsync.selection import Exact
+from sparsync.transports.sim import Links
 
 RANKS = (8, 16, 32)
 K = 8192

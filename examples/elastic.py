@@ -51,7 +51,7 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
     return inputs[mine], targets[mine]
 
 
-def waiting(sync: sparsync.DdpSync) -> float:
+def waiting(sync: sparsync.integrations.ddp.DdpSync) -> float:
     """Return the sum over ranks and elements of what has not been delivered."""
     values = [r.value.double().sum() for r in sync.reducer.residuals if r.value is not None]
     total = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> None:
         else:
             waiting(sync)
     except (
-        sparsync.NoCheckpointError
+        sparsync.errors.NoCheckpointError
     ):  # an unreadable checkpoint ends the job instead of being overwritten
         if rank == 0:
             print(f"{world_size} ranks begin", flush=True)

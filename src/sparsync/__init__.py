@@ -21,65 +21,38 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 ``sparsync.iallreduce`` for a handle to wait for.
 """
 
-from sparsync.api import Handle, allreduce, connect, iallreduce
+from sparsync.api import allreduce, connect, iallreduce
 from sparsync.checkpoint import load, save
 from sparsync.checkpoint.reshard import reshard
 from sparsync.collectives.base import Reduced
-from sparsync.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigurationError,
-    DeadlineError,
-    DeadlockError,
-    NoCheckpointError,
-    NonFiniteGradientError,
-    PeerError,
-    SparsyncError,
-    WireFormatError,
-)
+from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.feedback.correction import Correction
-from sparsync.feedback.schedule import DGC_RAMP, AdaptiveDensity
+from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
-from sparsync.integrations.ddp import DdpSync
 from sparsync.integrations.local_updates import LocalUpdates
 from sparsync.integrations.options import Compression, Monitoring, Sentinel, Transport
-from sparsync.presets import SPARCML_SETTINGS, Algorithm
-from sparsync.reduction import Reduction
+from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.sim import Links, simulate
+from sparsync.transports.sim import simulate
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "DGC_RAMP",
-    "SPARCML_SETTINGS",
     "AdaptiveDensity",
     "Algorithm",
-    "CheckpointError",
-    "CommunicationError",
     "Compression",
     "ConfigurationError",
     "Correction",
-    "DdpSync",
-    "DeadlineError",
-    "DeadlockError",
     "DenseVector",
-    "Handle",
-    "Links",
     "LocalAdamW",
     "LocalUpdates",
     "Monitoring",
-    "NoCheckpointError",
-    "NonFiniteGradientError",
-    "PeerError",
     "Reduced",
-    "Reduction",
     "Sentinel",
     "SparseVector",
     "SparsyncError",
     "Transport",
-    "WireFormatError",
     "allreduce",
     "attach",
     "connect",

@@ -76,7 +76,7 @@ def reduction(operation: str | Reduction) -> Reduction:
     if operation not in OPERATIONS:
         raise ConfigurationError(
             f"unknown operation {operation!r}; choose one of {', '.join(OPERATIONS)}, or give a "
-            "sparsync.Reduction with its neutral element"
+            "sparsync.reduction.Reduction with its neutral element"
         )
     return OPERATIONS[operation]
 

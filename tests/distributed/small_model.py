@@ -121,7 +121,7 @@ def all_refuse_what_is_not_finite(
         optimizer.zero_grad()
         spoiled = poison(net)
         if policy == "raise":
-            with pytest.raises(sparsync.NonFiniteGradientError, match=f"'{name}'"):
+            with pytest.raises(sparsync.errors.NonFiniteGradientError, match=f"'{name}'"):
                 backward(net, 2)
         else:
             backward(net, 2)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Correction, PeerError
+from sparsync import Correction
+from sparsync.errors import PeerError
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync import CheckpointError
+from sparsync.errors import CheckpointError
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
 from .small_model import flat

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Correction, PeerError
-from sparsync.errors import ConfigurationError
+from sparsync import Correction
+from sparsync.errors import ConfigurationError, PeerError
 from sparsync.integrations.shards import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sparsync import ConfigurationError, Correction, PeerError, Sentinel
-from sparsync.errors import CommunicationError
+from sparsync import ConfigurationError, Correction, Sentinel
+from sparsync.errors import CommunicationError, PeerError
 from sparsync.integrations import hierarchy
 from sparsync.integrations.shards import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sparsync import AdaptiveDensity, NonFiniteGradientError
+from sparsync import AdaptiveDensity
+from sparsync.errors import NonFiniteGradientError
 from sparsync.integrations.shards import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 

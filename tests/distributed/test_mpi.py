@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync import ConfigurationError, DeadlineError, PeerError, testing
+from sparsync import ConfigurationError, testing
 from sparsync.averaging import Wagma
 from sparsync.cli.bench.command import BenchSettings
 from sparsync.cli.launch import RankError, launch
 from sparsync.cli.mpiexec import mpiexec_command
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Raw

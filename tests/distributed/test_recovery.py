@@ -13,9 +13,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync import CheckpointError, ConfigurationError, PeerError, Sentinel
+from sparsync import ConfigurationError, Sentinel
 from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
+from sparsync.errors import CheckpointError, PeerError
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparsync import LocalAdamW, LocalUpdates, PeerError
+from sparsync import LocalAdamW, LocalUpdates
+from sparsync.errors import PeerError
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 

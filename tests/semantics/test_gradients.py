@@ -267,7 +267,7 @@ def _update_space_takes_no_scaler():
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (
-        ("raise", sparsync.NonFiniteGradientError, "(with a GradScaler: scaler=)"),
+        ("raise", sparsync.errors.NonFiniteGradientError, "(with a GradScaler: scaler=)"),
         ("skip", AssertionError, "No inf checks were recorded for this optimizer"),
     ):
         with attached(network(), nonfinite=policy) as (ddp, _):
@@ -316,7 +316,9 @@ def test_float16_does_not_overflow(column):
     x = torch.full((10,), 30_000.0, dtype=torch.float16)
     with attached(net, SPARSE) as (ddp, _):
         ddp(x).sum().backward()
-        with refused("NaN or Inf", "float16: > 65504", error=sparsync.NonFiniteGradientError):
+        with refused(
+            "NaN or Inf", "float16: > 65504", error=sparsync.errors.NonFiniteGradientError
+        ):
             for _ in range(5):
                 ddp.zero_grad()
                 ddp(x).sum().backward()

@@ -136,7 +136,7 @@ def test_join_at_density_1(column):
 )
 def test_join_and_overflow(column):
     with attached(network()) as (ddp, sync):
-        with refused("NaN or Inf", error=sparsync.NonFiniteGradientError), ddp.join():
+        with refused("NaN or Inf", error=sparsync.errors.NonFiniteGradientError), ddp.join():
             for step in range(BATCHES[here()]):
                 loss = mean_square(ddp, step, here())
                 (loss * float("nan") if step == 4 else loss).backward()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from sparsync import PeerError
+from sparsync.errors import PeerError
 from sparsync.transports.actors import Actor, ThreadHost
 
 

@@ -5,19 +5,10 @@ import pytest
 import torch
 from scipy import sparse
 
-from sparsync import (
-    ConfigurationError,
-    DeadlineError,
-    DenseVector,
-    Handle,
-    PeerError,
-    SparseVector,
-    allreduce,
-    connect,
-    iallreduce,
-)
+from sparsync import ConfigurationError, DenseVector, SparseVector, allreduce, connect, iallreduce
 from sparsync import simulate as simulate_ranks
-from sparsync.api import _prepare
+from sparsync.api import Handle, _prepare
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.feedback import agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve

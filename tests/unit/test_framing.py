@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import SparseVector, WireFormatError
+from sparsync import SparseVector
+from sparsync.errors import WireFormatError
 from sparsync.transports.ledger import Parts, Raw, Several
 from sparsync.wire import Coo
 from sparsync.wire.base import MessageFraming

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
-from sparsync import ConfigurationError, PeerError, simulate
+from sparsync import ConfigurationError, simulate
+from sparsync.errors import PeerError
 from sparsync.linear.exchanges import EXCHANGES
 from sparsync.linear.problem import LOSSES, LazyWeights, Penalty
 from sparsync.linear.products import Products

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, NonFiniteGradientError, simulate
+from sparsync import ConfigurationError, simulate
 from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep, sparseloco
+from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
 from sparsync.testing import check_averager
 

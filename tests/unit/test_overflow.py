@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from sparsync import ConfigurationError, Correction, NonFiniteGradientError, connect
+from sparsync import ConfigurationError, Correction, connect
+from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.scaling import rescale_, rescaled_key
 from sparsync.feedback.state import reducer_state, restore_reducer

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from sparsync import DenseVector, SparseVector, WireFormatError
+from sparsync import DenseVector, SparseVector
 from sparsync.collectives.quantized_allgather import QuantizedAllgather
+from sparsync.errors import WireFormatError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import Algorithm
 from sparsync.selection import Everything

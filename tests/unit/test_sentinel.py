@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, PeerError
+from sparsync import ConfigurationError
+from sparsync.errors import PeerError
 from sparsync.integrations.options import Sentinel
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.transports.agree import digest, divergences, heal_

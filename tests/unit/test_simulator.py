@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from sparsync import ConfigurationError, DeadlockError, Links, simulate
+from sparsync import ConfigurationError, simulate
+from sparsync.errors import DeadlockError
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
+from sparsync.transports.sim import Links
 
 LINKS = Links(alpha=1.0, beta=0.5, gamma=0.25)
 BYTES = Raw("value")

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sparsync import (
-    Algorithm,
-    DeadlineError,
-    PeerError,
-    Reduced,
-    SparseVector,
-    SparsyncError,
-    testing,
-)
+from sparsync import Algorithm, Reduced, SparseVector, SparsyncError, testing
 from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather, Collective
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.selection import Exact, Selector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Finished, Operation

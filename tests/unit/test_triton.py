@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync import WireFormatError
 from sparsync.cli.bench import kernels as bench
 from sparsync.cli.bench.kernels import Backend, Messages
+from sparsync.errors import WireFormatError
 from sparsync.kernels import packing
 from sparsync.kernels import reference as spec
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync import SparseVector, WireFormatError
+from sparsync import SparseVector
+from sparsync.errors import WireFormatError
 from sparsync.kernels import packing
 from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
 from sparsync.wire.base import Header

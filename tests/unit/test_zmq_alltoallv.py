@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from sparsync import DeadlineError, PeerError
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import rotated_alltoallv
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw

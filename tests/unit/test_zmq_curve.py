@@ -9,7 +9,8 @@ import pytest
 import zmq
 from torch.distributed import HashStore
 
-from sparsync import CommunicationError, ConfigurationError, testing
+from sparsync import ConfigurationError, testing
+from sparsync.errors import CommunicationError
 from sparsync.transports.driver import run
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import load_curve_keys, zap_reply

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from sparsync import DeadlineError, PeerError
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import Engine, run
 
 from .zmq_group import RAW, UP_TO, fails, meet, message, together

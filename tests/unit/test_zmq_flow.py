@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from sparsync import ConfigurationError, DeadlineError, PeerError
+from sparsync import ConfigurationError
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
 
 from .zmq_group import RAW, meet, message, together

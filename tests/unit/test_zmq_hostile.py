@@ -8,7 +8,7 @@ import pytest
 import torch
 import zmq
 
-from sparsync import PeerError
+from sparsync.errors import PeerError
 from sparsync.transports.zmq import make_curve_keys
 from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header, pack
 

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from sparsync import ConfigurationError, DeadlineError
+from sparsync import ConfigurationError
+from sparsync.errors import DeadlineError
 from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
 
 from .zmq_group import exchange, together

@@ -12,7 +12,7 @@ import torch
 from sparsync.algorithm import Algorithm
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import Plan, Tracker, plan
+from sparsync.cost.planner import Plan, plan
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import Vector
 from sparsync.state import parse_parts
@@ -20,22 +20,62 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["Auto", "AutoState"]
 
+_WEIGHT = 0.5  # of a new measurement in its candidate's factor
+
 
 @dataclass(frozen=True)
 class AutoState:
     """The choice, and what measurements said of the candidates.
+
+    Arithmetic alone changes it: ranks that are given the same seconds go the same way.  A candidate that
+    was never used is taken at its prediction: so each that promises enough is tried, once, and judged by
+    its own factor afterwards.
 
     Attributes:
         choice: number of the candidate in use; -1 before the first step.
         streak: comparisons in a row that favoured another.
         factors: measured over predicted seconds, of every candidate; None: never measured.
         parts: the candidates' own states.
+
+    Example:
+        >>> state = AutoState(choice=0, factors=(None, None))
+        >>> for _ in range(3):
+        ...     state = state.checked({0: 0.01, 1: 0.02}, measured=0.1, gain=0.1, patience=3)
+        >>> state.choice, state.factors
+        (1, (10.0, None))
     """
 
     choice: int = -1
     streak: int = 0
     factors: tuple[float | None, ...] = ()
     parts: tuple[Any, ...] = ()
+
+    def checked(
+        self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
+    ) -> AutoState:
+        """Return what follows from one more measurement; ``choice`` may be another one then.
+
+        Args:
+            predicted: seconds by candidate, the fastest first; without the choice, where a budget has
+                ruled it out since.
+            measured: seconds that the choice took, the same on all ranks.
+            gain: part of the measured time that another must save.
+            patience: checks in a row that must say so.
+        """
+        if self.choice not in predicted:
+            return replace(self, choice=next(iter(predicted)))
+        factors = list(self.factors)
+        fresh = measured / predicted[self.choice] if predicted[self.choice] else 1.0
+        last = factors[self.choice]
+        factors[self.choice] = fresh if last is None else fresh + (1 - _WEIGHT) * (last - fresh)
+        known = {i: 1.0 if factor is None else factor for i, factor in enumerate(factors)}
+        corrected = {i: known[i] * seconds for i, seconds in predicted.items()}
+        best = min(corrected, key=corrected.__getitem__)
+        if corrected[best] >= (1 - gain) * corrected[self.choice]:
+            return replace(self, factors=tuple(factors), streak=0)
+        if self.streak + 1 < patience:
+            return replace(self, factors=tuple(factors), streak=self.streak + 1)
+        return replace(self, choice=best, factors=tuple(factors), streak=0)
 
 
 @final
@@ -45,8 +85,7 @@ class Auto(Collective):
     The first step tells n, k and P: the plan is made, the same on all ranks.  Its entries are selected
     by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on what an
     exchange took: the least of their means, for a rank that arrives early also measures its wait for the
-    others.  ``Tracker`` turns that into a factor per candidate, and changes to another that promises
-    enough.
+    others.  That gives a factor per candidate, and a change to another that promises enough.
 
     Args:
         candidates: algorithms to choose from, which select k entries or everything.
@@ -88,9 +127,13 @@ class Auto(Collective):
             raise ConfigurationError(
                 f"auto: check_period is {check_period}; give steps >= 1, or None"
             )
+        if not 0 <= gain < 1:
+            raise ConfigurationError(f"auto: gain is {gain}; give a part in [0, 1), e.g. 0.1")
+        if not patience >= 1:
+            raise ConfigurationError(f"auto: patience is {patience}; give at least 1 check")
         self.candidates = tuple(algorithm.name for algorithm in candidates)
         self.machine, self.budget, self.check_period = machine, budget, check_period
-        self.tracker = Tracker(self.candidates[0], gain=gain, patience=patience)
+        self.gain, self.patience = gain, patience
         self._plannable = [algorithm.candidate for algorithm in candidates]
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
@@ -153,28 +196,14 @@ class Auto(Collective):
 
     async def _check(self, comm: Communicator, made: Plan) -> None:
         """Compare the mean exchange with its prediction; change to what is better."""
-        state = self._state
         mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
-        local = {p.collective: p.seconds_selection for p in made.table}
-        known = zip(self.candidates, state.factors, strict=True)
-        tracker = replace(
-            self.tracker,
-            choice=self.name,
-            factors={name: factor for name, factor in known if factor is not None},
-            streak=state.streak,
-        )
-        if self.name in local:  # else the budget has ruled it out since
-            tracker = tracker.checked(made.table, measured + local[self.name])
-        else:
-            tracker = replace(tracker, choice=made.choice)
-        self._state = replace(
-            state,
-            choice=self.candidates.index(tracker.choice),
-            streak=tracker.streak,
-            factors=tuple(tracker.factors.get(name) for name in self.candidates),
-        )
+        table = {self.candidates.index(p.collective): p for p in made.table}
+        choice = table.get(self._state.choice)
+        whole = measured + (choice.seconds_selection if choice else 0.0)
+        predicted = {i: prediction.seconds for i, prediction in table.items()}
+        self._state = self._state.checked(predicted, whole, gain=self.gain, patience=self.patience)
 
     # ---- state -----------------------------------------------------------------------------------
 

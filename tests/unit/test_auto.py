@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsync.auto import AutoState
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
@@ -139,3 +140,48 @@ def test_bad_options_are_one_line(options, word):
     with pytest.raises(ConfigurationError, match=word) as caught:
         resolve("auto", **options)
     assert "\n" not in str(caught.value)
+
+
+# ---- what follows from measurements -------------------------------------------------------------------
+
+PREDICTED = {0: 1.0, 1: 1.5, 2: 9.0}
+
+
+FRESH = AutoState(0, 0, (None,) * 3)
+
+
+def checked(measured, state=FRESH, gain=0.1, patience=3):
+    choices = []
+    for seconds in measured:
+        state = state.checked(PREDICTED, seconds, gain=gain, patience=patience)
+        choices.append(state.choice)
+    return state, choices
+
+
+def test_it_changes_after_several_checks_in_a_row():
+    assert checked([2.0, 2.0, 2.0])[1] == [0, 0, 1]
+    assert checked([2.0, 2.0, 0.5, 2.0, 2.0, 2.0, 2.0])[1] == [0] * 5 + [0, 1]
+
+
+def test_a_small_gain_is_no_reason():
+    assert checked([1.6] * 10)[1] == [0] * 10  # 1.5 is 6 % better
+    assert checked([1.6] * 10, gain=0.05)[1][-1] == 1
+
+
+def test_what_was_tried_is_judged_by_its_own_factor():
+    state, choices = checked([2.0], patience=1)
+    assert choices == [1]
+    state, choices = checked([4.5], state, patience=1)  # three times as long as predicted
+    assert choices == [0] and state.factors == (2.0, 3.0, None)
+    assert checked([2.0] * 10, state)[1] == [0] * 10  # it does not go round and round
+
+
+def test_factors_follow_the_measurements():
+    assert checked([1.2, 1.0])[0].factors[0] == pytest.approx(1.1)
+    alone = AutoState(0, 0, (None,)).checked({0: 0.0}, 1.0, gain=0.1, patience=1)
+    assert alone.factors == (1.0,)  # one rank: nothing to mend
+
+
+def test_a_choice_that_the_budget_rules_out_is_left():
+    state = AutoState(2, 0, (None,) * 3).checked({1: 1.5, 0: 2.0}, 1.0, gain=0.1, patience=3)
+    assert (state.choice, state.factors) == (1, (None,) * 3)

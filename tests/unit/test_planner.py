@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from sparsync.cost import planner
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import Tracker
-from sparsync.cost.predict import Prediction
 from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates, resolve
 
@@ -157,66 +155,3 @@ def test_extremes_are_planned(world_size, more):
 def test_bad_arguments_are_refused(more, words):
     with pytest.raises(ConfigurationError, match=words):
         plan(**{"size": 100, "world_size": 2, "machine": GIGABIT, **more})
-
-
-# ---- while training ---------------------------------------------------------------------------------
-
-
-def table(**seconds):
-    return [Prediction(name, 0.0, taken, 0, 0, "ours", 0.0) for name, taken in seconds.items()]
-
-
-TABLE = table(a=1.0, b=1.5, c=3.0)
-
-
-def checked(tracker, *measured):
-    choices = []
-    for seconds in measured:
-        tracker = tracker.checked(TABLE, seconds)
-        choices.append(tracker.choice)
-    return tracker, choices
-
-
-def test_a_tracker_changes_after_several_checks_in_a_row():
-    _, choices = checked(Tracker("a"), 2.0, 2.0, 2.0)
-    assert choices == ["a", "a", "b"]
-    _, choices = checked(Tracker("a", weight=1.0), 2.0, 2.0, 1.0, 2.0, 2.0, 2.0)
-    assert choices == ["a"] * 5 + ["b"]
-
-
-def test_a_small_gain_is_no_reason():
-    assert checked(Tracker("a"), *[1.6] * 10)[1] == ["a"] * 10  # 1.5 is 6 % better
-    assert checked(Tracker("a", gain=0.05), *[1.6] * 10)[1][-1] == "b"
-
-
-def test_what_was_tried_is_judged_by_its_own_factor():
-    tracker, _ = checked(Tracker("a", patience=1), 2.0)
-    assert tracker.choice == "b"
-    tracker, choices = checked(tracker, 4.5)  # three times as long as predicted
-    assert choices == ["a"] and dict(tracker.factors) == {"a": 2.0, "b": 3.0}
-    assert checked(tracker, *[2.0] * 10)[1] == ["a"] * 10  # it does not go round and round
-
-
-def test_factors_follow_the_measurements():
-    tracker, _ = checked(Tracker("a"), 1.2, 1.0)
-    assert tracker.factors["a"] == pytest.approx(1.1)
-    assert Tracker("z").checked(table(z=0.0), 1.0).factors["z"] == 1.0  # one rank: nothing to mend
-
-
-def test_equal_measurements_give_equal_trackers():
-    assert checked(Tracker("a"), 2.0, 1.7)[0] == checked(Tracker("a"), 2.0, 1.7)[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Tracker("a", gain=1.0), "gain is 1.0"),
-        (lambda: Tracker("a", patience=0), "patience is 0"),
-        (lambda: Tracker("a", weight=0.0), "weight is 0.0"),
-        (lambda: Tracker("d").checked(TABLE, 1.0), "d is in use but not in the plan"),
-        (lambda: Tracker("a").checked(TABLE, math.inf), "inf s were measured"),
-    ],
-)
-def test_a_tracker_refuses_what_cannot_be(make, words):
-    with pytest.raises(ConfigurationError, match=words):
-        make()

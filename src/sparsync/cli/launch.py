@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -118,24 +118,11 @@ def launch(
     # torch comes with sparsync; every optimizer imports torch._dynamo, 3 s for each rank that makes one
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
     processes, pipes = [], []
-    seats = [lab.seat(rank) if lab else None for rank in range(world_size)]
-    for rank, seat in enumerate(seats):
+    for rank in range(world_size):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child,
-            args=(
-                rank,
-                world_size,
-                store.port,
-                seat,
-                timeout,
-                theirs,
-                dict(os.environ),
-                function,
-                args,
-            ),
-            daemon=True,
-        )
+        place = _Place(rank, world_size, store.port, lab.seat(rank) if lab else None, timeout)
+        call = (place, theirs, dict(os.environ), function, args)
+        process = context.Process(target=_child, args=call, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -173,12 +160,18 @@ def _inside_launcher(
     return in_group(function, args, timeout)
 
 
+class _Place(NamedTuple):
+    """A forked rank's place: what it needs to join the others."""
+
+    rank: int
+    world_size: int
+    port: int  # of the store
+    seat: Seat | None  # in a lab
+    timeout: float
+
+
 def _child(
-    rank: int,
-    world_size: int,
-    port: int,
-    seat: Seat | None,
-    timeout: float,
+    place: _Place,
     pipe: Connection,
     environ: dict[str, str],
     function: Callable[..., Any],
@@ -186,17 +179,15 @@ def _child(
 ) -> None:
     _die_with_parent()
     os.environ.update(environ)  # the server has that of its own start
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world_size))
+    rank, world_size, port, seat, timeout = place
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
-        wait_at_most = timedelta(seconds=timeout)
+        at_most = timedelta(seconds=timeout)
         # connected before entering the lab: the store stays outside, off the wire and uncounted
-        store = TCPStore(_HOST, port, is_master=False, timeout=wait_at_most)
+        store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
         if seat is not None:
             seat.enter()
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=wait_at_most
-        )
+        dist.init_process_group("gloo", None, at_most, world_size, rank, store)
         result = function(*args)
         destroy_process_group()
         pipe.send(("done", result if rank == 0 else None))
@@ -266,11 +257,7 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     """Return every rank's value, in rank order; every rank of the default group calls it.
 
     ``torch.distributed.all_gather_object`` would unpickle whatever arrives.  Here torch's
-    weights-only reader takes plain values, tensors and the listed classes, and refuses the rest.
-
-    Args:
-        mine: numbers, strings, tensors, containers of them, objects of ``classes``.
-        classes: whose objects may arrive.
+    weights-only reader takes plain values, tensors and objects of ``classes``, and refuses the rest.
     """
     written = io.BytesIO()
     torch.save(mine, written)
@@ -323,12 +310,7 @@ class StartLine:
         return start
 
     def elapsed(self, starts: Tensor, ends: Tensor) -> float:
-        """Return the seconds from the start of all ranks to the end of the last.
-
-        Args:
-            starts: `[P]`, every rank's start in nanoseconds.
-            ends: `[P]`, every rank's end, likewise.
-        """
+        """Return the seconds from all ranks' start to the last one's end, given `[P]` nanoseconds."""
         if self.one_machine:
             return float(ends.max() - starts.max()) / _NANOSECONDS
         return float((ends - starts).max()) / _NANOSECONDS

@@ -75,21 +75,14 @@ def run_under_mpiexec(
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """Call ``function(*args)`` on every rank; their output goes where this process's goes.
 
-    Args:
-        function: importable from its module.
-        world_size: number of processes.
-        args: picklable.
-        timeout: seconds that a rank waits for another.
-        grace: seconds that the other ranks have to end by themselves when one has failed.
-
     Returns:
         Per rank what it returned (rank 0) or None, and per failed rank what it said.
     """
     command = mpiexec_command(world_size)
     with tempfile.TemporaryDirectory(prefix="sparsync-mpi-") as name:
         folder = Path(name)
-        (folder / _CALL).write_bytes(pickle.dumps((sys.path, world_size, timeout, grace)))
-        with (folder / _CALL).open("ab") as file:  # apart: it needs the path to be read
+        with (folder / _CALL).open("wb") as file:  # twice: the second needs the path to be read
+            pickle.dump((sys.path, world_size, timeout, grace), file)
             pickle.dump((function, args), file)
         # one thread per rank; and the environment as Python knows it, without what an MPI that
         # this process may have initialised put there unasked

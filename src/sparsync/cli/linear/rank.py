@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from sparsync.cli.launch import StartLine, gather
 from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network import transport_of
-from sparsync.cli.output import progress
+from sparsync.cli.output import Bar, progress
 from sparsync.linear.data import Shard, load_shard, row_range
 from sparsync.linear.exchanges import gradient_exchange, update_exchange
 from sparsync.linear.problem import Penalty, Problem, loss_named
@@ -71,13 +71,13 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
             with row(name) as bar:
 
                 async def program(
-                    comm: SimCommunicator, name: str = name, bar: Callable[[int], None] = bar
+                    comm: SimCommunicator, name: str = name, bar: Bar = bar
                 ) -> _Report:
                     training, held_out = cut[comm.rank]
                     meter = Meter(clock=lambda: comm.now)
                     solver = _solver(settings, name, comm, training, products, meter)
-                    advance = bar if comm.rank == 0 else _nobody
-                    return await _train(settings, solver, held_out, "sim", True, advance)
+                    shown = bar if comm.rank == 0 else None  # one rank's stands for all
+                    return await _train(settings, solver, held_out, "sim", True, shown)
 
                 reports = simulate(program, settings.ranks, links=settings.links).results
             results.append(_result(settings, name, reports))
@@ -107,10 +107,6 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
             results.append(_result(settings, name, gather(report, [_Report, _Epoch, Exchanged])))
         products.close()
     return results
-
-
-def _nobody(steps: int) -> None:
-    """Show nothing: the progress of one rank stands for all."""
 
 
 # ---- rows -------------------------------------------------------------------------------------------
@@ -208,7 +204,7 @@ async def _train(
     held_out: Problem,
     transport: str,
     one_clock: bool,
-    advance: Callable[[int], None],
+    bar: Bar | None,
 ) -> _Report:
     """Train and evaluate; the evaluations are neither timed nor booked."""
     await solver.start()
@@ -217,11 +213,15 @@ async def _train(
         objective = (await solver.evaluate()).objective
         return _Epoch(objective, (await solver.evaluate(held_out)).accuracy)
 
+    def advance(steps: int) -> None:
+        if bar is not None:
+            bar(steps * settings.epochs)
+
     epochs = [await evaluated()]
     for number in range(settings.epochs):
         solver.meter.clear()
         solver.comm.ledger.begin_step(solver.comm.ledger.step + 1)
-        await solver.epoch(number, lambda steps: advance(steps * settings.epochs))
+        await solver.epoch(number, advance)
         traffic = solver.comm.ledger.current_step()
         derivatives = solver.comm.ledger.phases.get(_DERIVATIVES)
         solver.comm.ledger.begin_step(solver.comm.ledger.step + 1)

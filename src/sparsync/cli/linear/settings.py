@@ -32,13 +32,7 @@ TRIGRAMS = "trigrams"
 
 @dataclass(frozen=True)
 class LinearSettings:
-    """Settings that all exchanges of a comparison share; those with a help are options of the command.
-
-    Attributes:
-        exchanges: by which the same training is repeated; names of ``linear.exchanges.EXCHANGES``.
-        links: the simulated network.
-        staleness: steps by which a gradient is applied late; 0: synchronous.
-    """
+    """Settings that all exchanges of a comparison share; those with a help are options of the command."""
 
     data: Annotated[
         str,
@@ -50,10 +44,10 @@ class LinearSettings:
     solver: Annotated[
         str, Option(help="sgd, or scd: block coordinate descent (logistic only).")
     ] = "sgd"
-    exchanges: tuple[str, ...] = ("split-allgather",)
+    exchanges: tuple[str, ...] = ("split-allgather",)  # by which the same training is repeated
     ranks: Annotated[int, ranks_option(4)] = 4
     transport: TransportOrSim = None
-    links: Links = field(default_factory=Links)
+    links: Links = field(default_factory=Links)  # the simulated network
     lab: Lab = None
     epochs: Annotated[int, Option(help="Passes over the rows; with scd over the coordinates.")] = 5
     steps: Annotated[
@@ -70,7 +64,7 @@ class LinearSettings:
     ] = "constant"
     l1: Annotated[float, Option(help="L1 penalty; makes weights exactly zero.")] = 0.0
     l2: Annotated[float, Option(help="L2 penalty.")] = 0.0
-    staleness: int = 0
+    staleness: int = 0  # steps by which a gradient is applied late; 0: synchronous
     threads: Annotated[int, Option(help="Per rank.")] = 1
     dimensions: Annotated[
         int | None, Option(help="Columns.", show_default="the file's; 3,231,961 for trigrams")
@@ -142,7 +136,7 @@ class LinearSettings:
         self.positive_labels()
 
     def connection(self) -> Connection:
-        """How the ranks are connected."""
+        """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, None, self.lab, simulates=True)
 
     def positive_labels(self) -> list[float] | None:

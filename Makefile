@@ -2,8 +2,8 @@
 # matplotlib, the tests also their tools.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 32
-DEMO_RATE ?= 40mbit
+DEMO_STEPS ?= 40
+DEMO_RATE ?= 50mbit
 
 BIN := .venv/bin
 INSTALLED := .venv/installed-by-make

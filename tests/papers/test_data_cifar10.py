@@ -28,11 +28,6 @@ def test_images_and_labels_are_those_of_the_files(write, tmp_path):
     assert torch.equal(test.pixels[3], torch.from_numpy(pixels_of(5)[0][3].reshape(3, 32, 32)))
 
 
-def test_the_folder_itself_will_do(tmp_path):
-    write_cifar10_binary(tmp_path)
-    assert len(load(tmp_path / "cifar-10-batches-bin")[0]) == 20
-
-
 def test_images_are_whitened_and_moved_only_while_training(tmp_path):
     write_cifar10(tmp_path)
     training, _ = load(tmp_path)

@@ -88,13 +88,6 @@ def test_15_percent_are_masked_80_10_10(tmp_path):
     assert same / replaced == pytest.approx(0.1, abs=0.02)
 
 
-def test_what_is_evaluated_on_is_always_the_same(tmp_path):
-    pairs = named_documents(tmp_path)
-    (tokens, _), _ = pairs.batch(torch.tensor([3, 7]), None)
-    (again, _), _ = pairs.batch(torch.tensor([7]), None)
-    assert torch.equal(tokens[1:], again)
-
-
 def test_a_document_of_one_sentence_goes_with_another(tmp_path):
     pairs = named_documents(tmp_path, sentences=1)
     _, (_, others) = pairs.batch(torch.arange(40), np.random.default_rng(0))

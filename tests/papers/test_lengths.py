@@ -70,13 +70,6 @@ def test_every_line_is_equally_likely(workload):
     assert (counts / counts.mean() - 1).abs().max() < 0.2
 
 
-def test_the_token_limit_cuts_all_batches_to_one_size(workload):
-    limited = LinesWorkload(context=32, width=32, layers=1, max_tokens=100)
-    object.__setattr__(limited, "parts", workload.parts)
-    batches = [limited.batch(seed=0, step=s, rank=0, world_size=1, batch_size=50) for s in range(9)]
-    assert {len(tokens) for tokens, _ in batches} == {3}  # 3 * 32 <= 100 < 4 * 32
-
-
 def test_the_relative_cost_is_that_of_the_batch_and_1_on_average(workload):
     places = [{"seed": 5, "step": s, "rank": r} for s in range(100) for r in range(8)]
     costs = [workload.relative_cost(**place) for place in places]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparsync.cli.workloads.base import Mean
 from sparsync_papers.workloads.an4 import edit_distance, error_rate
-from sparsync_papers.workloads.pairs import Bleu, bleu
+from sparsync_papers.workloads.pairs import bleu
 
 words = st.lists(st.sampled_from("abc"), max_size=8)
 sentences = st.lists(st.tuples(words, words), max_size=5)
@@ -36,12 +36,6 @@ def test_precisions_and_brevity_by_hand():
     found = bleu([candidate], [[CAT]], longest=3)
     assert (found.matches, found.possible) == ((5, 3, 2), (5, 4, 3))
     assert found.value == pytest.approx((1 * 3 / 4 * 2 / 3) ** (1 / 3) * math.exp(1 - 6 / 5))
-
-
-def test_a_long_translation_has_no_brevity_penalty():
-    found = bleu([[*CAT, "today"]], [[CAT]])
-    assert (found.length, found.reference_length) == (7, 6)
-    assert found.value == pytest.approx((6 / 7 * 5 / 6 * 4 / 5 * 3 / 4) ** (1 / 4))
 
 
 def test_the_nearest_reference_counts_for_brevity_and_the_shorter_of_two():
@@ -90,7 +84,3 @@ def test_error_rates_weigh_sentences_by_their_lengths():
     assert error_rate(heard, said) == Mean(3, 5)
     assert error_rate(["YES"], ["YEAH"]) == Mean(2, 4)  # characters: S for A, H is missing
     assert error_rate([["a"] * 9], [["b"]]).value == 9
-
-
-def test_no_sentences_have_no_value():
-    assert math.isnan(Bleu((0,), (0,), 0, 0).value)

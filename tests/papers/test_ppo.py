@@ -147,9 +147,3 @@ def test_it_learns(task):
 def test_a_task_that_cannot_be_played_is_refused(task, environment, message):
     with pytest.raises(ConfigurationError, match=message):
         Ppo(environment).make_environment()
-
-
-@pytest.mark.parametrize("name", ["episodes", "epochs", "minibatch"])
-def test_a_count_below_1_is_refused(name):
-    with pytest.raises(ConfigurationError, match=f"{name} is 0; give at least 1"):
-        Ppo(**{name: 0})

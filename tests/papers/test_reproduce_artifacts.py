@@ -9,7 +9,7 @@ from sparsync_papers.reproduce import Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS
 from sparsync_papers.reproduce.command import find, reproduce
 from sparsync_papers.reproduce.oktopk_xi import xi
-from sparsync_papers.reproduce.redsync_model import DAINT, IMAGENET, SMALL, TEXT
+from sparsync_papers.reproduce.redsync_model import IMAGENET, SMALL, TEXT
 from sparsync_papers.reproduce.redsync_phases import (
     QUANTISED_RGC,
     RGC,
@@ -68,15 +68,6 @@ def test_redsync_s_closed_form_is_what_the_simulator_takes(scheme):
     simulated, predicted = (f(lstm(), scheme, 4) for f in (phases, predicted_phases))
     for stage, seconds in simulated.items():
         assert predicted[stage] == pytest.approx(seconds, rel=0.05), stage
-
-
-def test_resnet_loses_and_vgg_wins_on_128_gpus():
-    by_name = {t.model.name: t for t in IMAGENET}
-    gain = {
-        name: by_name[name].step(DAINT, 128, "SGD") / by_name[name].step(DAINT, 128, RGC.name)
-        for name in ("ResNet-50", "VGG-16")
-    }
-    assert gain["ResNet-50"] < 1 < gain["VGG-16"]
 
 
 def test_xi_of_two_ranks_by_hand():

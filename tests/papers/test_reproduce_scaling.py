@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from sparsync.errors import ConfigurationError
-from sparsync_papers.reproduce.oktopk_convergence import seconds_to
 from sparsync_papers.reproduce.oktopk_scaling import (
     ARIES,
     BERT,
@@ -75,16 +74,6 @@ def test_allgather_is_worse_than_dense_at_256_and_better_at_32():
     assert exchange("TopkA", 256) > exchange("Dense", 256)
 
 
-def test_topkdsa_pays_the_dense_price_where_its_sum_is_dense():
-    costs, dsa = fit(), BY_NAME["TopkDSA"]
-    assert [costs.price(dsa, BERT, p) == costs.beta_dense for p in BERT.ranks] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
 def test_the_bare_network_leaves_nothing_to_gain():
     alone = replace(fit(), alpha=ARIES[0], beta=ARIES[1], beta_dense=ARIES[1])
     for model in (VGG, LSTM, BERT):
@@ -98,10 +87,3 @@ def test_simulated_steps_are_those_of_the_closed_forms(scheme):
     assert parts.seconds == pytest.approx(costs.seconds(scheme, VGG, 8), rel=0.03)
     assert parts.computation == pytest.approx(costs.compute(VGG))
     assert parts.sparsification == pytest.approx(costs.select(scheme, VGG) * VGG.size, rel=1e-4)
-
-
-@pytest.mark.parametrize("rising", [True, False])
-def test_a_curve_that_never_comes_there_has_no_time(rising):
-    points = [(1.0, 0.5), (2.0, 0.6), (3.0, 0.4)]
-    assert seconds_to(points, 0.6 if rising else 0.4, rising=rising) == (2.0 if rising else 3.0)
-    assert seconds_to(points, 0.7 if rising else 0.3, rising=rising) is None

@@ -16,7 +16,6 @@ from sparsync_papers.reproduce.wagma_throughput import (
     SETTINGS,
     TARGETS,
     VARIANTS,
-    Scheme,
     control,
     estimated_seconds,
     ideal_seconds,
@@ -47,25 +46,12 @@ def test_one_step_stands_for_all_where_everybody_waits(row):
     assert estimated_seconds(scheme, LATE_RANKS, 8, settings) == pytest.approx(simulated, rel=0.01)
 
 
-def test_who_does_not_wait_for_all_is_simulated_whole():
-    waiting = {row for row, scheme in {**ROWS, **VARIANTS}.items() if scheme.all_wait}
-    meets = {row for row in VARIANTS if row.endswith("barrier every step")}
-    assert waiting == {"local SGD, H = 1", "Allreduce-SGD"} | meets
-
-
 def test_a_barrier_every_step_lets_no_rank_ahead():
     free, held = (
         step_seconds(LATE_RANKS, scheme, 8, steps=10)
         for scheme in (ROWS["D-PSGD"], VARIANTS["D-PSGD, barrier every step"])
     )
     assert free < COMPUTE + LATE.each <= held
-
-
-def test_names_stand_for_the_setting_s_numbers():
-    local = Scheme("local", {"period": "tau"}).make(SETTINGS["fig7"], 4)
-    assert local.period == SETTINGS["fig7"].period == 8
-    whole = VARIANTS["WAGMA, S = P"].make(LATE_RANKS, 32)
-    assert (whole.group_size, whole.sync_period) == (32, 10)
 
 
 def test_targets_name_rows_and_ranks_that_there_are():

@@ -33,8 +33,7 @@ def command(monkeypatch, capsys):
 
 def test_alone_it_prints_help(command):
     code, out, err = command()
-    assert (code, err) == (0, "")
-    assert "train" in out
+    assert (code, err) == (0, "") and "train" in out
 
 
 def test_it_tells_its_version(monkeypatch, capsys):
@@ -50,20 +49,13 @@ def test_it_tells_its_version(monkeypatch, capsys):
     [
         (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, "),
         (["--algorithm", "best"], ", fp16, powersgd, allreduce, local, "),
-        (["--algorithm", "dense,"], "unknown algorithm ''"),
         (["--density", "0"], "density is 0.0"),
-        (["--density", "1.01"], "density is 1.01"),
-        (["--density", "nan"], "density is nan"),
         (["--ranks", "0"], "ranks is 0; give at least 1"),
-        (["--steps", "0"], "steps is 0; give at least 1"),
         (["--steps", "many"], "--steps"),
-        (["--batch-size", "0"], "batch_size is 0"),
         (["--seed", "-1"], "seed is -1"),
         (["--optimizer", "lion"], "optimizer is lion; give sgd, adam or adamw"),
-        (["--optimizer", "adamw", "--nesterov"], "--nesterov is for sgd with momentum, not adamw"),
         (["--nesterov", "--momentum", "0"], "choose --optimizer sgd --momentum 0.9"),
         (["--weight-decay", "-1"], "weight_decay is -1.0; give a number >= 0"),
-        (["--clip", "nan"], "clip is nan; give a number >= 0"),
         (["--workload", "mnist"], "unknown workload 'mnist'; choose one of bytes, "),
         (["--workload", "digits", "--width", "64"], "width is 64, but digits has no width"),
         (["--lr", "nan"], "lr is nan"),
@@ -71,8 +63,6 @@ def test_it_tells_its_version(monkeypatch, capsys):
         (["--warmup-steps", "-1"], "warmup_steps is -1"),
         (["--timeout", "0"], "timeout is 0.0"),
         (["--width", "100"], "width is 100; give a multiple of 32"),
-        (["--layers", "0"], "layers is 0; give at least 1"),
-        (["--context", "0"], "context is 0"),
         (["--target-step", "500"], "target_step is 500; give a step of the run, from 1 to 300"),
         (["--algorithm", "fp16", "--target-step", "9"], "add dense"),
         (["--transport", "pigeon"], "unknown transport 'pigeon'"),
@@ -129,11 +119,6 @@ def test_dense_ends_at_the_target():
     settings = TrainSettings(steps=20, target_step=7)
     assert [settings.steps_of(name) for name in ("dense", "fp16")] == [7, 20]
     assert TrainSettings(steps=20).steps_of("dense") == 20
-
-
-def test_a_model_of_more_than_8_million_parameters_has_a_name():
-    model = TrainSettings(width=416).make_workload().make_model(seed=0)
-    assert sum(p.numel() for p in model.parameters()) > 8_000_000
 
 
 def test_the_learning_rate_warms_up():

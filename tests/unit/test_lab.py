@@ -101,10 +101,6 @@ def test_a_lab_that_is_not_open_says_so(call):
         call(Lab(2, "1gbit"))
 
 
-def test_closing_what_is_not_open_does_nothing():
-    Lab(2, "1gbit").close()
-
-
 def test_a_lab_of_another_size_is_refused():
     with pytest.raises(ConfigurationError, match="a lab of 3 ranks for 2 processes"):
         launch(local_address, 2, lab=Lab(3, "1gbit"))

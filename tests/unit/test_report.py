@@ -12,7 +12,6 @@ from sparsync.cli import output
 from sparsync.cli.train import report
 from sparsync.cli.train.report import comparison
 from sparsync.cli.train.results import (
-    Goal,
     TrainResult,
     seconds_of_all,
     with_target,
@@ -110,13 +109,6 @@ def test_without_dense_there_is_no_target():
     assert with_target([SPARSE]) == [SPARSE]
 
 
-def test_a_run_ends_at_its_goal():
-    goal = Goal.of([5.0] * 10 + [3.0] * 10, step=20)
-    assert goal == Goal(3.0, 4)
-    assert not goal.reached_by([1.0, 4.0, 4.0, 4.0]) and not goal.reached_by([4.0])
-    assert goal.reached_by([9.0, 4.0, 4.0, 2.0, 2.0])
-
-
 ranks_of_seconds = st.integers(1, 20).flatmap(
     lambda steps: st.lists(
         st.lists(st.floats(0, 10), min_size=steps, max_size=steps), min_size=1, max_size=5
@@ -166,18 +158,8 @@ def test_long_names_beside_an_accuracy_fit_a_terminal():
     assert "…" not in table and "98.7" in table
 
 
-def test_without_dense_there_is_no_reduction():
-    assert " x " not in shown(SPARSE)
-
-
 def test_different_replicas_are_said_aloud():
     assert "DIFFER" in shown(DENSE, result("oktopk", 1, replicas_equal=False))
-
-
-def test_a_world_of_one_sends_nothing():
-    alone = result("oktopk", 0, ranks=1)
-    assert "0 B" in shown(alone)
-    assert "Gbit" not in shown(alone)
 
 
 def test_the_loss_column_of_a_short_run_is_not_averaged():

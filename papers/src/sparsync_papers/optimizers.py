@@ -32,16 +32,7 @@ SecondMoment = Literal["local", "frozen", "refreshed"]
 
 
 class UpdateSpace(torch.optim.Optimizer):
-    """An optimizer whose updates are accumulated, exchanged and subtracted.
-
-    Args:
-        model: a plain module (not DDP).
-        defaults: of the parameter group, "lr" among them.
-        algorithm: see ``UpdateSpaceSGD``, as for density, comm, unit_bytes and compress.
-        warmup: the first steps.
-        agreed: more settings that must be equal on all ranks.
-        options: of the preset.
-    """
+    """An optimizer whose updates are accumulated, exchanged and subtracted; see ``UpdateSpaceSGD``."""
 
     def __init__(
         self,
@@ -263,10 +254,6 @@ class UpdateSpaceAdamW(UpdateSpace):
         refresh_period: steps; an average is a dense allreduce of n elements.
         warmup_steps: the first steps are exchanged dense.
         density: as for ``UpdateSpaceSGD``, and so are comm, unit_bytes, compress and options.
-        comm: see there.
-        unit_bytes: see there.
-        compress: see there.
-        options: of the preset.
 
     Raises:
         ConfigurationError: bad arguments; "frozen" without a warm-up.

@@ -45,16 +45,12 @@ QUANTIZED = 1  # the index; one mean per message
 class Timing:
     """Seconds that grow with a number of bytes.
 
-    Attributes:
-        overhead: seconds, whatever the size.
-        per_byte: seconds per byte.
-
     Example:
         >>> (Timing(1.0, 0.5) + Timing(2.0)).seconds(4)
         5.0
     """
 
-    overhead: float = 0.0
+    overhead: float = 0.0  # whatever the size
     per_byte: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
@@ -92,22 +88,17 @@ class SelectionTimes:
     The defaults are a GPU's, not measured: kernels of 10 microseconds, started from Python, and passes
     over 550 GB/s of memory (3/4 of a P100's), counted in the algorithms.  On a CPU, this library's
     exact selection is the fastest of all.  Measure those of the job: `benchmarks/selectors.py`.
-
-    Attributes:
-        exact: top-k by magnitude; as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3).
-        trimmed: Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k.
-        search: Algorithm 3, when it searches: |x|, mean, max, 8 counts, 2 to compact.
-        reuse: Algorithm 3, when it uses the last threshold: |x|, 2 to compact.
-        reuse_period: steps per search (section 5.2.2: 5).
-        found: entries that a search selects, over k: it stops between 1 and 2.
     """
 
+    # top-k by magnitude; as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
     exact: Timing = Timing(100e-6, 2 / 3.5e9)
+    # Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k
     trimmed: Timing = Timing(100e-6, 9 / 550e9)
+    # Algorithm 3, when it searches: |x|, mean, max, 8 counts, 2 to compact
     search: Timing = Timing(130e-6, 14 / 550e9)
-    reuse: Timing = Timing(30e-6, 4 / 550e9)
-    reuse_period: int = 5
-    found: float = 1.5
+    reuse: Timing = Timing(30e-6, 4 / 550e9)  # when it uses the last threshold: |x|, 2 to compact
+    reuse_period: int = 5  # steps per search (section 5.2.2)
+    found: float = 1.5  # entries that a search selects, over k: it stops between 1 and 2
 
     @property
     def searched(self) -> Timing:
@@ -116,17 +107,11 @@ class SelectionTimes:
 
 
 class SizeThresholds(NamedTuple):
-    """Bytes of a layer from which a method is used, the arguments of ``BySize``; infinity: never.
+    """Bytes of a layer from which a method is used, the arguments of ``BySize``; infinity: never."""
 
-    Attributes:
-        exact_from: dense below (``compress_thd`` of Algorithm 4; paper: 128 KB).
-        trimmed_from: exact top-k below (``thsd1`` of Algorithm 5; paper: as ``exact_from``).
-        search_from: binary search with reuse from here on (``thsd2`` of Algorithm 5; paper: 4 MB).
-    """
-
-    exact_from: float
-    trimmed_from: float
-    search_from: float
+    exact_from: float  # dense below (``compress_thd`` of Algorithm 4; paper: 128 KB)
+    trimmed_from: float  # exact top-k below (``thsd1`` of Algorithm 5; paper: as ``exact_from``)
+    search_from: float  # binary search with reuse (``thsd2`` of Algorithm 5; paper: 4 MB)
 
 
 def equation_1(
@@ -166,11 +151,7 @@ def equation_1(
 def equation_2(world_size: int, *, alpha: float, beta: float, gamma: float = 0.0) -> Timing:
     """Return ``T_dense`` of a layer by its bytes: Rabenseifner's allreduce.
 
-    Args:
-        world_size: number of ranks P.
-        alpha: seconds per message.
-        beta: seconds per byte.
-        gamma: ``gamma_2``, seconds per byte reduced.
+    Its arguments are those of ``equation_1``, and ``gamma_2``, seconds per byte reduced.
     """
     _check(world_size, 1.0)
     share = (world_size - 1) / world_size
@@ -194,15 +175,7 @@ def size_thresholds(
     from where Equation 1, with that selector, is below Equation 2.  On a slow network search is never
     used: it sends up to twice as many entries as trimmed top-k (section 5.4).
 
-    Args:
-        world_size: number of ranks P.
-        density: D, k / n.
-        alpha: seconds per message of a layer; 0 where layers are fused and share messages.
-        beta: seconds per byte.
-        gamma: seconds per byte reduced, of dense.
-        unpack: seconds per message of a layer, by its bytes.
-        selection: speeds of the selectors.
-        words_per_entry: ``PLAIN`` or ``QUANTIZED``.
+    The arguments are those of the equations; alpha is 0 where layers are fused and share messages.
 
     Example:
         >>> found = size_thresholds(8, 0.001, alpha=0, beta=1 / 3.5e9)

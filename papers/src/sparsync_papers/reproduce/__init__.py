@@ -4,7 +4,7 @@
 
     Artifact.run(Settings) --> Outcome(rows, comparisons, settings, differs, panels)
                                   |
-        report: console, CSV, JSON, PNG       page: one HTML page of all
+        report: console, CSV, JSON, PNG, and one page of all
 
 A new artifact is a function with the decorator ``artifact`` and a row in ``catalogue``.
 """

@@ -17,12 +17,11 @@ from sparsync.errors import ConfigurationError
 from sparsync_papers.reproduce import Artifact, Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS, UNAVAILABLE
 from sparsync_papers.reproduce.drawing import png
-from sparsync_papers.reproduce.page import page
-from sparsync_papers.reproduce.report import Finished, catalogue, shown, write_files
+from sparsync_papers.reproduce.report import Finished, catalogue, page, shown, write_files
 
 _Names = Annotated[list[str] | None, typer.Argument(help="What to reproduce; see --list.")]
 _List = Annotated[bool, typer.Option("--list", help="Show what there is, and what cannot be.")]
-_All = Annotated[bool, typer.Option("--all", help="Run all; with --out also one HTML page.")]
+_All = Annotated[bool, typer.Option("--all", help="Run all; with --out also one page of all.")]
 _Out = Annotated[Path | None, typer.Option(help="Folder for CSV, JSON, PNG and the page.")]
 _Quick = Annotated[
     bool, typer.Option("--quick", help="Scaled down to seconds: tries the code, not the paper.")
@@ -62,7 +61,7 @@ def command(
 
     finished = reproduce(wanted, seed=seed, quick=quick, draw=out is not None, after=show)
     if all_ and out is not None:
-        path = out / "index.html"
+        path = out / "index.md"
         path.write_text(page(finished, UNAVAILABLE), encoding="utf-8")
         tell(path)
     failed = [run.artifact.name for run in finished if run.outcome is None]

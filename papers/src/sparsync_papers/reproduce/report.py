@@ -109,13 +109,8 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         writer.writeheader()
         writer.writerows(outcome.rows)
     content = {
-        "name": artifact.name,
-        "paper": artifact.paper,
-        "title": artifact.title,
-        "conclusion": artifact.conclusion,
-        "quick": finished.quick,
-        "seed": finished.seed,
-        "seconds": finished.seconds,
+        **{key: getattr(artifact, key) for key in ("name", "paper", "title", "conclusion")},
+        **{key: getattr(finished, key) for key in ("quick", "seed", "seconds")},
         "settings": dict(outcome.settings),
         "differs": outcome.differs,
         "comparisons": [asdict(comparison) for comparison in outcome.comparisons],
@@ -127,6 +122,51 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         written.append(folder / f"{artifact.name}.png")
         written[-1].write_bytes(finished.picture)
     return written
+
+
+def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> str:
+    """Write all outcomes as Markdown: the table of all comparisons first, then every artifact."""
+    compared = [c for run in finished if run.outcome for c in run.outcome.comparisons]
+    same, failed = sum(c.same for c in compared), [run for run in finished if run.outcome is None]
+    parts = [
+        "# The papers, reproduced",
+        f"{len(finished)} artifacts, {same} of {len(compared)} conclusions are the papers'"
+        + (f"; {len(failed)} failed." if failed else "."),
+        _markdown(
+            ("artifact", "what", "paper", "this run", "same conclusion?"),
+            [
+                (
+                    run.artifact.name,
+                    c.stated.what,
+                    f"{c.stated.says} ({c.stated.where})",
+                    c.ours,
+                    answer(c),
+                )
+                for run in finished
+                if run.outcome is not None
+                for c in run.outcome.comparisons
+            ]
+            + [(run.artifact.name, f"failed: {run.error}", "", "", "") for run in failed],
+        ),
+    ]
+    for run in finished:
+        if run.outcome is None:
+            continue
+        name, title = run.artifact.name, run.artifact.title
+        parts += [f"## {name}: {title} ({run.artifact.paper})", *run.notes(run.outcome)]
+        if run.picture is not None:
+            parts.append(f"![{title}]({name}.png)")
+        parts.append(_markdown(*table_of(run.outcome)))
+    missing = [(item.what, item.paper, item.reason) for item in unavailable]
+    parts += ["## What cannot be done here", _markdown(("what", "paper", "why not"), missing)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Write a table; a bar in a cell would end it."""
+    columns = list(columns)
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:

@@ -152,7 +152,7 @@ class Allreduced(Exchange):
     """Plain DDP; or its ``fp16_compress_hook``: the same allreduce of 16-bit floats."""
 
     def __init__(self, model: nn.Module, *, half: bool) -> None:
-        self.model = ddp = DistributedDataParallel(model)
+        self.model = ddp = _in_ddp(model)
         self.itemsize = 2 if half else 4
         if half:
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -172,7 +172,7 @@ class PowerSgd(Exchange):
 
     def __init__(self, model: nn.Module) -> None:
         nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.model = ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes // 2**20 + 1)
+        self.model = ddp = _in_ddp(model, bucket_cap_mb=nbytes // 2**20 + 1)
         # the hook's documentation suggests rank 1 to 4; it needs two dense steps, and its own default
         # of 1000 would mean dense for a short run
         self.state = powerSGD_hook.PowerSGDState(
@@ -198,7 +198,7 @@ class Attached(Exchange):
     sparse = clips = True
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
-        self.model = ddp = DistributedDataParallel(model)
+        self.model = ddp = _in_ddp(model)
         self.correction = settings.correction(preset(name).corrects)
         # SparCML compresses some layers, too (section 8.4)
         compress = is_hidden_matrix if name == "sparcml" else None
@@ -340,6 +340,11 @@ def _scheme_options(settings: TrainSettings, name: str) -> dict[str, Any]:
     if has.get("density", 1.0) < 1:  # a dense exchange has none
         given["density"] = settings.density
     return {key: value for key, value in given.items() if key in has and value is not None}
+
+
+def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
+    """Wrap a model, without sending the first weights over a slow link: the seed makes them equal."""
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
 
 def _elements(model: nn.Module) -> int:

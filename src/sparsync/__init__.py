@@ -22,6 +22,7 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 """
 
 from sparsync.api import allreduce, connect, iallreduce
+from sparsync.averaging.outer import OuterStep
 from sparsync.checkpoint import load, save
 from sparsync.checkpoint.reshard import reshard
 from sparsync.collectives.base import Reduced
@@ -30,7 +31,6 @@ from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
-from sparsync.integrations.local_updates import LocalUpdates
 from sparsync.integrations.options import Compression, Monitoring, Sentinel, Transport
 from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, SparseVector
@@ -39,6 +39,7 @@ from sparsync.transports.sim import simulate
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "OuterStep",
     "AdaptiveDensity",
     "Algorithm",
     "Compression",
@@ -46,7 +47,6 @@ __all__ = [
     "Correction",
     "DenseVector",
     "LocalAdamW",
-    "LocalUpdates",
     "Monitoring",
     "Reduced",
     "Sentinel",

@@ -229,7 +229,7 @@ def halving(*, codec: Codec[SparseVector] | None = None) -> Algorithm:
 def signs(*, block: int = 256) -> Algorithm:
     """One bit per element and a scale per block: for Adam's updates, which are all about as large.
 
-    With ``LocalUpdates``, whose period makes up for sending every element.
+    With ``OuterStep``, whose period makes up for sending every element.
 
     Args:
         block: consecutive elements that share a scale.

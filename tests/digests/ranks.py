@@ -133,12 +133,13 @@ def _local(algorithm: str, options: dict[str, Any], adam: bool) -> dict[str, Any
     if adam:
         optimizer = subject.LocalAdamW(model.parameters(), RANKS, lr=0.01)
     with closing(subject.connect_group(transport="torch", timeout=60)) as comm:
-        local = subject.LocalUpdates(model, algorithm, density=0.05, comm=comm, **options)
+        local = subject.OuterStep(
+            model, algorithm=algorithm, residual="weights", density=0.05, comm=comm, **options
+        )
         losses = _train(model, optimizer, local.step, steps=7)
-        state = copy.deepcopy([local.state_dict(), optimizer.state_dict()])
         weights = _flat(model)
         local.finish()
-    return {"losses": losses, "weights": weights, "state": state, "end": _flat(model)}
+    return {"losses": losses, "weights": weights, "end": _flat(model)}
 
 
 def _updates(make: Any, options: dict[str, Any]) -> dict[str, Any]:

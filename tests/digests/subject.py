@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsync import (
     Correction,
     LocalAdamW,
-    LocalUpdates,
+    OuterStep,
     simulate,
 )
 from sparsync.api import _prepare

@@ -162,7 +162,7 @@ def test_every_rank_gets_its_own_weights_back(folder):
     def make():
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        local = sparsync.LocalUpdates(net, "allgather", density=0.1, optimizer=optimizer)
+        local = sparsync.OuterStep(net, residual="weights", density=0.1, optimizer=optimizer)
         return local, {"model": net, "optimizer": optimizer}
 
     def steps(local, model, optimizer, which):

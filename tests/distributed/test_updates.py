@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparsync import LocalAdamW, LocalUpdates
+from sparsync import LocalAdamW, OuterStep
 from sparsync.errors import PeerError
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -22,7 +22,7 @@ def step_of(net, optimizer, step):
 
 @on_ranks(3)
 def test_different_initial_weights_are_named():
-    local = LocalUpdates(model(seed=dist.get_rank() % 2), period=1)
+    local = OuterStep(model(seed=dist.get_rank() % 2), period=1)
     with refused("the initial weights", error=PeerError):
         local.step()
 
@@ -31,7 +31,10 @@ def test_different_initial_weights_are_named():
 def test_dense_local_sgd_of_period_1_is_ddp():
     ddp, net = ddp_model(), model()
     train(ddp, range(10))
-    local, optimizer = LocalUpdates(net, "dense"), torch.optim.SGD(net.parameters(), lr=0.1)
+    local, optimizer = (
+        OuterStep(net, algorithm="dense", density=1.0),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     for step in range(10):
         step_of(net, optimizer, step)
         local.step()
@@ -44,7 +47,10 @@ def test_replicas_are_equal_where_they_should_be(algorithm, period):
     """And only there; resuming is exact."""
     net, resumed = model(), model(seed=5)
     optimizer, again = (LocalAdamW(m.parameters(), 3, lr=0.01) for m in (net, resumed))
-    local, second = (LocalUpdates(m, algorithm, density=0.1, period=period) for m in (net, resumed))
+    local, second = (
+        OuterStep(m, algorithm=algorithm, residual="weights", density=0.1, period=period)
+        for m in (net, resumed)
+    )
     for step in range(14):
         step_of(net, optimizer, step)
         local.step()

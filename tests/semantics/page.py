@@ -24,7 +24,7 @@ each integration.
 - *-*: it does not exist there.
 - *untested*: the code accepts it, but no test has run all of it.
 
-The columns: `sparsync.attach` with a DDP model; `sparsync.LocalUpdates`; `UpdateSpaceSGD` and
+The columns: `sparsync.attach` with a DDP model; `sparsync.OuterStep`; `UpdateSpaceSGD` and
 `UpdateSpaceAdamW`; the averagers of `sparsync.averaging`.
 
 The comparison: if everything is exchanged (density 1, period 1) with SGD, all four are the same

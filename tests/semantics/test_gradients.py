@@ -160,8 +160,9 @@ practice(
     "NaN or Inf on one rank",
     attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
     "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
-    LocalUpdates="works. All ranks return to the weights of their last exchange, and raise or skip. "
-    "(tests/unit/test_local_updates.py::test_weights_that_broke_return_to_the_last_exchange)",
+    OuterStep="works. All ranks return to the weights after their last exchange; a second time "
+    "in a row raises. "
+    "(tests/unit/test_outer.py::test_weights_that_broke_return_to_the_last_exchange)",
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
     "unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
@@ -175,7 +176,7 @@ practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
     attach="works. They are accumulated into a dense residual, and return as COO with the rows that were "
     "delivered.",
-    LocalUpdates="works. The local optimizer consumes them; weights are exchanged.",
+    OuterStep="works. The local optimizer consumes them; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
     averaging="works. The local optimizer consumes them; weights are averaged.",
 )
@@ -211,7 +212,7 @@ _OWN_SCALE = "works. Every rank has a scale of its own;"
     "AMP: `GradScaler`, with an overflow on one rank",
     attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
     "residuals are unchanged.",
-    LocalUpdates=f"{_OWN_SCALE} a rank that skips its step contributes an update of zero.",
+    OuterStep=f"{_OWN_SCALE} a rank that skips its step contributes an update of zero.",
     UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "
     "no scaler.",
     averaging=f"{_OWN_SCALE} a rank that skips its step averages its previous model.",
@@ -284,7 +285,7 @@ def test_scaler_needs_propagate(column):
     "float32, bfloat16 and float64 parameters in one model, scalars, parameters without elements",
     attach="works. Each dtype has its own units; residuals of 16-bit parameters are float32. The average "
     "is rounded to the gradient's dtype, like any gradient.",
-    LocalUpdates="works. Shared weights of 16-bit parameters are kept in float32.",
+    OuterStep="works. Shared weights of 16-bit parameters are kept in float32.",
     UpdateSpace="works. Updates of 16-bit parameters are exchanged in float32.",
     averaging="works. They travel as one vector, in float64 if any of them is float64.",
 )
@@ -327,8 +328,8 @@ def test_float16_does_not_overflow(column):
 @practice(
     "complex parameters",
     attach="refused. Entries are selected by magnitude; use `torch.view_as_real`.",
-    local="refused. As with `attach`.",
-    averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager_interface.py"
+    UpdateSpace="refused. As with `attach`.",
+    local="works. They are averaged as pairs of reals. (tests/unit/test_averager_interface.py"
     "::test_complex_parameters_travel_and_tied_ones_once)",
 )
 def test_complex(column):

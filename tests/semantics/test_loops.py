@@ -47,7 +47,7 @@ _STEP = "works. A rank without batches stops training, but calls `step()` as oft
     "uneven inputs",
     attach="works. `with ddp.join():`. A rank without batches contributes zero gradients and still "
     "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
-    LocalUpdates=f"{_STEP} its residual is delivered, its updates are zero.",
+    OuterStep=f"{_STEP} its residual is delivered, its updates are zero.",
     UpdateSpace=f"{_STEP} without gradients its residual is delivered.",
     averaging=f"{_STEP} its weights follow the average, and count in it.",
 )
@@ -163,7 +163,7 @@ def test_join_refuses(column):
 @practice(
     "evaluation between steps (`eval()`, `no_grad()`)",
     attach="works. It does not touch gradients.",
-    local="works. It does not touch gradients. It evaluates this rank's weights; with `LocalUpdates` use "
+    local="works. It does not touch gradients. It evaluates this rank's weights; with `OuterStep` use "
     "`with local.shared():` for the common ones.",
 )
 def test_evaluation(column):
@@ -210,7 +210,7 @@ def test_sgd(column):
     "SGD with momentum and weight decay",
     attach="works. Applied to averages. Below 0.1 % let `correction=` apply them before the exchange "
     "(`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
-    LocalUpdates="works. Momentum is local to the rank.",
+    OuterStep="works. Momentum is local to the rank.",
     averaging="works. Momentum is local, or averaged with `moments=`.",
 )
 def test_momentum(column):
@@ -230,8 +230,8 @@ practice(
 @practice(
     "Adam and AdamW",
     attach="works. Exact at density 1; below it `attach(optimizer=)` warns that the second moment is not "
-    "that of dense training. Prefer `LocalUpdates`.",
-    LocalUpdates="works. Moments are local; no update is lost.",
+    "that of dense training. Prefer `OuterStep`.",
+    OuterStep="works. Moments are local; no update is lost.",
     UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
     averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
     "(tests/unit/test_averager_interface.py::test_moments_stay_or_travel_or_are_reset)",
@@ -255,7 +255,7 @@ def _adamw(parameters):
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
     attach="works. Like Adam: exact at density 1, a warning below it.",
-    LocalUpdates="works. Like any local optimizer.",
+    OuterStep="works. Like any local optimizer.",
     averaging="works. Like any local optimizer.",
 )
 def test_adafactor(column):

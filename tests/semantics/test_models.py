@@ -128,8 +128,8 @@ CHANGES = {
 @practice(
     "thawed, added or replaced after the start (`model.module` too)",
     attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
-    local="refused. `step()` names the parameter.",
-    averaging="refused. `step()` names the parameter. (tests/unit/test_averager_start.py"
+    UpdateSpace="refused. `step()` names the parameter.",
+    local="refused. `step()` names the parameter. (tests/unit/test_averager_start.py"
     "::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_changed_models(column):
@@ -155,9 +155,8 @@ def test_changed_models(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts those of rank 0 before every forward pass.",
-    LocalUpdates="works. They stay local, even after `finish()`.",
     UpdateSpace="works. They stay local.",
-    averaging="works. Averaged or local, according to `buffers=`. "
+    local="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager_interface.py::test_buffers_follow_their_rule)",
 )
 def test_buffers(column):
@@ -221,7 +220,7 @@ def test_copies(column):
 @practice(
     "EMA of the weights (`AveragedModel`)",
     attach="works. Of `model.module`: equal on all ranks.",
-    LocalUpdates="works. Equal on all ranks if updated inside `with local.shared():`; otherwise each "
+    OuterStep="works. Equal on all ranks if updated inside `with local.shared():`; otherwise each "
     "rank has its own.",
     UpdateSpace="works. Equal on all ranks.",
     averaging="works. Equal on all ranks whenever the models are: after every step with period 1, or "
@@ -238,7 +237,7 @@ def test_ema(column):
         training.backward(step)
         training.step()
         own.update_parameters(training.net)
-        if column == "LocalUpdates":
+        if column == "OuterStep":
             with training.handle.shared():
                 ema.update_parameters(training.net)
         else:
@@ -246,7 +245,7 @@ def test_ema(column):
             now = weights(training.net)
             by_hand = now if by_hand is None else added((0.5, by_hand), (0.5, now))
     assert equal_on_all_ranks(weights(ema))
-    assert equal_on_all_ranks(weights(own)) == (column != "LocalUpdates")
+    assert equal_on_all_ranks(weights(own)) == (column != "OuterStep")
     if by_hand is not None:
         assert_close(weights(ema.module), by_hand, 1e-6, "EMA")
     training.close()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sparsync
-from sparsync.averaging import LocalSgd
+from sparsync.averaging import LocalSgd, OuterStep
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests import attaching
 from tests.on_ranks import same_everywhere
@@ -83,7 +82,7 @@ class Training:
         **settings: Any,
     ) -> None:
         self.tolerance = tolerance
-        self.averages = column in ("LocalUpdates", "averaging")
+        self.averages = column in ("OuterStep", "averaging")
         self.net: Any = net if column == "attach" else wrap(wrap_inner(net))
         self.called, sparse = self.net, {"algorithm": "allgather", "density": density}
         self.handle: Any
@@ -91,8 +90,8 @@ class Training:
             model = DistributedDataParallel(wrap_inner(net), **(ddp or {}))
             self.handle = attaching.attach(model, timeout=20.0, **sparse, **settings)
             self.called = wrap(model)
-        elif column == "LocalUpdates":
-            self.handle = sparsync.LocalUpdates(self.net, period=period, **sparse)
+        elif column == "OuterStep":
+            self.handle = OuterStep(self.net, residual="weights", period=period, **sparse)
         elif column == "averaging":
             self.handle = LocalSgd(self.net, period=period)
         else:
@@ -254,7 +253,7 @@ def _train(case: Case, column: str, density: float) -> Named:
                 went = added((ranks, delivered), (1.0, left))
                 assert_close(came, went, ranks * case.tolerance, f"the law, step {step}")
                 assert equal_on_all_ranks(delivered), "averages differ between ranks"
-        with handle.shared() if column == "LocalUpdates" else nullcontext():
+        with handle.shared() if column == "OuterStep" else nullcontext():
             return weights(net)
     finally:
         training.close()

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, simulate
+from sparsync import ConfigurationError, LocalAdamW, simulate
 from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep, sparseloco
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
 from sparsync.testing import check_averager
 
-from .small_training import backward, flat, model
+from .small_training import STEPS, backward, flat, model, trained
 
 SIZE, WORLD_SIZE = 40, 3
 
@@ -181,6 +181,10 @@ def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
 
 def test_states_of_other_set_ups_are_refused():
     state = OuterStep(model(), density=0.1).state_dict()
+    with pytest.raises(ConfigurationError, match="load what state_dict"):
+        OuterStep(model()).load_state_dict({"steps": 3})
+    with pytest.raises(ConfigurationError, match="the saved state is not one"):
+        OuterStep(model(), density=0.1, residual="weights").load_state_dict(state)
     for what, other in (("density", 0.2), ("period", 2), ("algorithm", "signs")):
         with pytest.raises(ConfigurationError, match=f"the saved state has {what}"):
             OuterStep(model(), **{"density": 0.1, what: other}).load_state_dict(state)
@@ -223,8 +227,8 @@ def test_what_is_broken_at_the_end_is_left_out():
     assert torch.equal(models[3], models[1])
 
 
-def train(net, averager, steps):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+def train(net, averager, steps, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.05)
     for step in steps:
         backward(net, step)
         optimizer.step()
@@ -235,7 +239,7 @@ def test_units_follow_the_names_of_a_model():
     net = model()
     averager = OuterStep(net, algorithm="sparcml", density=0.1, period=2)  # layer by layer
     train(net, averager, range(3))
-    units = [[slot.name for slot in unit.slots] for unit in averager._reducer.units]
+    units = [[slot.name for slot in unit.slots] for unit in averager.reducer.units]
     assert units == [[name] for name, _ in net.named_parameters()]
     before, kept = flat(net), residual(averager)
     averager.finish()
@@ -245,18 +249,113 @@ def test_units_follow_the_names_of_a_model():
     assert torch.equal(flat(net), shared)
 
 
-def test_a_model_resumes_bit_for_bit():
-    through = model()
-    averager = OuterStep(through, density=0.1, period=4, momentum=0.5)
-    train(through, averager, range(10))
-    saved = through_a_file([through.state_dict(), averager.state_dict()])
-    train(through, averager, range(10, 22))
-    resumed = model()
-    resumed.load_state_dict(saved[0])
-    second = OuterStep(resumed, density=0.1, period=4, momentum=0.5)
-    second.load_state_dict(saved[1])
-    train(resumed, second, range(10, 22))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.1, "momentum": 0.5},
+        {"algorithm": "signs", "residual": "weights"},
+    ],
+)
+def test_a_model_resumes_bit_for_bit_within_a_period(options):
+    def make(net):
+        return OuterStep(net, period=4, **options), LocalAdamW(net.parameters(), 4, lr=0.01)
+
+    through, resumed = model(), model()
+    averager, optimizer = make(through)
+    train(through, averager, range(10), optimizer)
+    saved = through_a_file([part.state_dict() for part in (through, averager, optimizer)])
+    train(through, averager, range(10, 22), optimizer)
+    second, fresh = make(resumed)
+    for part, state in zip((resumed, second, fresh), saved, strict=True):
+        part.load_state_dict(state)
+    train(resumed, second, range(10, 22), fresh)
     assert torch.equal(flat(resumed), flat(through))
+    averager.finish(), second.finish()
+    assert torch.equal(flat(resumed), flat(through))
+
+
+# ---- the residual in the weights ------------------------------------------------------------------
+
+
+def in_weights(net, algorithm="allgather", **options):
+    return OuterStep(net, algorithm=algorithm, residual="weights", **options)
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "signs", "allgather", "budgeted", "oktopk"])
+def test_one_rank_trains_as_alone(algorithm):
+    """What is not delivered stays in the rank's own weights."""
+    net = model()
+    local, exchanges = in_weights(net, algorithm, density=0.1), 0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(STEPS):
+        train(net, local, [step], optimizer)
+        if local.reducer.step > exchanges:
+            exchanges = local.reducer.step
+            own = flat(net)
+            with local.shared():
+                torch.testing.assert_close(own, flat(net) - residual(local))
+    assert exchanges
+    alone = trained(lambda net: torch.optim.SGD(net.parameters(), lr=0.05))
+    torch.testing.assert_close(flat(net), alone, rtol=1e-3, atol=1e-4)
+    own = flat(net)
+    local.finish()
+    torch.testing.assert_close(flat(net), own)
+    with local.shared():
+        torch.testing.assert_close(flat(net), own)
+
+
+@pytest.mark.parametrize(("density", "period"), [(0.01, 2), (0.001, 18), (0.1, 1), (1.0, 1)])
+def test_the_period_makes_up_for_sending_every_element(density, period):
+    assert OuterStep(algorithm="signs", density=density).period == period
+    sent_per_step = (1 + 32 / 256) / 64 / period  # in words of pairs per element
+    assert sent_per_step <= density
+    assert OuterStep(density=density).period == 1
+
+
+def test_the_period_doubles_while_warming_up():
+    net = model()
+    local = in_weights(net, "signs", period=8, warmup_steps=16)
+    exchanged = []
+    for step in range(33):
+        before = local.reducer.step
+        local.step()
+        if local.reducer.step > before:
+            exchanged.append(step)
+    assert exchanged == [0, 1, 2, 3, 5, 7, 11, 19, 27]
+
+
+def test_weights_that_broke_return_to_the_last_exchange():
+    net = model()
+    local = in_weights(net, density=0.1, period=2)
+    train(net, local, range(4))
+    before = flat(net)
+    local.step()
+    with torch.no_grad():
+        next(net.parameters())[0, 0] = math.nan
+    local.step()
+    torch.testing.assert_close(flat(net), before)
+    assert local.stats()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_adam_recovers_from_one_broken_gradient_if_it_is_known(known):
+    net = model()
+    optimizer = LocalAdamW(net.parameters(), 2, lr=0.01)
+    local = in_weights(net, density=0.1, optimizer=optimizer if known else None)
+    for step in range(5):
+        backward(net, step)
+        if step == 3:
+            next(net.parameters()).grad[0, 0] = math.nan
+        before = flat(net)
+        optimizer.step()
+        if step == 4 and not known:  # its moments are NaN
+            with pytest.raises(NonFiniteGradientError, match="give optimizer="):
+                local.step()
+            return
+        local.step()
+        assert bool(flat(net).isfinite().all())
+        assert torch.equal(flat(net), before) == (step == 3)
+    assert local.stats()["skipped_steps"] == 1
 
 
 def test_buffers_are_averaged_without_the_outer_optimizer():
@@ -287,6 +386,8 @@ def test_rounding_to_16_bits_is_no_move():
     ("bad", "message"),
     [
         ({"period": 0}, "period is 0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
+        ({"residual": "shared"}, "choose apart or weights"),
         ({"outer_lr": math.nan}, "outer_lr is nan"),
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"nesterov": True}, "needs a momentum"),

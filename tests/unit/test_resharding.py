@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, Correction, LocalUpdates
+from sparsync import ConfigurationError, Correction, OuterStep
 from sparsync.checkpoint.reshard import reshard, state_like
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.communicator import SoloCommunicator
@@ -264,8 +264,8 @@ def test_an_update_space_optimizer_moves_to_other_ranks():
     assert state_like(of_rank(alone, 1), [alone])["state"] == alone["state"]
 
 
-def test_local_updates_do_not():
+def test_outer_steps_do_not():
     model = torch.nn.Linear(3, 2)
-    state = LocalUpdates(model, "allgather").state_dict()
+    state = OuterStep(model).state_dict()
     with pytest.raises(ConfigurationError, match="their own, and cannot be divided; go on with"):
         state_like(state, [state, state])

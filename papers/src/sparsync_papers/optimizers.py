@@ -261,7 +261,7 @@ class UpdateSpaceAdamW(UpdateSpace):
             moments of a parameter whose local gradient was not finite.
 
     State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
-    gradients under Adam.  ``LocalUpdates`` is what keeps up with dense training (``benchmarks/adam.md``).
+    gradients under Adam.  ``OuterStep`` keeps up with dense training (``benchmarks/adam.md``).
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)

@@ -119,6 +119,7 @@ class Averager(Stateful):
         averaged = run(self.average(binding.comm, vector, self.steps))
         if averaged is not vector:
             binding.write_(averaged)
+            binding.reset_moments()
         self.steps = max(self.steps + 1, self.resume_at)
         binding.comm.ledger.begin_step(self.steps)
 
@@ -127,6 +128,7 @@ class Averager(Stateful):
         binding = self._bound()
         vector = binding.read()
         binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
+        binding.reset_moments()
         run(binding.settle(self.survivors(binding.comm)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +149,16 @@ class Averager(Stateful):
         Raises:
             ConfigurationError: the state of another scheme, rank or world size, or none at all.
         """
+        self.check_place(state)
+        super().load_state_dict(state["state"])
+        self.steps = int(state["steps"])
+        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
+        self._begun = False  # the model that is there now is what others must know
+        if self._binding is not None:
+            self._binding.resume()
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another scheme, rank or world size, or none at all."""
         expected = [*self._place(), "steps", "state", "memory"]
         if not isinstance(state, Mapping) or set(expected) - set(state):
             raise ConfigurationError(
@@ -158,12 +170,6 @@ class Averager(Stateful):
                     f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
                     "rank's own state into the same set-up"
                 )
-        super().load_state_dict(state["state"])
-        self.steps = int(state["steps"])
-        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
-        self._begun = False  # the model that is there now is what others must know
-        if self._binding is not None:
-            self._binding.resume()
 
     def _place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"scheme": type(self).__name__}

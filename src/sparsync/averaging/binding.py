@@ -92,6 +92,9 @@ class Binding:
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
                 tensor.copy_(piece.view(tensor.shape))
+
+    def reset_moments(self) -> None:
+        """Drop the optimizer's state, where the rule is to do so when an average is taken."""
         if self.moments == "reset" and self.optimizer is not None:
             self.optimizer.state.clear()  # step counters too: as before the first step
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,19 @@ from torch import Tensor, nn
 from sparsync.averaging.base import Averager, mean
 from sparsync.collectives import Allgather
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.feedback.schedule import Warmup
+from sparsync.feedback.state import ParsedState, parse_state, reducer_state, restore_reducer
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Blockwise
 from sparsync.transports.communicator import Communicator
-from sparsync.units import plan_units
+from sparsync.units import output_parameters, plan_units
 from sparsync.wire import SparseQsgd
 
 __all__ = ["OUTER_SETTINGS", "OuterState", "OuterStep", "sparseloco"]
 
+_PAIR_BITS = 64  # of an index and a value
 _REST = "(buffers and moments)"  # parentheses: no parameter has this name
 
 
@@ -49,19 +54,26 @@ class OuterStep(Averager):
         shared = SGD(shared, gradient = total / P)             bit-identical on all ranks
         weights = shared
 
-    ``LocalUpdates`` leaves the residual in the rank's own weights, where the next gradients see it, and
-    has no outer optimizer; here all ranks continue from equal weights, as the papers have it.
+    With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
+    residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
+    this is what keeps up with dense training (``benchmarks/adam.md``): exchanging sparse gradients breaks
+    its second moment, and exchanging updates of shared weights makes them stale.
 
     Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
 
-    When NaN or Inf is in the sum, no rank applies it: all return to the shared weights, residuals stay as
-    they were.  A second time in a row raises: then an optimizer's moments are broken, too.
+    When NaN or Inf is in the sum, no rank applies it: all return to their weights after the last
+    exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
+    A second time in a row raises.
 
     Args:
         model: as for ``Averager``; its parameters are the units' names, without it there is one unit.
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
-        density: what is sent per exchange, as k / n.
-        period: local steps between exchanges, H; the default is that of ``LocalSgd``.
+        density: what is sent per exchange, as k / n of index-value pairs.
+        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
+            every element, the number at which the bytes per step are those of pairs at this density.
+        warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
+            ranks do alone costs most while weights move fast (as DGC's ramp of densities).
+        residual: "apart": all ranks continue from equal weights, as the papers have it; "weights".
         outer_lr: the outer learning rate, > 0; 1 is averaging.
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
@@ -101,15 +113,23 @@ class OuterStep(Averager):
         *,
         algorithm: str | Algorithm = "allgather",
         density: float = 0.01,
-        period: int = 8,
+        period: int | None = None,
+        warmup_steps: int = 0,
+        residual: Literal["apart", "weights"] = "apart",
         outer_lr: float = 1.0,
         momentum: float | None = 0.0,
         nesterov: bool = False,
         residual_decay: float = 1.0,
         **binding: Any,
     ) -> None:
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            raise ConfigurationError(f"OuterStep: period is {period!r}; give at least 1 step")
+        if period is not None and (type(period) is not int or period < 1):
+            raise ConfigurationError(
+                f"OuterStep: period is {period!r}; give at least 1 step, or None"
+            )
+        if residual not in ("apart", "weights"):
+            raise ConfigurationError(
+                f"OuterStep: residual is {residual!r}; choose apart or weights"
+            )
         if not 0 < outer_lr < float("inf"):
             raise ConfigurationError(f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
         if momentum is not None and not 0 <= momentum < 1:
@@ -125,7 +145,11 @@ class OuterStep(Averager):
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
         self._chosen = replace(resolve(algorithm), average=True)
         self.algorithm = f"{self._chosen.name} {self._chosen.options}"  # ranks compare it
-        self.density, self.period = check_density(density), period
+        self.density, bits = check_density(density), self._chosen.bits or 0
+        # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
+        self.period = period or max(1, math.ceil(bits / (_PAIR_BITS * density)))
+        self.warmup_steps, self.residual = Warmup(warmup_steps).steps, residual
+        self._warm = self._warm_exchanges()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.state = residual_decay, OuterState()
         named = model.named_parameters() if model is not None else ()
@@ -159,6 +183,7 @@ class OuterStep(Averager):
             pieces.items(),
             self._chosen.unit_bytes,
             lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
+            output_parameters(self._binding.model) if self._chosen.output and self._binding else (),
         )
         self._reducer = Reducer(comm, units, await self._chosen.on(comm), self.density)
         if saved is not None:
@@ -166,9 +191,9 @@ class OuterStep(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the new shared weights when the period closes, the model itself otherwise."""
-        if (step + 1) % self.period:
+        if not self._closes(step):
             return vector
-        reducer = self._made()
+        reducer = self.reducer
         deltas = self._divided(self._moved(vector))
         for delta, residual in zip(deltas, reducer.residuals, strict=True):
             if residual.value is not None and self.residual_decay < 1:
@@ -179,33 +204,74 @@ class OuterStep(Averager):
         except NonFiniteGradientError as error:
             reducer.skip()
             self.state = OuterState(self.state.refused + 1)
+            self._heal()
             if self.state.refused > 1:
                 raise NonFiniteGradientError(
                     f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
-                    "lower the learning rate, or give optimizer= and moments='reset'"
+                    "lower the learning rate, or give optimizer=, whose broken moments are dropped"
                 ) from error
-            return self.memory["shared"]
+            return self._base()
         except BaseException:
             reducer.refuse()
             raise
         self.state = OuterState()
         momentum = 1 - 1 / comm.world_size if self.momentum is None else self.momentum
-        return self._apply(self._joined(deltas), momentum)
+        self._apply(self._joined(deltas), momentum)
+        return self._base()
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
-        missing = self._moved(vector) + self._joined(self._residuals()).to(vector.dtype)
+        if self.residual == "weights":
+            missing = self.memory["shared"] - vector
+        else:
+            missing = self._moved(vector) + self._joined(self._residuals()).to(vector.dtype)
         average = await mean(comm, missing)
         if not bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
             return self.memory["shared"]
-        for residual in self._made().residuals:
+        for residual in self.reducer.residuals:
             residual.load(None)
-        return self._apply(average, momentum=0.0)
+        self._apply(average, momentum=0.0)
+        return self.memory["shared"]
+
+    # ---- applied to a model -----------------------------------------------------------------------
+
+    @property
+    def reducer(self) -> Reducer:
+        """The exchange's state; of a model it begins, together with all ranks, when it is asked for."""
+        if self._reducer is None and self._binding is not None:
+            self._bound()
+        if self._reducer is None:
+            raise ConfigurationError("OuterStep: await begin() before average() and conclude()")
+        return self._reducer
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Show the weights that all ranks share, to evaluate or save them; the own ones come back."""
+        binding = self._bound()
+        own = binding.read()
+        binding.write_(self.memory["shared"])
+        try:
+            yield
+        finally:
+            binding.write_(own)
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
+        return {**reducer_stats(self.reducer), "period": self.period, "local_steps": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
         return {**super().state_dict(), "reducer": saved}
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
+
+        Raises:
+            ConfigurationError: the state is of another set-up.
+        """
+        self.check_place(state)
+        return parse_state(self.reducer, state["reducer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit."""
@@ -214,20 +280,50 @@ class OuterStep(Averager):
 
     # ---- the exchange -----------------------------------------------------------------------------
 
-    def _moved(self, vector: Tensor) -> Tensor:
-        """Return ``shared - weights``, the gradient of the outer step.
+    def _warm_exchanges(self) -> tuple[int, ...]:
+        """Return the steps of the warm-up that end with an exchange."""
+        doublings, last, ends = math.ceil(math.log2(self.period)), -1, []
+        for step in range(self.warmup_steps):
+            part = step * (doublings + 1) // self.warmup_steps
+            if step - last >= min(2**part, self.period):
+                last = step
+                ends.append(step)
+        return tuple(ends)
 
-        A model of 16 bits began with the shared weights rounded.  Rounding is no move: fed back, it would
-        be added to the residual at every exchange.
+    def _closes(self, step: int) -> bool:
+        if step < self.warmup_steps:
+            return step in self._warm
+        return (step - max(self._warm, default=-1)) % self.period == 0
+
+    def _base(self) -> Tensor:
+        """Return what this rank's weights are after an exchange."""
+        shared = self.memory["shared"]
+        if self.residual == "apart":
+            return shared
+        return shared - self._joined(self._residuals()).to(shared.dtype)
+
+    def _heal(self) -> None:
+        """Drop the optimizer's state of parameters where it is not finite."""
+        optimizer = None if self._binding is None else self._binding.optimizer
+        for state in optimizer.state.values() if optimizer is not None else ():
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                state.clear()
+
+    def _moved(self, vector: Tensor) -> Tensor:
+        """Return what the weights were after the last exchange, less what they are.
+
+        A model of 16 bits began with those weights rounded.  Rounding is no move: fed back, it would be
+        added to the residual at every exchange.
         """
         began = [
             piece.to(self._trained[name].dtype) if name in self._trained else piece
-            for name, piece in self._pieces(self.memory["shared"]).items()
+            for name, piece in self._pieces(self._base()).items()
         ]
         return torch.cat([piece.to(vector.dtype) for piece in began]).sub_(vector)
 
-    def _apply(self, average: Tensor, momentum: float) -> Tensor:
-        """Return the shared weights after an outer step."""
+    def _apply(self, average: Tensor, momentum: float) -> None:
+        """Take an outer step."""
         shared = self.memory["shared"]
         trained = sum(tensor.numel() for tensor in self._trained.values())
         update = average.clone()
@@ -240,15 +336,9 @@ class OuterStep(Averager):
             gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
         gradient.mul_(self.outer_lr)
         self.memory["shared"] = shared - update
-        return self.memory["shared"]
-
-    def _made(self) -> Reducer:
-        if self._reducer is None:
-            raise ConfigurationError("OuterStep: await begin() before average() and conclude()")
-        return self._reducer
 
     def _residuals(self) -> list[Tensor]:
-        kept = self._made().residuals
+        kept = self.reducer.residuals
         return [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
 
     # ---- vectors and units ------------------------------------------------------------------------
@@ -264,11 +354,11 @@ class OuterStep(Averager):
     def _divided(self, vector: Tensor) -> list[Tensor]:
         """Return copies of the units' parts of a vector."""
         pieces = self._pieces(vector)
-        return [torch.cat([pieces[s.name] for s in unit.slots]) for unit in self._made().units]
+        return [torch.cat([pieces[s.name] for s in unit.slots]) for unit in self.reducer.units]
 
     def _joined(self, flats: Sequence[Tensor]) -> Tensor:
         """Concatenate the units to a vector."""
-        reducer = self._made()
+        reducer = self.reducer
         pieces = {
             slot.name: flat[slot.start : slot.start + slot.size]
             for unit, flat in zip(reducer.units, flats, strict=True)
@@ -280,8 +370,10 @@ class OuterStep(Averager):
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
-        place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
-        return super()._place() | place
+        names = "algorithm", "density", "period"
+        if self.residual == "weights":
+            names += ("residual",)
+        return super()._place() | {name: getattr(self, name) for name in names}
 
 
 # ---- published settings ---------------------------------------------------------------------------

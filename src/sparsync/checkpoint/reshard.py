@@ -82,8 +82,9 @@ def reshard(
 
     Example:
         >>> import sparsync, torch
-        >>> sync = sparsync.LocalUpdates(torch.nn.Linear(2, 1, bias=False), "dense")
-        >>> saved = sync.state_dict()["sparsync"]
+        >>> from sparsync.feedback.state import reducer_state
+        >>> sync = sparsync.OuterStep(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
+        >>> saved = reducer_state(sync.reducer)
         >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])
         >>> two = reshard([saved], 2)
         >>> [state["residual"]["weight"].tolist() for state in two]
@@ -118,9 +119,9 @@ def state_like(
     Raises:
         ConfigurationError: as ``reshard``; or a parameter of the template is in no state.
     """
-    if "shared" in template:
+    if "memory" in template:
         raise ConfigurationError(
-            f"LocalUpdates: weights and residuals of {len(states)} ranks are their own, and cannot be "
+            f"OuterStep: weights and residuals of {len(states)} ranks are their own, and cannot be "
             "divided; go on with as many ranks, or call finish() before and save the model alone"
         )
     if "sparsync" not in template:

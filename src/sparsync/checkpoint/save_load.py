@@ -62,7 +62,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         keep: number of checkpoints to keep, the newest; older ones are removed.  None: none is.
         shared: by name, what is equal on all ranks and saved once, by rank 0: anything with a
             ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors, numbers.  With
-            ``LocalUpdates`` models and optimizers are each rank's own, and saved by every rank.
+            ``OuterStep`` models and optimizers are each rank's own, and saved by every rank.
 
     Returns:
         The folder of this checkpoint.
@@ -77,7 +77,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
     Example:
         >>> import sparsync, tempfile, torch
         >>> model = torch.nn.Linear(2, 1)
-        >>> local = sparsync.LocalUpdates(model)
+        >>> local = sparsync.OuterStep(model)
         >>> folder = tempfile.mkdtemp()
         >>> save(local, folder, model=model, epoch=3).name
         '000001-step-00000000'
@@ -218,8 +218,8 @@ def _loaded(
 
 
 def _is_local(state: Mapping[str, Any]) -> bool:
-    """Tell whether ranks have weights of their own, next to the shared ones (``LocalUpdates``)."""
-    return "shared" in state
+    """Tell whether ranks have weights of their own, next to the shared ones (``OuterStep``)."""
+    return "memory" in state
 
 
 def save_state(sync: Saveable, folder: Path, **companions: Any) -> None:

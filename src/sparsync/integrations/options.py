@@ -432,14 +432,14 @@ def check_optimizer(
     if adaptive and sparse:
         warnings.warn(
             f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
-            "to 28 % more loss at 1 %. sparsync.LocalUpdates keeps up with dense training; see "
-            "docs/optimizers.md",
+            "to 28 % more loss at 1 %. sparsync.OuterStep(model, residual='weights') keeps up with "
+            "dense training; see docs/optimizers.md",
             stacklevel=4,  # the caller of attach
         )
     if correction.momentum and adaptive:
         raise ConfigurationError(
             f"momentum correction is for SGD, but the optimizer is {name}, which divides by "
-            "moments of its own; omit the correction, or use sparsync.LocalUpdates"
+            "moments of its own; omit the correction, or use sparsync.OuterStep"
         )
     for group in optimizer.param_groups:
         for what in ("momentum", "weight_decay"):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.api import connect
 from sparsync.averaging.base import Averager
+from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
@@ -22,7 +23,6 @@ from sparsync.cli.workloads import is_hidden_matrix
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
-from sparsync.integrations.local_updates import LocalUpdates
 from sparsync.integrations.options import Compression, Transport
 from sparsync.presets import preset, presets
 from sparsync.transports.communicator import Communicator
@@ -250,13 +250,15 @@ class Connected(Exchange):
 
 @final
 class LocalProgress(Connected):
-    """``LocalUpdates``: local steps, and an exchange of the progress that they made."""
+    """Local steps whose residual stays in the weights: ``OuterStep``."""
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
         super().__init__(settings, model)
-        self.local = LocalUpdates(
+        self.local = OuterStep(
             model,
-            name,
+            algorithm=name,
+            residual="weights",
+            buffers="local",
             density=settings.density,
             period=settings.period,
             warmup_steps=settings.warmup_steps,

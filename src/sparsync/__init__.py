@@ -39,7 +39,6 @@ from sparsync.transports.sim import simulate
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "OuterStep",
     "AdaptiveDensity",
     "Algorithm",
     "Compression",
@@ -48,6 +47,7 @@ __all__ = [
     "DenseVector",
     "LocalAdamW",
     "Monitoring",
+    "OuterStep",
     "Reduced",
     "Sentinel",
     "SparseVector",

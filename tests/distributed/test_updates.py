@@ -23,7 +23,7 @@ def step_of(net, optimizer, step):
 @on_ranks(3)
 def test_different_initial_weights_are_named():
     local = OuterStep(model(seed=dist.get_rank() % 2), period=1)
-    with refused("the initial weights", error=PeerError):
+    with refused("the initial values of", error=PeerError):
         local.step()
 
 

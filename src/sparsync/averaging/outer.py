@@ -370,10 +370,10 @@ class OuterStep(Averager):
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
-        names = "algorithm", "density", "period"
+        place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         if self.residual == "weights":
-            names += ("residual",)
-        return super()._place() | {name: getattr(self, name) for name in names}
+            place["residual"] = self.residual
+        return super()._place() | place
 
 
 # ---- published settings ---------------------------------------------------------------------------

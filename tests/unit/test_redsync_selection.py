@@ -277,10 +277,6 @@ def test_reuse_takes_at_most_cap_times_k_the_largest_first(cap, expected):
     assert selector.state == settled(1.0, served=2).state
 
 
-def test_reuse_takes_fewer_than_k_where_fewer_reach():
-    assert settled(1.0).select(torch.tensor([0.5, 9.0, 0.9]), 2, 0).indices.tolist() == [1]
-
-
 def test_reuse_searches_afresh_when_nothing_reaches(searches):
     accumulated, selector = noise() / 100, settled(1000.0)
     check_promise(accumulated, 10, selector.select(accumulated, 10, 0))

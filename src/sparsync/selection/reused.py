@@ -41,16 +41,15 @@ class Reused(Selector):
     largest (the rest stays in the residual), and with ``floor`` a step that finds fewer than
     ``floor * k`` is made exact.
 
-    ``threshold_period="auto"`` knows no period: a step that finds fewer than ``(1 - band) k`` or more
-    than ``(1 + band) k`` takes exactly k and renews the threshold.  That mostly costs next to nothing:
-    if k entries or more lie above 84 % of the threshold, the k largest are among them.  So no step
-    deviates by more than the band, and the paper's 11 %, an average there, is a bound here.
+    ``threshold_period="auto"`` knows no period: a step that finds fewer than 0.89 k or more than 1.11 k
+    takes exactly k and renews the threshold.  That mostly costs next to nothing: if k entries or more
+    lie above 84 % of the threshold, the k largest are among them.  So the paper's 11 %, an average
+    there, is a bound here.
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
         cap: of k, on steps that reuse; None: no cap, as published.
         floor: of k; None: no floor, as published.
-        band: of k, for "auto".
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
     "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
@@ -73,16 +72,12 @@ class Reused(Selector):
         threshold_period: int | Literal["auto"] = 32,
         cap: float | None = 1.0,
         floor: float | None = None,
-        *,
-        band: float = _BAND,
     ) -> None:
         whole = isinstance(threshold_period, int) and not isinstance(threshold_period, bool)
         if threshold_period != "auto" and not (whole and threshold_period >= 1):
             raise ConfigurationError(
                 f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"'
             )
-        if not 0 <= band < 1:
-            raise ConfigurationError(f"Reused: band is {band}; give a fraction of k in [0, 1)")
         if cap is not None and not cap > 0:
             raise ConfigurationError(f"Reused: cap is {cap}; give a factor > 0 of k, or None")
         if floor is not None and not 0 <= floor <= 1:
@@ -94,7 +89,7 @@ class Reused(Selector):
                 f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
                 "raise the cap or lower the floor"
             )
-        self.threshold_period, self.cap, self.floor, self.band = threshold_period, cap, floor, band
+        self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.reuses = threshold_period != 1
         self.state = ReusedState()
 
@@ -144,7 +139,7 @@ class Reused(Selector):
         """Return what reaches the threshold, if it numbers about k; else exactly k."""
         if collected is not None:
             reached = kernels.find(collected.values, known, None)
-            if reached is not None and abs(reached[0].numel() - k) <= self.band * k:
+            if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:
                 return collected.keep(reached[0]).top(limit)
             if collected.nnz >= k:
                 return self._renew(collected.top(k))

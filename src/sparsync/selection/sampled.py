@@ -42,15 +42,15 @@ class Sampled(Selector):
         fraction: of the n elements that is sampled, with replacement (the paper: 0.001 to 0.01).
         enough: part of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
         least: sample at least this many of the k largest, on average (not in the paper: with 16, the
-            number of entries is within 1 / sqrt(16), a quarter, of k two times in three).  Where that
-            takes all n, the selection is exact without a sample.
+            number of entries is within a quarter of k two times in three).  Where that takes all n, the
+            selection is exact.
         seed: of the samples; the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
     about k entries.
     State: ``SampledState``.
-    Differs from the paper: it cuts where there are far more than k, here where there are more; it
-    has no lower thresholds where there are too few, and no ``least``.
+    Differs from the paper: it cuts only where there are far more than k; it has no lower thresholds
+    where there are too few, and no ``least``.
 
     Example:
         >>> accumulated = torch.arange(1000.0)

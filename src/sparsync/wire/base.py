@@ -319,11 +319,7 @@ class Codec(ABC, Generic[V]):
 
 
 def check_block(block: int) -> None:
-    """Raise unless the header can state so long a block.
-
-    Raises:
-        ConfigurationError: ``block`` is not in [1, 65535].
-    """
+    """Raise ConfigurationError unless the header can state so long a block."""
     if not 1 <= block < _BLOCK_LIMIT:
         raise ConfigurationError(
             f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"

@@ -18,7 +18,7 @@ from sparsync.kernels import packing
 from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
 from sparsync.kernels.reference import count_from, deal, restrict, undeal
 from sparsync.kernels.triton import device
-from sparsync.kernels.triton.language import BLOCK, blocks_of, cover, installed, launch
+from sparsync.kernels.triton.device import BLOCK, blocks_of, cover, installed, launch
 
 __all__ = [
     "BLOCK",

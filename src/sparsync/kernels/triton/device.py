@@ -1,18 +1,30 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The device code: each function is a Triton kernel, or a helper that kernels call.
+"""The device code, and how it is launched: functions under ``jit`` are Triton kernels or their helpers.
 
 A kernel runs as many programs, each on one block of ``BLOCK`` elements; ``at`` are the positions of its
 elements (64 bits: vectors may have more than 2^31 elements) and ``inside`` masks those beyond
 the end.  Names ending in ``_ptr`` are the addresses of contiguous tensors; ``bits`` are float32 elements
 read as int32.  No kernel depends on the order in which programs run: nothing but integers is added
 atomically.
+
+Triton is optional: without it this module can be imported, but no kernel can be launched.  Whether
+kernels are compiled or interpreted is decided when Triton is imported: with ``TRITON_INTERPRET=1`` set by
+then, they run on CPU tensors, slowly, in NumPy.
 """
 
 from __future__ import annotations
 
-from sparsync.kernels.triton.language import jit, tl
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 __all__ = [
+    "BLOCK",
+    "blocks_of",
     "choose_digit",
     "compact",
     "compact_top",
@@ -20,16 +32,53 @@ __all__ = [
     "count_digits",
     "count_ones",
     "count_top",
+    "cover",
     "decode_bf16",
     "decode_indices",
     "decode_int8",
     "encode_bf16",
     "encode_indices",
     "encode_int8",
+    "installed",
+    "launch",
     "positions",
     "scatter",
     "swap_accumulate",
 ]
+
+# elements of a program: four 16-byte loads of float32 in flight for each of its 128 threads
+BLOCK: Final = 2048
+
+
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _untouched(function: Callable[..., Any]) -> Any:
+    return function
+
+
+jit: Any = _untouched
+tl: Any = None
+if installed():
+    jit, tl = importlib.import_module("triton").jit, importlib.import_module("triton.language")
+
+
+def blocks_of(n: int) -> int:
+    """Return how many programs cover n elements; 0 programs launch nothing."""
+    return -(-n // BLOCK)
+
+
+def launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int) -> None:
+    """Run a kernel on the device of its first argument, after what was launched there before."""
+    with torch.cuda.device(first.device if first.is_cuda else -1):
+        kernel[programs,](first, *arguments, **constants)
+
+
+def cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:
+    """Launch as many programs as n elements take."""
+    launch(kernel, blocks_of(n), first, *arguments, BLOCK=BLOCK, **constants)
 
 
 # ---- helpers --------------------------------------------------------------------------------------

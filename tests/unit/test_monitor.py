@@ -8,16 +8,21 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import ConfigurationError
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.state import reducer_state
 from sparsync.monitoring import Sink, sink_of
 from sparsync.presets import allgather, oktopk
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
+from tests import attaching
+
+from .small_training import backward, model
 
 SIZE, K, RANKS = 1000, 50, 3
 ALWAYS = {
@@ -132,32 +137,13 @@ def test_a_skipped_step_says_so():
         assert set(seen[2]) == ALWAYS
 
 
-def test_resumed_steps_continue_the_number_in_the_same_file(tmp_path):
-    async def program(comm):
-        def make():
-            return one_unit(comm, sink_of(tmp_path / "deep" / "train.jsonl", comm.rank))
-
-        first = make()
-        for step in range(2):
-            await first.reduce([gradient(comm.rank, step)])
-        first.monitor.close()
-        second = make()
-        await restore_reducer(second, reducer_state(first))
-        await second.reduce([gradient(comm.rank, 2)])
-        second.monitor.close()
-
-    simulate(program, 2)
-    for rank in (0, 1):
-        lines = (tmp_path / "deep" / f"train.rank{rank}.jsonl").read_text().splitlines()
-        read = [json.loads(line) for line in lines]
-        assert [one["step"] for one in read] == [0, 1, 2]
-        assert set(read[2]) == {*ALWAYS, "step"}
-
-
 def test_a_line_is_in_the_file_when_its_step_is_over(tmp_path):
-    sink = sink_of(tmp_path / "a.jsonl", 0)
+    sink = sink_of(tmp_path / "deep" / "a.jsonl", 1)
     sink.write(7, {"threshold": 0.5})
-    assert json.loads((tmp_path / "a.rank0.jsonl").read_text()) == {"step": 7, "threshold": 0.5}
+    assert json.loads((tmp_path / "deep" / "a.rank1.jsonl").read_text()) == {
+        "step": 7,
+        "threshold": 0.5,
+    }
     sink.close()
 
 
@@ -240,3 +226,76 @@ def test_a_step_of_several_devices_waits_for_their_events():
     assert list(seen) == [0]
     monitor.close()
     assert list(seen) == [0, 1]
+
+
+# ---- attach(..., log=...), on one rank of gloo ------------------------------------------------------
+
+
+@pytest.fixture
+def ddp():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield lambda: DistributedDataParallel(model())
+    dist.destroy_process_group()
+
+
+def attach(wrapped, log, **options):
+    return attaching.attach(wrapped, density=0.1, transport="torch", log=log, **options)
+
+
+def test_a_training_is_logged_and_goes_on_where_it_was_saved(ddp, tmp_path):
+    first = ddp()
+    sync = attach(first, tmp_path / "run.jsonl", xi_period=2)
+    for step in range(3):
+        backward(first, step)
+    saved = sync.state_dict()
+    sync.close()
+    sync.close()
+    second = ddp()
+    resumed = attach(second, tmp_path / "run.jsonl", xi_period=2)
+    resumed.load_state_dict(saved)
+    backward(second, 3)
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "run.rank0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert ["xi" in line for line in lines] == [True, False, True, False]
+    assert lines[-1]["density_local"] == pytest.approx(0.1, abs=0.01)
+    assert lines[-1]["seconds_select"] > 0
+
+
+def test_an_error_of_the_log_leaves_the_step_whole(ddp):
+    def broken(step, values):
+        if step == 1:
+            raise ZeroDivisionError("mine")
+
+    plain, watched = ddp(), ddp()
+    handles = attach(plain, None), attach(watched, broken)
+    backward(plain, 0), backward(watched, 0)
+    backward(plain, 1)
+    with pytest.warns(RuntimeWarning, match="failed at step 1 and ends here"):
+        backward(watched, 1)
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    states = [handle.state_dict() for handle in handles]
+    assert all(
+        torch.equal(value, states[1]["residual"][name])
+        for name, value in states[0]["residual"].items()
+    )
+    backward(watched, 2)  # and nobody hears of it
+    for handle in handles:
+        handle.close()
+
+
+def test_attach_takes_an_adaptive_density(ddp):
+    wrapped = ddp()
+    sync = attaching.attach(wrapped, density=AdaptiveDensity(0.1), transport="torch")
+    backward(wrapped, 0)
+    assert sync.stats()["density"] == 0.1
+    assert sync.reducer.xi_period == AdaptiveDensity().period
+    sync.close()
+
+
+def test_what_cannot_be_logged_to_is_refused(ddp):
+    with pytest.raises(ConfigurationError, match="log is 3"):
+        attach(ddp(), 3)
+    with pytest.raises(ConfigurationError, match="xi_period is 0"):
+        attach(ddp(), None, xi_period=0)

@@ -68,14 +68,6 @@ def test_the_expectation_is_the_value(bits, scale, x):
     assert float(standard.max()) < 0.02 * largest, "the test could not fail"
 
 
-@every_setting
-def test_the_expectation_over_ranks_and_steps_is_the_value(bits, scale):
-    x, codec = noise(), Qsgd(bits, scale=scale)
-    drawn = [rounded(codec.seeded(r, t), x) for r in range(20) for t in range(50)]
-    error = torch.stack(drawn).double().mean(0) - x.double()
-    assert bool((error.abs() <= 5 * deviations(codec, x) / 1000**0.5 + 1e-6).all())
-
-
 def test_the_expectation_survives_a_second_quantisation():
     """A sum of what a rank quantised before, in the same step, is not rounded by the same draws."""
     codec, x, y = Qsgd(2, block=LENGTH, scale="max").seeded(1, 1), noise(), noise(seed=1)
@@ -102,8 +94,6 @@ def test_the_variance_is_below_omega(bits, scale, length):
     codec = Qsgd(bits, block=length, scale=scale)
     omega = codec.omega(length)
     for x in (noise(length), spread(length) + 1e-3, worst(codec, length)):
-        exact = float(deviations(codec, x).square().sum() / x.double().square().sum())
-        assert exact <= omega * (1 + 1e-6)
         errors = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
         assert float(errors.mean()) <= omega + 5 * float(errors.std()) / 200**0.5 + 1e-6
 

@@ -127,7 +127,13 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
     """
     on, middle = _functions(body), value_bytes(nnz, form, block)
     if on is native:
-        return _unpack_natively(body.contiguous(), nnz, size, form, block)
+        body = body.contiguous()
+        indices, values = native.empty(nnz, torch.int64), native.empty(nnz, torch.float32)
+        message = body.data_ptr(), body.numel(), nnz, size, form, block
+        found = native.EXTENSION.unpack(*message, indices.data_ptr(), values.data_ptr())
+        if found != nnz:
+            raise unordered(size) if found < 0 else miscounted(nnz, found)
+        return indices, values
     values = on.unpack_values(body[:middle], nnz, form, block)
     return on.unpack_indices(body[middle:], nnz, size), values
 
@@ -155,17 +161,6 @@ def _pack_natively(
             f"strictly ascending within [0, {size}); coalesce duplicates and sort first"
         )
     return payload, rounded
-
-
-def _unpack_natively(
-    body: Tensor, nnz: int, size: int, form: int, block: int
-) -> tuple[Tensor, Tensor]:
-    indices, values = native.empty(nnz, torch.int64), native.empty(nnz, torch.float32)
-    ends = indices.data_ptr(), values.data_ptr()
-    found = native.EXTENSION.unpack(body.data_ptr(), body.numel(), nnz, size, form, block, *ends)
-    if found != nnz:
-        raise unordered(size) if found < 0 else miscounted(nnz, found)
-    return indices, values
 
 
 def miscounted(nnz: int, found: int) -> WireFormatError:

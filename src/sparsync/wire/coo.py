@@ -7,8 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sparsync.errors import WireFormatError
-from sparsync.kernels.packing import view_as
+from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header
@@ -68,5 +67,5 @@ def unpack_words(raw: Tensor, size: int) -> Tensor:
     """
     indices = view_as(raw, torch.uint32).to(torch.int64)
     if indices.numel() and (int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
-        raise WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
+        raise unordered(size)
     return indices

@@ -16,7 +16,7 @@ from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.launch import launch
 from sparsync.presets import PRESETS
 from sparsync.transports.connect import connect_group
-from sparsync.transports.store import RollCall
+from sparsync.transports.process_group import RollCall
 from tests.on_ranks import same_everywhere
 
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gloo
 
 RANKS = 3
 TIMEOUT = 10.0  # seconds; of the ranks' waits
-LINGER = 5.0  # seconds that closing may take: ``ZmqSettings.linger``
+LINGER = 5.0  # seconds that closing may take: ``zmq.sockets.LINGER``
 FROZEN_TIMEOUT = 1.5
 
 

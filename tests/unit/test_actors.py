@@ -1,11 +1,12 @@
 """Hosts of actors on threads: no wake-up is lost."""
 
-import threading
-
 import pytest
+from torch.distributed import HashStore
 
 from sparsync.errors import PeerError
-from sparsync.transports.actors import Actor, ThreadHost
+from sparsync.transports.actors import Actor
+from sparsync.transports.zmq import ZmqCommunicator
+from sparsync.transports.zmq.host import ZmqHost
 
 
 class Idle(Actor):
@@ -15,13 +16,10 @@ class Idle(Actor):
     tick = lose = receive
 
 
-class Racing(ThreadHost):
+class Racing(ZmqHost):
     """Its actor fails at the very moment at which ``ask`` registers a wait."""
 
-    def __init__(self):
-        self.go, self.waits = threading.Event(), []
-        super().__init__(Idle(), 0, 2, timeout=60)
-        self._thread.start()
+    waits = ()
 
     @property
     def _asked(self):
@@ -30,27 +28,19 @@ class Racing(ThreadHost):
     @_asked.setter
     def _asked(self, waits):
         if waits:
-            self.go.set()
+            self.call(self.fail)
             self._thread.join()
         self.waits = waits
 
-    def take(self, seconds):
-        self.go.wait()
+    def _take(self, seconds):
+        return self._comm.mesh.advance(seconds)  # a world of one has nobody to receive from
+
+    def fail(self):
         raise PeerError("the actor failed")
-
-    def send(self, dest, payload):
-        raise AssertionError
-
-    def deaths(self):
-        return []
-
-    def wake(self):
-        pass
-
-    leave = wake
 
 
 def test_a_failure_while_a_wait_begins_ends_the_wait():
-    waiting = Racing().ask(lambda reply: None, lambda: "rank 0, step 0: phase 'average'")
+    host = Racing(Idle(), ZmqCommunicator(0, 1, store=HashStore()))
+    waiting = host.ask(lambda reply: None, lambda: "rank 0, step 0: phase 'average'")
     with pytest.raises(PeerError, match="the actor failed"):
         waiting.poll(0)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports import mpi_requests
+from sparsync.transports import mpi
 from sparsync.transports.launchers import (
     Placement,
     connect_mpi,
@@ -146,7 +146,7 @@ def test_an_mpi_that_is_missing_is_named_with_what_to_install(monkeypatch):
     def missing(name):
         raise RuntimeError("cannot load MPI library\nlibmpi.so.12: no such file")
 
-    monkeypatch.setattr(mpi_requests.importlib, "import_module", missing)
+    monkeypatch.setattr(mpi.importlib, "import_module", missing)
     with pytest.raises(ConfigurationError) as caught:
         connect_mpi()
     assert "pip install 'sparsync[mpi]'" in str(caught.value)

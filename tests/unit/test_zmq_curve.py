@@ -158,4 +158,4 @@ def test_keys_that_do_not_fit_are_refused(keys, tmp_path):
     ],
 )
 def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
-    assert zap_reply(request_, {b"x" * 40: 0})[2] == b"400"
+    assert zap_reply(request_, [b"x" * 40])[2] == b"400"

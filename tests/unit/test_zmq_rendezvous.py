@@ -1,6 +1,5 @@
 """How ranks of the ZeroMQ transport meet, and what is refused before they do."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,18 +10,6 @@ from sparsync.errors import DeadlineError
 from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
 
 from .zmq_group import exchange, together
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_ranks_meet_at_an_address_which_listens_there_only():
-    port = free_port()
-    together(exchange, 2, store=None, address=f"127.0.0.1:{port}")
-    together(exchange, 2, store=None, address=f"127.0.0.1:{port}")  # and it is free again
 
 
 def test_a_store_serves_several_groups():
@@ -47,16 +34,12 @@ def test_only_the_given_interface_is_bound():
 def test_missing_ranks_are_named():
     with pytest.raises(DeadlineError) as caught:
         ZmqCommunicator(1, 4, store=HashStore(), timeout=0.2)
-    assert "no address from ranks 0, 2, 3 within 0.2 s" in str(caught.value)
+    assert "no word from ranks 0, 2, 3 within 0.2 s" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "not neither"),
-        ({"store": HashStore(), "address": "a:1"}, "not both"),
-        ({"address": "nonsense"}, "address is 'nonsense'; give host:port"),
-        ({"address": "127.0.0.1:0"}, "give host:port"),
         ({"store": HashStore(), "interface": "0.0.0.0"}, "which is all of them"),
         ({"store": HashStore(), "interface": "*"}, "which is all of them"),
         ({"store": HashStore(), "interface": "nic7"}, "cannot listen on interface 'nic7'"),

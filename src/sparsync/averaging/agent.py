@@ -517,13 +517,13 @@ class Agent(Actor):
     def lose(self, peer: int, reason: str) -> None:
         """Leave a rank out that is gone for ever; without a deadline, fail once it is waited for."""
         self._gone[peer] = reason
-        if self.deadline is None or not self.host.survives:
+        if self.deadline is None:
             self._plan_tick()
         elif self._is_present(peer):
             self._leave_out(peer, reason)
 
     def _leave_out(self, peer: int, reason: str) -> None:
-        if self.deadline is None or not self.host.survives:
+        if self.deadline is None:
             where = f"rank {self.host.rank}, step {step_of(self.version)}, phase 'average'"
             raise PeerError(f"{where}: rank {peer}: {reason}")
         self._merge(self._toggled(peer), reason)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import ClassVar, Literal, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,6 +20,9 @@ from sparsync.transports.actors import Actor, Host, SoloHost
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
+if TYPE_CHECKING:
+    from sparsync.transports.zmq import ZmqCommunicator
+
 __all__ = [
     "Closeable",
     "Communicator",
@@ -28,14 +30,16 @@ __all__ = [
     "SoloCommunicator",
     "Subgroup",
     "check_timeout",
-    "dissemination_allgatherv",
-    "ring_allgatherv",
-    "rotated_alltoallv",
     "rounds",
 ]
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def check_timeout(seconds: float) -> float:
@@ -58,6 +62,20 @@ class Closeable(Protocol):
         """End it."""
 
 
+def rounds(world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
+
+    Example:
+        >>> list(rounds(6)), sum(count for _, count in rounds(6))
+        ([(3, 3), (2, 1), (1, 1)], 5)
+    """
+    wide = world_size
+    while wide > 1:
+        skip = (wide + 1) // 2
+        yield skip, wide - skip
+        wide = skip
+
+
 class Communicator(ABC):
     """One rank's handle on a group: point-to-point calls, and the collectives built from them.
 
@@ -69,6 +87,7 @@ class Communicator(ABC):
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads and actors that others started for this group; ``close`` ends them.
         pads: ``alltoallv`` sends every message at its sender's capacity.
+        timeout: seconds that any wait may take.
 
     All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
     order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
@@ -76,6 +95,7 @@ class Communicator(ABC):
     """
 
     pads: ClassVar[bool] = False
+    timeout: float = 300.0
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
@@ -102,12 +122,7 @@ class Communicator(ABC):
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- provided by a transport -------------------------------------------------------------
@@ -144,8 +159,23 @@ class Communicator(ABC):
         return Finished()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank, on its own channel; all ranks call it together."""
-        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq or torch (gloo)")
+        """Run an actor next to this rank; all ranks call it together.
+
+        Whatever carries the rest, an actor's messages travel over ZeroMQ: the actor waits for any
+        sender, whose death must not end it.
+        """
+        if self.world_size == 1:
+            return SoloHost(actor)
+        # pyzmq is imported when it is needed
+        from sparsync.transports.zmq.host import ZmqHost
+
+        return ZmqHost(actor, self.twin())
+
+    def twin(self) -> ZmqCommunicator:
+        """Connect the same ranks over ZeroMQ; all of them call it together."""
+        from sparsync.transports.zmq import ZmqCommunicator
+
+        return ZmqCommunicator(self.rank, self.world_size, store=self, timeout=self.timeout)
 
     # ---- point to point ------------------------------------------------------------------------
 
@@ -169,26 +199,92 @@ class Communicator(ABC):
             )
 
     # ---- collectives, from point-to-point; a transport may override them with a native call -----
+    #
+    # Logarithmic ones run on a circulant graph: with skips s_0 = P, s_{i+1} = ceil(s_i / 2) down to
+    # 1 there are ceil(log2 P) rounds, and every block crosses each rank's port once.  For P a power
+    # of two these are the rounds and volumes of recursive doubling and halving.
+    #
+    # References: Bruck et al., IEEE TPDS 1997 (allgather); Träff, "Optimal, Non-pipelined
+    # Reduce-scatter and Allreduce Algorithms", 2024 (the circulant reduce-scatter).
 
     async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
-        """Reduce element-wise over ranks; `[m]`, any dtype.  Returns a new tensor, equal on all."""
-        return await _allreduce(self, tensor, phase, op)
+        """Reduce element-wise over ranks; any shape and dtype.  Returns a new tensor, equal on all.
+
+        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
+        """
+        world_size, size, combine = self.world_size, tensor.numel(), _COMBINE[op]
+        width = -(-size // world_size)
+        padded = tensor.new_zeros(width * world_size)
+        padded[:size] = tensor.flatten()
+        blocks = padded.view(world_size, width)  # block r belongs to rank r
+        for skip, count in rounds(world_size):
+            theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
+            for i, block in enumerate(theirs):
+                mine = blocks[(self.rank + i) % world_size]
+                combine(mine, block, out=mine)
+            await self.work(theirs.numel() * theirs.element_size(), dense=True)
+        for skip, count in reversed(list(rounds(world_size))):
+            theirs = await self._swap(blocks, self.rank, count, -skip, phase)
+            for i, block in enumerate(theirs):
+                blocks[(self.rank + skip + i) % world_size] = block
+        return padded[:size].view(tensor.shape)
+
+    async def _swap(self, blocks: Tensor, first: int, count: int, skip: int, phase: str) -> Tensor:
+        """Send ``count`` blocks from ``first`` on to ``rank + skip``; receive as many."""
+        framing = Raw("value" if blocks.is_floating_point() else "control")
+        world_size, width = blocks.shape
+        first %= world_size
+        ends = blocks[first : first + count], blocks[: max(first + count - world_size, 0)]
+        payload = torch.cat(ends).view(-1).view(torch.uint8)
+        source, dest = (self.rank - skip) % world_size, (self.rank + skip) % world_size
+        receiving = self.irecv(source, payload.numel(), phase, framing)
+        sending = self.isend(payload, dest, phase, framing)
+        theirs: Tensor = await receiving
+        await sending
+        return theirs.to(blocks.device).view(blocks.dtype).view(count, width)
 
     async def allgather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Collect one tensor of the same shape and dtype from every rank, in rank order."""
-        return await _allgather(self, tensor, phase)
+        payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+        framing = Raw("value" if tensor.is_floating_point() else "control")
+        blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
+        # a received block may start at any byte: clone aligns it before the dtype is put back
+        return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
 
     async def allgatherv(
         self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order."""
-        return await dissemination_allgatherv(self, payload, capacities, phase, framing)
+        """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
+
+        Cost: ceil(log2 P) messages; all others' bytes received.  A message is sent again in every
+        round by the ranks that hold it early, its owner first: when one rank holds most bytes it
+        sends them up to ceil(log2 P) times (the ring sends them once).
+        """
+        world_size, rank = self.world_size, self.rank
+        blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i
+        for skip, count in reversed(list(rounds(world_size))):
+            around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
+            outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
+            source, dest = (rank + skip) % world_size, (rank - skip) % world_size
+            receiving = self.irecv(source, sum(around[skip:]), phase, expected)
+            sending = self.isend(torch.cat(blocks[:count]), dest, phase, outgoing)
+            blocks += expected.cut(await receiving)
+            await sending
+        return [blocks[(r - rank) % world_size] for r in range(world_size)]
 
     async def ring_allgatherv(
         self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
         """Do as ``allgatherv``, on a ring: P - 1 rounds, but nobody sends more than the total."""
-        return await ring_allgatherv(self, payload, capacities, phase, framing)
+        world_size, rank = self.world_size, self.rank
+        blocks = {rank: payload.to(self.device)}
+        for hop in range(world_size - 1):
+            passing, coming = (rank - hop) % world_size, (rank - hop - 1) % world_size
+            receiving = self.irecv((rank - 1) % world_size, capacities[coming], phase, framing)
+            sending = self.isend(blocks[passing], (rank + 1) % world_size, phase, framing)
+            blocks[coming] = await receiving
+            await sending
+        return [blocks[r] for r in range(world_size)]
 
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
@@ -196,9 +292,21 @@ class Communicator(ABC):
         """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order.
 
         ``capacities[r]`` is the most that rank r sends to any one; the list is the same on all ranks,
-        so that a transport may use a native call with padded messages.
+        so that a transport may use a native call with padded messages.  Destinations are rotated
+        (rank + 1, rank + 2, ...).
         """
-        return await rotated_alltoallv(self, payloads, capacities, phase, framing)
+        world_size, rank = self.world_size, self.rank
+        receiving, sending = {}, []
+        for shift in range(1, world_size):
+            source, dest = (rank - shift) % world_size, (rank + shift) % world_size
+            receiving[source] = self.irecv(source, capacities[source], phase, framing)
+            sending.append(self.isend(payloads[dest], dest, phase, framing))
+        received = {rank: payloads[rank].to(self.device)}
+        for source, operation in receiving.items():
+            received[source] = await operation
+        for operation in sending:
+            await operation
+        return [received[r] for r in range(world_size)]
 
     async def barrier(self) -> None:
         """Return when every rank has called."""
@@ -223,7 +331,7 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        self.tag = parent.tag
+        self.tag, self.timeout = parent.tag, parent.timeout
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
@@ -251,10 +359,6 @@ class SoloCommunicator(Communicator):
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
 
-    def host(self, actor: Actor) -> Host:
-        """Run an actor that nobody writes to."""
-        return SoloHost(actor)
-
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Never reached: there is no rank to send to (``isend`` refuses first)."""
         raise AssertionError("a world of one sends nothing")
@@ -262,140 +366,3 @@ class SoloCommunicator(Communicator):
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Never reached: there is no rank to receive from (``irecv`` refuses first)."""
         raise AssertionError("a world of one receives nothing")
-
-
-# ---- collectives, built from point-to-point calls, for any world size --------------------------------
-#
-# Logarithmic ones run on a circulant graph: with skips s_0 = P, s_{i+1} = ceil(s_i / 2) down to 1
-# there are ceil(log2 P) rounds, and every block crosses each rank's port once.  For P a power of two
-# these are the rounds and volumes of recursive doubling and halving.
-#
-# References: Bruck et al., IEEE TPDS 1997 (allgather); Träff, "Optimal, Non-pipelined Reduce-scatter
-# and Allreduce Algorithms", 2024 (the circulant reduce-scatter).
-
-
-def rounds(world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
-
-    Example:
-        >>> list(rounds(6)), sum(count for _, count in rounds(6))
-        ([(3, 3), (2, 1), (1, 1)], 5)
-    """
-    wide = world_size
-    while wide > 1:
-        skip = (wide + 1) // 2
-        yield skip, wide - skip
-        wide = skip
-
-
-async def _allreduce(comm: Communicator, tensor: Tensor, phase: str, op: ReduceOp) -> Tensor:
-    """Reduce-scatter, then allgather.  Cost: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements."""
-    world_size, size = comm.world_size, tensor.numel()
-    width = -(-size // world_size)
-    padded = tensor.new_zeros(width * world_size)
-    padded[:size] = tensor.flatten()
-    blocks = padded.view(world_size, width)  # block r belongs to rank r
-    for skip, count in rounds(world_size):
-        theirs = await _exchange(comm, blocks, comm.rank + skip, count, skip, phase)
-        for i, block in enumerate(theirs):
-            _combine_(blocks[(comm.rank + i) % world_size], block, op)
-        await comm.work(theirs.numel() * theirs.element_size(), dense=True)
-    for skip, count in reversed(list(rounds(world_size))):
-        theirs = await _exchange(comm, blocks, comm.rank, count, -skip, phase)
-        for i, block in enumerate(theirs):
-            blocks[(comm.rank + skip + i) % world_size] = block
-    return padded[:size].view(tensor.shape)
-
-
-async def _exchange(
-    comm: Communicator, blocks: Tensor, first: int, count: int, skip: int, phase: str
-) -> Tensor:
-    """Send ``count`` blocks from ``first`` on to ``rank + skip``; as many come from ``rank - skip``."""
-    framing = Raw("value" if blocks.is_floating_point() else "control")
-    world_size, width = blocks.shape
-    first %= world_size
-    ends = blocks[first : first + count], blocks[: max(first + count - world_size, 0)]
-    payload = torch.cat(ends).view(-1).view(torch.uint8)
-    source, dest = (comm.rank - skip) % world_size, (comm.rank + skip) % world_size
-    receiving = comm.irecv(source, payload.numel(), phase, framing)
-    sending = comm.isend(payload, dest, phase, framing)
-    theirs: Tensor = await receiving
-    await sending
-    return theirs.to(blocks.device).view(blocks.dtype).view(count, width)
-
-
-def _combine_(mine: Tensor, theirs: Tensor, op: ReduceOp) -> None:
-    """``mine = mine op theirs``, in place."""
-    if op == "sum":
-        mine += theirs
-    elif op == "max":
-        torch.maximum(mine, theirs, out=mine)
-    else:
-        torch.minimum(mine, theirs, out=mine)
-
-
-async def _allgather(comm: Communicator, tensor: Tensor, phase: str) -> list[Tensor]:
-    """Collect equal shapes.  Cost: ceil(log2 P) messages, (P - 1) n elements received."""
-    payload = tensor.contiguous().reshape(-1).view(torch.uint8)
-    framing = Raw("value" if tensor.is_floating_point() else "control")
-    blocks = await comm.allgatherv(payload, [payload.numel()] * comm.world_size, phase, framing)
-    # a received block may start at any byte: clone aligns it before the dtype is put back
-    return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
-
-
-async def dissemination_allgatherv(
-    comm: Communicator, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
-) -> list[Tensor]:
-    """Collect one message per rank.  Cost: ceil(log2 P) messages; all others' bytes received.
-
-    A message is sent again in every round by the ranks that hold it early, its owner first: when
-    one rank holds most bytes it sends them up to ceil(log2 P) times (the ring sends them once).
-    """
-    world_size, rank = comm.world_size, comm.rank
-    blocks = [payload.to(comm.device)]  # blocks[i] belongs to rank + i
-    for skip, count in reversed(list(rounds(world_size))):
-        around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
-        outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
-        source, dest = (rank + skip) % world_size, (rank - skip) % world_size
-        receiving = comm.irecv(source, sum(around[skip:]), phase, expected)
-        sending = comm.isend(torch.cat(blocks[:count]), dest, phase, outgoing)
-        blocks += expected.cut(await receiving)
-        await sending
-    return [blocks[(r - rank) % world_size] for r in range(world_size)]
-
-
-async def ring_allgatherv(
-    comm: Communicator, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
-) -> list[Tensor]:
-    """Collect one message per rank.  Cost: P - 1 messages; sent and received at most the total."""
-    world_size, rank = comm.world_size, comm.rank
-    blocks = {rank: payload.to(comm.device)}
-    for hop in range(world_size - 1):
-        passing, coming = (rank - hop) % world_size, (rank - hop - 1) % world_size
-        receiving = comm.irecv((rank - 1) % world_size, capacities[coming], phase, framing)
-        sending = comm.isend(blocks[passing], (rank + 1) % world_size, phase, framing)
-        blocks[coming] = await receiving
-        await sending
-    return [blocks[r] for r in range(world_size)]
-
-
-async def rotated_alltoallv(
-    comm: Communicator,
-    payloads: Sequence[Tensor],
-    capacities: Sequence[int],
-    phase: str,
-    framing: Framing,
-) -> list[Tensor]:
-    """Exchange one message with every rank, destinations rotated (rank + 1, rank + 2, ...)."""
-    world_size, rank = comm.world_size, comm.rank
-    receiving, sending = {}, []
-    for shift in range(1, world_size):
-        source, dest = (rank - shift) % world_size, (rank + shift) % world_size
-        receiving[source] = comm.irecv(source, capacities[source], phase, framing)
-        sending.append(comm.isend(payloads[dest], dest, phase, framing))
-    received = {rank: payloads[rank].to(comm.device)}
-    for source, operation in receiving.items():
-        received[source] = await operation
-    for operation in sending:
-        await operation
-    return [received[r] for r in range(world_size)]

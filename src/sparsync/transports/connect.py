@@ -10,7 +10,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import TorchCommunicator
-from sparsync.transports.store import store_of
+from sparsync.transports.rendezvous import store_of
 
 __all__ = ["TRANSPORTS", "check_transport", "connect_group"]
 
@@ -48,15 +48,9 @@ def connect_group(
         return MpiCommunicator.over(over_torch, timeout=timeout)
     # pyzmq is imported when it is needed
     from sparsync.transports.zmq import ZmqCommunicator
-    from sparsync.transports.zmq.rendezvous import choose_interface, group_route
 
     return ZmqCommunicator(
-        rank,
-        world_size,
-        store=store_of(group),
-        interface=choose_interface(*group_route()),
-        timeout=timeout,
-        curve_keys=curve_keys,
+        rank, world_size, store=store_of(group), timeout=timeout, curve_keys=curve_keys
     )
 
 

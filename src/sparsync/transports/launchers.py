@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from sparsync.errors import ConfigurationError, DeadlineError
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
-from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.mpi_requests import load_mpi
+from sparsync.transports.mpi import MpiCommunicator, load_mpi
+from sparsync.transports.rendezvous import host_of_rank_0
 
 __all__ = [
     "Placement",
@@ -34,20 +33,21 @@ __all__ = [
     "slurm_port",
 ]
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# rank, world size, rank on its host: what MPI's launchers tell their processes
-_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI; srun --mpi=pmi2
-    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # srun --mpi=pmix
-    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
+Launcher = Literal["torchrun", "mpi", "slurm"]
+
+# rank, world size, rank on its host: what launchers tell their processes, the innermost first
+_LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    # Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; srun --mpi=pmix
+    ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("mpi", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("mpi", "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-_SLURM = (
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
-_HOST_BYTES = 256  # a host name has at most 255
+_HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Placement:
     world_size: int
     local_rank: int
     host: str | None
-    launcher: Literal["torchrun", "mpi", "slurm"]
+    launcher: Launcher
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
@@ -90,18 +90,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    slurm_host = first_host(_slurm_hosts(environ)) if _slurm_hosts(environ) else None
-    host = environ.get("MASTER_ADDR") or slurm_host
-    found: tuple[tuple[str, str, str], Literal["torchrun", "mpi", "slurm"]] | None = None
-    if _has(environ, _TORCHRUN):
-        found, host = (_TORCHRUN, "torchrun"), environ.get("MASTER_ADDR")
-    elif mpi := [names for names in _MPI if _has(environ, names)]:
-        found = mpi[0], "mpi"
-    elif not _in_batch_script(environ):
-        found = next(((n, "slurm") for n in _SLURM if _has(environ, n)), None)
-    if found is None:
+    # sbatch sets SLURM_PROCID in its script, too, which is no rank
+    in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
+    for launcher, *names in _LAUNCHERS:
+        if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):
+            break
+    else:
         return None
-    names, launcher = found
     rank, world_size = _number(environ, names[0]), _number(environ, names[1])
     if not 0 <= rank < world_size:
         raise ConfigurationError(
@@ -109,6 +104,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
             "[0, world size). Start all processes with one torchrun, mpiexec or srun"
         )
     local_rank = _number(environ, names[2]) if names[2] in environ else 0
+    host = environ.get("MASTER_ADDR")
+    nodes = next((environ[name] for name in _HOSTS if environ.get(name)), None)
+    if not host and nodes is not None and launcher != "torchrun":
+        host = first_host(nodes)
     return Placement(rank, world_size, local_rank, host, launcher)
 
 
@@ -205,26 +204,31 @@ def destroy_process_group() -> None:
 
 def _meet(here: Placement, timeout: float) -> TCPStore:
     """Return the store of the job, which rank 0 serves."""
-    host, port = here.host, os.environ.get("MASTER_PORT")
-    if host is not None and port is not None:
-        address = host, _number(os.environ, "MASTER_PORT")
-    elif here.launcher == "mpi" and "MASTER_ADDR" not in os.environ and _mpi_knows(here):
-        return _meet_by_mpi(here, timeout)
-    elif host is not None and "SLURM_JOB_ID" in os.environ:
-        address = host, slurm_port(os.environ)
-    else:
-        raise ConfigurationError(
-            f"rank {here.rank} ({here.launcher}) cannot know where rank 0 listens: set MASTER_ADDR and "
-            "MASTER_PORT, or pip install 'sparsync[mpi]' and start with the mpiexec of mpi4py's MPI"
+
+    def store(host: str, port: int) -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            here.world_size,
+            is_master=here.rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
         )
-    return _store(*address, here, timeout)
 
-
-def _store(host: str, port: int, here: Placement, timeout: float) -> TCPStore:
-    wait_at_most = timedelta(seconds=timeout)
-    serving = here.rank == 0
-    return TCPStore(
-        host, port, here.world_size, serving, timeout=wait_at_most, wait_for_workers=False
+    if here.host is not None and "MASTER_PORT" in os.environ:
+        return store(here.host, _number(os.environ, "MASTER_PORT"))
+    if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ and _mpi_knows(here):
+        with MpiCommunicator(timeout=timeout) as comm:  # rank 0's system chooses the port
+            host = host_of_rank_0(comm)
+            served = store(host, 0) if here.rank == 0 else None
+            mine = torch.tensor([served.port if served is not None else 0])
+            port = int(run(comm.allgather(mine, "port"))[0])
+        return served if served is not None else store(host, port)
+    if here.host is not None and "SLURM_JOB_ID" in os.environ:
+        return store(here.host, slurm_port(os.environ))
+    raise ConfigurationError(
+        f"rank {here.rank} ({here.launcher}) cannot know where rank 0 listens: set MASTER_ADDR and "
+        "MASTER_PORT, or pip install 'sparsync[mpi]' and start with the mpiexec of mpi4py's MPI"
     )
 
 
@@ -241,17 +245,6 @@ def _mpi_knows(here: Placement) -> bool:
     return bool(world.Get_rank() == here.rank and world.Get_size() == here.world_size)
 
 
-def _meet_by_mpi(here: Placement, timeout: float) -> TCPStore:
-    """Let rank 0 serve on a port that its system chose, and tell the others."""
-    with MpiCommunicator(timeout=timeout) as comm:
-        names = [_text(t) for t in run(comm.allgather(_bytes(socket.gethostname()), "hosts"))]
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        served = _store(host, 0, here, timeout) if here.rank == 0 else None
-        mine = torch.tensor([served.port if served is not None else 0])
-        port = int(run(comm.allgather(mine, "port"))[0])
-    return served if served is not None else _store(host, port, here, timeout)
-
-
 def slurm_port(environ: Mapping[str, str], *, first: int = 20_000, ports: int = 10_000) -> int:
     """Return the port of a job step: the same in all its tasks, another in the next job's.
 
@@ -264,20 +257,6 @@ def slurm_port(environ: Mapping[str, str], *, first: int = 20_000, ports: int = 
     return first + (_number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)) % ports
 
 
-def _slurm_hosts(environ: Mapping[str, str]) -> str:
-    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    return next((environ[name] for name in names if environ.get(name)), "")
-
-
-def _in_batch_script(environ: Mapping[str, str]) -> bool:
-    """Tell a batch script from the tasks of its srun: sbatch sets SLURM_PROCID there, too."""
-    return "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
-
-
-def _has(environ: Mapping[str, str], names: tuple[str, str, str]) -> bool:
-    return names[0] in environ and names[1] in environ
-
-
 def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
@@ -285,12 +264,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise ConfigurationError(
             f"{name} is {environ[name]!r}; the launcher sets it to a whole number"
         ) from error
-
-
-def _bytes(text: str) -> torch.Tensor:
-    raw = text.encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    return torch.tensor(list(raw), dtype=torch.uint8)
-
-
-def _text(raw: torch.Tensor) -> str:
-    return bytes(raw.tolist()).rstrip(b"\0").decode()

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
-from typing import Any, final
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, PeerError
-from sparsync.transports.actors import Actor, Host
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
-from sparsync.transports.ledger import Framing
-from sparsync.transports.mpi_requests import (
-    MpiHost,
-    Request,
-    Session,
-    load_mpi,
-    native_type,
-)
+from sparsync.transports.ledger import Framing, Ledger
 
-__all__ = ["MpiCommunicator"]
+__all__ = ["MpiCommunicator", "load_mpi"]
 
 # channels below this use the native allreduce, each with an MPI communicator of its own, made at its
 # first one (MPICH has about 2,000 in all); the others go point to point
-_NATIVE_CHANNELS = 32
+_NATIVE_CHANNELS: Final = 32
+_NAP: Final = 0.125  # of the time waited so far, slept between looks: a wait ends at most that late
+_LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only when it is called
+
+
+def load_mpi() -> Any:
+    """Import ``mpi4py.MPI``, which initialises MPI.
+
+    Raises:
+        ConfigurationError: mpi4py or an MPI library is missing; says what to install.
+    """
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"transport 'mpi' needs mpi4py and an MPI library ({why}); "
+            "pip install 'sparsync[mpi]' brings both, and mpiexec"
+        ) from error
 
 
 @final
@@ -54,15 +69,8 @@ class MpiCommunicator(Communicator):
             reduced = sparsync.allreduce(vector, comm, k=1000)
     """
 
-    def __init__(
-        self,
-        comm: Any = None,
-        *,
-        timeout: float = 300.0,
-        spin: float = 0.0002,
-    ) -> None:
+    def __init__(self, comm: Any = None, *, timeout: float = 300.0, spin: float = 0.0002) -> None:
         mpi = load_mpi()
-        timeout = check_timeout(timeout)
         comm = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, mpi.Intracomm):
             raise ConfigurationError(
@@ -74,7 +82,8 @@ class MpiCommunicator(Communicator):
                 "their own; leave mpi4py.rc.threads at True"
             )
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
-        self._session = Session(mpi, mpi.COMM_NULL, self.rank, self.ledger, timeout, spin)
+        self.timeout = check_timeout(timeout)
+        self._session = _Session(mpi, mpi.COMM_NULL, self.rank, self.ledger, self.timeout, spin)
         self._tags = int(comm.Get_attr(mpi.TAG_UB))
         self._session.comm = run(self._duplicate(comm, "all ranks to connect"))
 
@@ -122,12 +131,6 @@ class MpiCommunicator(Communicator):
         twin.tag = tag
         return twin
 
-    def host(self, actor: Actor) -> Host:
-        """Run an actor on a thread of its own, over an MPI communicator of its own."""
-        session = self._session
-        twin = run(self._duplicate(session.comm, "all ranks to start an actor"))
-        return MpiHost(actor, session, twin)
-
     # ---- point to point ------------------------------------------------------------------------
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
@@ -135,7 +138,7 @@ class MpiCommunicator(Communicator):
         if payload.numel() == 0 and not framing.variable:
             return Finished()  # both sides know that there is nothing
         session, payload = self._session, payload.contiguous()
-        return Request(
+        return _Request(
             session,
             self.tag,
             f"send to rank {dest} in phase '{phase}'",
@@ -160,7 +163,7 @@ class MpiCommunicator(Communicator):
             self.ledger.received(phase, length)
             return buffer[:length]
 
-        return Request(
+        return _Request(
             session,
             self.tag,
             f"message from rank {source} in phase '{phase}' (at most {capacity} bytes)",
@@ -179,7 +182,7 @@ class MpiCommunicator(Communicator):
         what MPI has no type for, go point to point.
         """
         session, tag = self._session, self.tag
-        dtype = native_type(session.mpi, tensor.dtype, op)
+        dtype = _native_type(session.mpi, tensor.dtype, op)
         alone = self.world_size == 1 or tensor.numel() == 0
         if dtype is None or alone or tag >= _NATIVE_CHANNELS:
             return await super().allreduce(tensor, phase, op)
@@ -188,7 +191,7 @@ class MpiCommunicator(Communicator):
         if tag not in session.contexts:
             session.contexts[tag] = await self._duplicate(session.comm, "all ranks to begin")
         context, buffer = session.contexts[tag], [result.numpy(), dtype]
-        await Request(
+        await _Request(
             session,
             tag,
             f"allreduce in phase '{phase}'",
@@ -206,7 +209,7 @@ class MpiCommunicator(Communicator):
             return request
 
         where = f"wait for {what} on channel {self.tag}"
-        await Request(self._session, self.tag, where, start, late=True)
+        await _Request(self._session, self.tag, where, start, late=True)
         made[0].Set_errhandler(self._session.mpi.ERRORS_RETURN)
         return made[0]
 
@@ -216,3 +219,189 @@ class MpiCommunicator(Communicator):
         """Free the MPI communicators that were duplicated, of all channels.  MPI itself goes on."""
         super().close()
         self._session.close()
+
+
+def _native_type(mpi: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
+    """Return the type by which MPI reduces a dtype; None where its own reduction does not do."""
+    integers = {
+        torch.uint8: mpi.UINT8_T,
+        torch.int8: mpi.INT8_T,
+        torch.int16: mpi.INT16_T,
+        torch.int32: mpi.INT32_T,
+        torch.int64: mpi.INT64_T,
+    }
+    # its max and min may lose a NaN
+    floats = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE} if op == "sum" else {}
+    return {**integers, **floats}.get(dtype)
+
+
+@dataclass(eq=False)
+class _Session:
+    """The state that a communicator and its channels share.
+
+    Attributes:
+        mpi: the module ``mpi4py.MPI``.
+        comm: a communicator of the library's own, so that no message meets the caller's.
+        rank: this rank in it.
+        ledger: of all channels.
+        timeout: seconds that any wait may take.
+        contexts: per channel, a communicator for its native allreduce.
+        pending: requests that MPI has not ended: it reads or writes their buffers until then.
+        closed: nothing may be started any more.
+    """
+
+    mpi: Any
+    comm: Any
+    rank: int
+    ledger: Ledger
+    timeout: float
+    spin: float
+    contexts: dict[int, Any] = field(default_factory=dict)
+    pending: dict[int, _Request] = field(default_factory=dict)
+    closed: bool = False
+
+    def rest(self, waited: float, left: float) -> None:
+        """Let others run between looks; MPI itself would spin, which starves ranks that share cores."""
+        nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
+        time.sleep(max(nap, 0.0))
+
+    def close(self, linger: float = 1.0) -> None:
+        """Give what was sent ``linger`` seconds to leave, drop the receives, free the communicators."""
+        if self.closed or self.mpi.Is_finalized():
+            self.closed = True
+            return
+        self.closed = True
+        for request in list(self.pending.values()):
+            request.cancel()
+        until = time.monotonic() + linger
+        while self.pending and time.monotonic() < until:
+            for request in list(self.pending.values()):
+                request.drain()
+            self.rest(self.spin, until)
+        if self.pending:  # MPI may use their buffers until it ends, so these must not be reused
+            atexit.register(list, self.pending.values())
+        for comm in (*self.contexts.values(), self.comm):
+            if comm != self.mpi.COMM_NULL:
+                comm.Free()
+        self.contexts.clear()
+
+
+@final
+class _Request(Operation):
+    """A send, a receive or a collective of MPI.
+
+    Args:
+        session: of the communicator.
+        tag: the channel.
+        where: what it is, for errors: "message from rank 3 in phase 'split'".
+        start: calls MPI; the request that it returns keeps the buffers.
+        finish: takes the status, returns the result; None: there is none.
+        receiving: it may be cancelled.
+        late: start it when it is first waited for, not now.  Collectives of one MPI communicator
+            must start in one order on all ranks; of several channels in flight only the oldest is
+            waited for, which is the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        session: _Session,
+        tag: int,
+        where: str,
+        start: Callable[[], Any],
+        finish: Callable[[Any], Tensor] | None = None,
+        *,
+        receiving: bool = False,
+        late: bool = False,
+    ) -> None:
+        if session.closed:
+            raise ConfigurationError(
+                f"rank {session.rank}: this MPI communicator is closed; connect again"
+            )
+        self.session, self.tag, self.where = session, tag, where
+        self.start, self.finish, self.receiving = start, finish, receiving
+        self.native: Any = None
+        self.status = session.mpi.Status()
+        self.waiting_since: float | None = None
+        if not late:
+            self.poll(0.0, begin=True)
+
+    def poll(self, seconds: float, *, begin: bool = False) -> bool:
+        """Wait at most ``seconds``; less, when other channels are in flight and may go on."""
+        if self.native is None and (begin or seconds > 0):
+            self._begin()
+        if self._ended() or seconds <= 0:
+            return self.done
+        session, now = self.session, time.monotonic()
+        if self.waiting_since is None:
+            self.waiting_since = now
+        deadline = self.waiting_since + session.timeout
+        if any(other.tag != self.tag for other in session.pending.values()):
+            seconds = min(seconds, _LONGEST_NAP)
+        until = min(now + seconds, deadline)
+        while not self._ended():
+            now = time.monotonic()
+            if now >= deadline:
+                self.cancel()
+                raise DeadlineError(
+                    f"{self._place} did not complete within {session.timeout:g} s; "
+                    "is that rank alive? Raise timeout= if it is only slow"
+                )
+            if now >= until:
+                break
+            session.rest(now - self.waiting_since, until - now)
+        return self.done
+
+    def wait(self) -> None:
+        """Block until done, at most until the deadline."""
+        while not self.poll(self.session.timeout):
+            pass
+
+    def cancel(self) -> None:
+        """Give a receive up.  What was sent cannot be taken back: it stays pending."""
+        if self.receiving and self.native is not None and not self.done:
+            self.native.Cancel()
+            self.drain()
+
+    def drain(self) -> None:
+        """See whether MPI is through with the buffers; nobody looks at what arrived."""
+        try:
+            ended = self.native.Test()
+        except self.session.mpi.Exception:
+            ended = True
+        if ended:
+            self.session.pending.pop(id(self), None)
+
+    def _begin(self) -> None:
+        try:
+            self.native = self.start()
+        except self.session.mpi.Exception as error:
+            raise self._failure(error) from error
+        self.session.pending[id(self)] = self
+
+    def _ended(self) -> bool:
+        if self.done or self.native is None:
+            return self.done
+        try:
+            if not self.native.Test(self.status):
+                return False
+        except self.session.mpi.Exception as error:
+            self.session.pending.pop(id(self), None)
+            raise self._failure(error) from error
+        self.session.pending.pop(id(self), None)
+        if self.finish is not None:
+            self.result = self.finish(self.status)
+        self.done = True
+        return True
+
+    def _failure(self, error: Any) -> PeerError:
+        if error.Get_error_class() == self.session.mpi.ERR_TRUNCATE:
+            return PeerError(
+                f"{self._place} is longer than it can be here; do the ranks disagree on size, k, codec "
+                "or version?"
+            )
+        first_line = (str(error) or "no message").splitlines()[0]
+        return PeerError(f"{self._place} failed: the peer is gone or broke off ({first_line})")
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self.session.rank}, step {self.session.ledger.step}: {self.where}"

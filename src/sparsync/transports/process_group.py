@@ -5,28 +5,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.actors import Actor, Host, ThreadHost
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.store import RollCall, gather, store_of
+from sparsync.transports.rendezvous import store_of
 
-__all__ = ["TorchCommunicator"]
+if TYPE_CHECKING:
+    from sparsync.transports.zmq import ZmqCommunicator
+
+__all__ = ["RollCall", "TorchCommunicator"]
 
 _LENGTH_BYTES = 8
-_HEAD: Final = 3  # tags of an actor's messages: lengths, then bodies
-_BODY: Final = 4
-_FAREWELL: Final = 5.0  # seconds; a thread left in gloo may abort the process at its exit
-_FOREVER = timedelta(days=300)  # a wait that times out would end a group of gloo's
+_PATIENCE: Final = 1.0  # seconds between one rank's failure and the word of the others
+_LOOK: Final = 0.02  # seconds between looks
 
 
 @final
@@ -75,16 +76,12 @@ class TorchCommunicator(Communicator):
         """Tell whether a wait that failed after ``seconds`` ran into its deadline; gloo does not say."""
         return seconds > 0.95 * self._patience
 
-    def host(self, actor: Actor) -> Host:
-        """Run an actor on a thread of its own, over a process group of its own (gloo)."""
-        members = None if self.group is None else dist.get_process_group_ranks(self.group)
-        with _named(self, "a process group for actors", among_all=True):
-            gather(store_of(self.group), self.rank, self.world_size, b"", self.timeout)
-            group = dist.new_group(
-                members, timeout=_FOREVER, backend="gloo", use_local_synchronization=bool(members)
-            )
-        assert isinstance(group, dist.ProcessGroup)
-        return _TorchHost(actor, self, group)
+    def twin(self) -> ZmqCommunicator:
+        """Connect the same ranks over ZeroMQ; they meet in the group's store, which names the missing."""
+        from sparsync.transports.zmq import ZmqCommunicator
+
+        store = store_of(self.group)
+        return ZmqCommunicator(self.rank, self.world_size, store=store, timeout=self.timeout)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Start ``isend``, after the length where that is announced."""
@@ -288,93 +285,51 @@ class _Receive(Operation):
 
 
 @final
-class _TorchHost(ThreadHost):
-    """Carries an actor's messages over a gloo group of its own, a thread per peer and direction.
+class RollCall:
+    """Finds out who is missing when a native collective has failed, which gloo does not say.
 
-    gloo's waits cannot be interrupted and a group is lost when one times out, so threads wait, without
-    end: one per peer receives, one sends.  A peer's death ends its threads and no others.
+    Ranks whose exchange has failed say so in the group's store; who is dead or stuck does not.
+
+    A rank that is alive may be late with its word: those that are named hold the one that failed.
+
+    Args:
+        group: whose ranks are called; None for the default one.
+        rank: this one.
+        world_size: number of ranks.
     """
 
-    def __init__(self, actor: Actor, comm: TorchCommunicator, group: dist.ProcessGroup) -> None:
-        super().__init__(actor, comm.rank, comm.world_size, comm.timeout)
-        self._group = group
-        self._inbox: SimpleQueue[tuple[int, Tensor] | None] = SimpleQueue()
-        self._ended: SimpleQueue[tuple[int, str]] = SimpleQueue()
-        self._outboxes: dict[int, SimpleQueue[Tensor | None]] = {}
-        self._threads: list[threading.Thread] = []
-        for peer in range(comm.world_size):
-            if peer != comm.rank:
-                self._outboxes[peer] = SimpleQueue()
-                for work in (self._send_all, self._receive_all):
-                    name = f"sparsync-peer-{peer}"
-                    thread = threading.Thread(target=work, args=(peer,), name=name, daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-        self._thread.start()
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+        self._group, self._rank, self._world_size = group, rank, world_size
 
-    def send(self, dest: int, payload: Tensor) -> None:
-        """Queue a message."""
-        self._outboxes[dest].put(payload)
+    def answer(self) -> None:
+        """Say that this rank has failed."""
+        self._aside(lambda store: store.set(str(self._rank), "failed"))
 
-    def take(self, seconds: float) -> tuple[int, Tensor] | None:
-        """Take the next message."""
-        try:
-            if seconds > 0:
-                return self._inbox.get(timeout=seconds)
-            while (message := self._inbox.get_nowait()) is None:
-                pass  # a wake
-            return message
-        except Empty:
-            return None
+    def missing(self) -> str:
+        """Say so, too, and name those that have not said it a second later."""
+        missing = set(range(self._world_size))
 
-    def deaths(self) -> list[tuple[int, str]]:
-        """Return the peers whose connection has ended."""
-        found = {}
-        while not self._ended.empty():
-            peer, reason = self._ended.get()
-            found[peer] = reason
-        return list(found.items())
+        def call(store: Store) -> None:
+            store.set(str(self._rank), "failed")
+            until = time.monotonic() + _PATIENCE
+            while missing and time.monotonic() < until:
+                missing.difference_update([r for r in missing if store.check([str(r)])])
+                time.sleep(_LOOK)
 
-    def wake(self) -> None:
-        """Put nothing into the inbox."""
-        self._inbox.put(None)
+        self._aside(call)
+        if self._rank in missing:
+            return "which rank is to blame is unknown: the store does not answer, whose host may be gone"
+        if not missing:
+            return "all ranks are there: a connection between them is lost, or too slow"
+        return f"no word from rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"
 
-    def leave(self) -> None:
-        """Send what is queued and a farewell, and wait a while for the peers' own."""
-        for outbox in self._outboxes.values():
-            outbox.put(None)
-        until = time.monotonic() + _FAREWELL
-        for thread in self._threads:
-            thread.join(timeout=max(until - time.monotonic(), 0.0))
+    def _aside(self, action: Callable[[Store], None]) -> None:
+        """Ask the store on a thread that may be left behind: its host may be stuck, too."""
 
-    def _send_all(self, peer: int) -> None:
-        outbox = self._outboxes[peer]
-        try:
-            while True:
-                payload = outbox.get()
-                size = -1 if payload is None else payload.numel()
-                dist.send(torch.tensor([size]), group=self._group, group_dst=peer, tag=_HEAD)
-                if payload is None:
-                    return
-                dist.send(payload, group=self._group, group_dst=peer, tag=_BODY)
-        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
-            self._end(peer, error)
+        def ask() -> None:
+            with suppress(RuntimeError, KeyError, ValueError):  # lost, or the group was destroyed
+                action(PrefixStore("sparsync/failed", store_of(self._group)))
 
-    def _receive_all(self, peer: int) -> None:
-        head = torch.empty(1, dtype=torch.int64)
-        try:
-            while True:
-                dist.recv(head, group=self._group, group_src=peer, tag=_HEAD)
-                if int(head) < 0:
-                    self._ended.put((peer, "it has closed its communicator"))
-                    self.wake()
-                    return
-                body = torch.empty(int(head), dtype=torch.uint8)
-                dist.recv(body, group=self._group, group_src=peer, tag=_BODY)
-                self._inbox.put((peer, body))
-        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
-            self._end(peer, error)
-
-    def _end(self, peer: int, error: Exception) -> None:
-        self._ended.put((peer, f"its connection ended ({str(error).splitlines()[0][:80]})"))
-        self.wake()
+        thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
+        thread.start()
+        thread.join(2 * _PATIENCE)

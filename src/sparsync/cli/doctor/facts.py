@@ -18,7 +18,7 @@ import torch.distributed as dist
 import sparsync
 from sparsync.errors import PeerError
 from sparsync.kernels import native
-from sparsync.transports.mpi_requests import load_mpi
+from sparsync.transports.mpi import load_mpi
 
 __all__ = ["Facts", "check_versions", "local_facts"]
 

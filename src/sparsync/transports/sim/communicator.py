@@ -15,11 +15,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 from sparsync.transports.actors import Actor, Host, Reply
-from sparsync.transports.communicator import (
-    Communicator,
-    dissemination_allgatherv,
-    ring_allgatherv,
-)
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger
 from sparsync.transports.sim.network import Fault, Network, Port, SimOperation, Weight
@@ -110,23 +106,25 @@ class SimCommunicator(Communicator):
         return self.network.send(self.rank, dest, payload, phase, self.tag, weight)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Post a receive; booked in the ledger when it is done."""
-        operation = self.network.receive(source, self.rank, capacity, phase, self.tag)
-        return _Booked(operation, self, phase)
+        """Post a receive; booked in the ledger when it is awaited."""
+        receive = _Receive("message from rank", source, phase)
+        receive.comm = self
+        self.network.receive(receive, (source, self.rank, self.tag), capacity)
+        return receive
 
     async def allgatherv(
         self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
         """Collect one message per rank; this rank packs its own alone."""
         packed = self._with_packed(payload, framing)
-        return await dissemination_allgatherv(packed, payload, capacities, phase, framing)
+        return await Communicator.allgatherv(packed, payload, capacities, phase, framing)
 
     async def ring_allgatherv(
         self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
         """Collect one message per rank on a ring; this rank packs its own alone."""
         packed = self._with_packed(payload, framing)
-        return await ring_allgatherv(packed, payload, capacities, phase, framing)
+        return await Communicator.ring_allgatherv(packed, payload, capacities, phase, framing)
 
     def _with_packed(self, payload: Tensor, framing: Framing) -> SimCommunicator:
         """Charge one message; return a handle that passes messages on as they are."""
@@ -143,24 +141,20 @@ class SimCommunicator(Communicator):
         self.charge("pack", self.prices.encode * weight.entries)
 
 
-@final
-class _Booked(Operation):
-    """A receive that enters the ledger when awaited."""
+class _Receive(SimOperation):
+    """A receive that enters the ledger of ``comm`` when awaited."""
 
-    def __init__(self, operation: SimOperation, comm: SimCommunicator, phase: str) -> None:
-        self.operation, self.comm, self.phase = operation, comm, phase
-
-    def wait(self) -> None:
-        self.operation.wait()
+    comm: SimCommunicator
+    booked = False
 
     def __await__(self) -> Any:
-        if not self.done:
-            self.result = yield from self.operation.__await__()
+        yield from super().__await__()
+        if not self.booked:
+            self.booked = True
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
-                comm.charge("unpack", comm.prices.decode * self.operation.entries)
-            self.done = True
+                comm.charge("unpack", comm.prices.decode * self.entries)
         return self.result
 
 

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -51,7 +51,6 @@ class Weight(NamedTuple):
     entries: float = 0.0
 
 
-@final
 class SimOperation(Operation):
     """An operation that the event queue completes."""
 
@@ -223,16 +222,11 @@ class Network(Generic[T]):
             self._leave(message)
         return operation
 
-    def receive(
-        self, source: int, dest: int, capacity: int, phase: str, tag: int = 0
-    ) -> SimOperation:
+    def receive(self, operation: SimOperation, link: Link, capacity: int) -> None:
         """Post a receive; messages between two ranks on one channel match in the order sent."""
-        operation = SimOperation("message from rank", source, phase)
-        link = source, dest, tag
         self._posts.setdefault(link, deque()).append((operation, capacity))
         if link in self._mail:
             self._match(link)
-        return operation
 
     def until(self, time: float, what: str) -> SimOperation:
         """Complete at a virtual time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,20 +16,18 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.actors import Actor, Host, SoloHost
 from sparsync.transports.communicator import Communicator, check_timeout
-from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.driver import Finished, Operation, run
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.store import gather
-from sparsync.transports.zmq import rendezvous
+from sparsync.transports.rendezvous import choose_interface, meet
 from sparsync.transports.zmq.curve import load_curve_keys
-from sparsync.transports.zmq.host import ZmqHost
 from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Message, pack
 from sparsync.transports.zmq.sockets import Incoming, Link, Parcel, ZmqSettings
 
 __all__ = ["Receive", "ZmqCommunicator"]
 
+_CARD_BYTES: Final = 256  # fixed, so that an allgather of equal shapes carries it
 _MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
 
 
@@ -44,15 +44,15 @@ class ZmqCommunicator(Communicator):
     Args:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P.
-        store: where the ranks leave their addresses; any ``torch.distributed`` store.
-        address: instead of a store, ``"host:port"`` where rank 0 serves one until all have met.
-        interface: the IP address or the name of the interface to bind, and no other.  Default: the
-            one that leads to the store's host.
+        store: where the ranks leave their addresses: any ``torch.distributed`` store, or another
+            communicator of the same ranks.
+        interface: the IP address or the name of the interface to bind, and no other.  Default:
+            ``GLOO_SOCKET_IFNAME``, or the one that leads to the store's host or to rank 0's.
         timeout: seconds that any wait may take before it fails with an error.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption; whoever can reach the port
             and knows the job's number can send, so use it on networks that you trust.
-        settings: buffers and periods.
+        settings: limits and buffers.
 
     Attributes:
         dropped: messages that were refused, by reason (malformed, of another job, ...).
@@ -75,8 +75,7 @@ class ZmqCommunicator(Communicator):
         rank: int,
         world_size: int,
         *,
-        store: Store | None = None,
-        address: str | None = None,
+        store: Store | Communicator,
         interface: str | None = None,
         timeout: float = 300.0,
         curve_keys: Path | str | None = None,
@@ -88,64 +87,32 @@ class ZmqCommunicator(Communicator):
             )
         super().__init__(rank, world_size, torch.device("cpu"))
         self.timeout = check_timeout(timeout)
-        shared, host = rendezvous.open_store(store, address, rank, self.timeout)
-        interface = rendezvous.choose_interface(interface, host)
-
-        def exchange(card: bytes) -> list[bytes]:
-            return gather(shared, rank, world_size, card, self.timeout)
-
-        self._join(exchange, interface, settings, curve_keys)
-
-    @classmethod
-    def over(
-        cls,
-        comm: Communicator,
-        *,
-        interface: str | None = None,
-        timeout: float = 300.0,
-        curve_keys: Path | str | None = None,
-        settings: ZmqSettings = ZmqSettings(),  # noqa: B008 (frozen)
-    ) -> ZmqCommunicator:
-        """Build one next to another communicator of the same ranks, which carries the addresses.
-
-        Args:
-            comm: any communicator; all its ranks call this together.
-            interface: as for the class.  Default: ``GLOO_SOCKET_IFNAME``, or the one that leads to
-                the host of the default process group's store, or to ``MASTER_ADDR``.
-            timeout: as for the class.
-            curve_keys: as for the class.
-            settings: as for the class.
-        """
-        self = cls.__new__(cls)
-        Communicator.__init__(self, comm.rank, comm.world_size, torch.device("cpu"))
-        self.timeout = check_timeout(timeout)
-        usual, host = rendezvous.group_route()
-        interface = rendezvous.choose_interface(interface or usual, host)
-        self._join(rendezvous.through(comm), interface, settings, curve_keys)
-        return self
-
-    def _join(
-        self,
-        exchange: rendezvous.Exchange,
-        interface: str,
-        settings: ZmqSettings,
-        curve_keys: Path | str | None,
-    ) -> None:
-        """Bind, tell the others where, and learn where they are."""
-        self._interface, self._curve_keys = interface, curve_keys
-        encrypted = curve_keys is not None
-        keys = load_curve_keys(curve_keys, self.rank, self.world_size) if curve_keys else None
+        self._interface, self._curve_keys = choose_interface(interface, store), curve_keys
+        keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.max_sockets = 8 + 3 * self.world_size  # per link: a socket and its monitor's pair
+        context.max_sockets = 8 + 3 * world_size  # per link: a socket and its monitor's pair
         try:
-            incoming = Incoming(context, interface, settings, keys)
-            card = rendezvous.Card(incoming.endpoint, encrypted, settings.max_message)
-            job, endpoints = rendezvous.meet(exchange, card)
+            incoming = Incoming(context, self._interface, settings, keys)
+            card = {
+                "endpoint": incoming.endpoint,
+                "encrypted": keys is not None,
+                "max_message": settings.max_message,
+                "job": secrets.randbits(63),
+            }
+            cards = self._swap_cards(store, json.dumps(card).encode().ljust(_CARD_BYTES))
+            job, endpoints = _agreed(cards)
         except BaseException:
             context.destroy(linger=0)
             raise
-        self.mesh = Mesh(context, incoming, endpoints, self.rank, job, settings, keys)
+        self.mesh = Mesh(context, incoming, endpoints, rank, job, settings, keys)
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
+
+    def _swap_cards(self, store: Store | Communicator, card: bytes) -> list[bytes]:
+        """Return the cards of all ranks, in rank order."""
+        if isinstance(store, Communicator):
+            mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+            return [bytes(c.tolist()) for c in run(store.allgather(mine, "zmq addresses"))]
+        return meet(store, self.rank, self.world_size, card, self.timeout)
 
     def channel(self, tag: int) -> ZmqCommunicator:
         """Return a handle on the same links and ledger whose messages never meet others'."""
@@ -155,18 +122,17 @@ class ZmqCommunicator(Communicator):
         twin.tag = tag
         return twin
 
-    def host(self, actor: Actor) -> Host:
-        """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
-        if self.world_size == 1:
-            return SoloHost(actor)
-        twin = ZmqCommunicator.over(
-            self,
+    def twin(self) -> ZmqCommunicator:
+        """Connect the same ranks once more, with the same keys."""
+        return ZmqCommunicator(
+            self.rank,
+            self.world_size,
+            store=self,
             interface=self._interface,
             timeout=self.timeout,
             curve_keys=self._curve_keys,
             settings=self.mesh.settings,
         )
-        return ZmqHost(actor, twin, twin.mesh, twin.irecv_any, self.timeout)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send without waiting; a CUDA payload is staged through pinned memory."""
@@ -214,8 +180,8 @@ class ZmqCommunicator(Communicator):
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
         """Receive from whoever is first on this channel, whatever the sender's step.
 
-        The operation's ``source`` and ``step`` tell, when it is done, whose message it was and from
-        which step.  Give such messages a channel of their own.
+        The operation's ``source`` tells, when it is done, whose message it was.  Give such messages a
+        channel of their own.
         """
         if self.world_size == 1:
             raise ConfigurationError(
@@ -334,11 +300,6 @@ class Receive(Operation):
         """The first sender's rank, once done."""
         return self.messages[0].source
 
-    @property
-    def step(self) -> int:
-        """The first sender's step, once done."""
-        return self.messages[0].step
-
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return earlier when another operation got its message.
 
@@ -409,3 +370,41 @@ def _staged(payload: Tensor) -> Tensor:
     if payload.is_cuda:
         torch.cuda.current_stream(payload.device).synchronize()
     return pinned
+
+
+def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
+    """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together.
+
+    Raises:
+        ConfigurationError: some encrypt and some do not, limits differ, or some rank is bound to
+            the loopback interface, which others cannot reach.
+        PeerError: a rank left something else than its card.
+    """
+    cards = []
+    for rank, text in enumerate(raw):
+        try:
+            card = json.loads(text)
+            cards.append((card["encrypted"], card["max_message"], card["endpoint"], card["job"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise PeerError(
+                f"rank {rank} left {text[:32]!r}... instead of an address; all ranks need the same "
+                "version of sparsync"
+            ) from error
+    encrypted, limits, endpoints, jobs = (list(column) for column in zip(*cards, strict=True))
+    reach = [
+        "loopback" if e.startswith(("tcp://127.", "tcp://[::1]")) else "reachable"
+        for e in endpoints
+    ]
+    addresses = ", ".join(f"rank {rank} {endpoint}" for rank, endpoint in enumerate(endpoints))
+    for what, values, remedy in (
+        ("encrypted", encrypted, "give all ranks the same"),
+        ("max_message", limits, "give all ranks the same"),
+        ("interface", reach, f"give all ranks interface= ({addresses})"),
+    ):
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise ConfigurationError(
+                f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "
+                f"{values[others[0]]}; {remedy}"
+            )
+    return jobs[0], endpoints

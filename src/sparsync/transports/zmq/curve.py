@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -19,23 +20,13 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 
 
 @final
+@dataclass(frozen=True)
 class CurveKeys:
-    """The keys that one rank holds: its own pair, and the public key of every rank."""
+    """The keys that one rank holds: its own secret one, and the public key of every rank."""
 
-    def __init__(self, public: bytes, secret: bytes, publics: Mapping[int, bytes]) -> None:
-        self.public, self.secret, self.publics = public, secret, dict(publics)
-        self.ranks = {key: rank for rank, key in self.publics.items()}
-
-    def serve(self, socket: zmq.Socket[Any]) -> None:
-        """Let ``socket`` accept encrypted connections only."""
-        socket.curve_server = True
-        socket.curve_secretkey = self.secret
-
-    def join(self, socket: zmq.Socket[Any], peer: int) -> None:
-        """Let ``socket`` prove that it is this rank, and accept nobody but ``peer``."""
-        socket.curve_serverkey = self.publics[peer]
-        socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
+    rank: int
+    secret: bytes
+    publics: Sequence[bytes]
 
 
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
@@ -82,18 +73,14 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
         ConfigurationError: a file is missing or no certificate, or two ranks share a key.
     """
     directory = Path(directory)
-    publics = {r: _load(directory / f"rank-{r}.key")[0] for r in range(world_size)}
+    publics = [_load(directory / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(directory / f"rank-{rank}.key_secret")
-    if secret is None:
-        raise ConfigurationError(
-            f"{directory / f'rank-{rank}.key_secret'} holds no secret key; make new keys"
-        )
-    if public != publics[rank] or len(set(publics.values())) != world_size:
+    if secret is None or public != publics[rank] or len(set(publics)) != world_size:
         raise ConfigurationError(
             f"the keys in {directory} do not fit together (rank {rank}'s secret to its public key, "
             "one key per rank); make new keys"
         )
-    return CurveKeys(public, secret, publics)
+    return CurveKeys(rank, secret, publics)
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
@@ -113,21 +100,20 @@ class Doorkeeper:
     A thread, because connections are made while the rank computes.  It ends when the context ends.
     """
 
-    def __init__(self, context: zmq.Context[Any], ranks: Mapping[bytes, int]) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         socket = context.socket(zmq.REP)
         socket.linger = 0
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
         self.thread = threading.Thread(
-            target=self._work, args=(socket, dict(ranks)), name="sparsync-zap", daemon=True
+            target=self._work, args=(socket, keys.publics), name="sparsync-zap", daemon=True
         )
         self.thread.start()
 
-    def _work(self, socket: zmq.Socket[Any], ranks: Mapping[bytes, int]) -> None:
+    def _work(self, socket: zmq.Socket[Any], publics: Sequence[bytes]) -> None:
         try:
             while True:
-                request = socket.recv_multipart()
-                reply = zap_reply(request, ranks)
+                reply = zap_reply(socket.recv_multipart(), publics)
                 self.refused += reply[2] != b"200"
                 socket.send_multipart(reply)
         except zmq.ContextTerminated:
@@ -136,12 +122,11 @@ class Doorkeeper:
             socket.close()
 
 
-def zap_reply(request: list[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+def zap_reply(request: list[bytes], publics: Sequence[bytes]) -> list[bytes]:
     """Answer one ZAP request: version, id, status, text, user id (the rank), metadata."""
     version, number = [*request, b"", b""][:2]
-    user = None
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
-        user = ranks.get(z85.encode(request[6]))
-    if user is None:
-        return [version, number, b"400", b"no listed key", b"", b""]
-    return [version, number, b"200", b"OK", str(user).encode(), b""]
+        key = z85.encode(request[6])
+        if key in publics:
+            return [version, number, b"200", b"OK", str(publics.index(key)).encode(), b""]
+    return [version, number, b"400", b"no listed key", b"", b""]

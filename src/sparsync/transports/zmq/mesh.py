@@ -25,11 +25,15 @@ from sparsync.transports.zmq.messages import (
     Message,
     pack,
 )
-from sparsync.transports.zmq.sockets import Incoming, Link, ZmqSettings
+from sparsync.transports.zmq.sockets import LINGER, TICK, Incoming, Link, ZmqSettings
 
 __all__ = ["Mesh"]
 
 BUSY: Final = 10  # ticks between looks at connections while messages come
+# seconds of waiting for a rank, never heard of, before a link to it is opened, just to see whether it
+# lives; and between the loss of that link and giving up on it: its first message may be under way
+WATCH_AFTER: Final = 0.2
+GRACE: Final = 0.5
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
 
@@ -66,9 +70,7 @@ class Mesh:
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
         self._waiting_since: dict[int, float] = {}
-        self.close = weakref.finalize(
-            self, _close, context, incoming, self.links, settings.linger, os.getpid()
-        )
+        self.close = weakref.finalize(self, _close, context, incoming, self.links, os.getpid())
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -95,19 +97,17 @@ class Mesh:
         if seconds <= 0:
             self.drain()
         elif any(link.queue for link in self.links.values()):
-            self._wait_for_room(min(seconds, self.settings.tick))
-        elif seconds >= self.settings.tick:
+            self._wait_for_room(min(seconds, TICK))
+        elif seconds >= TICK:
             self._take_several(expected)  # sleeps inside ZeroMQ, for one tick
         elif self.incoming.socket.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
         if self._busy:  # as long as messages come, looks are rarer: they ask every socket
             self._busy = False
-            self._next_look = min(
-                now + self.settings.tick, self._looked + BUSY * self.settings.tick
-            )
+            self._next_look = min(now + TICK, self._looked + BUSY * TICK)
         if now >= self._next_look:
-            self._looked, self._next_look = now, now + self.settings.tick
+            self._looked, self._next_look = now, now + TICK
             self._look(now)
 
     def drain(self) -> None:
@@ -154,9 +154,9 @@ class Mesh:
         elif rank in self.incoming.ranks.values():
             return
         elif rank not in self.links:
-            if now - self._waiting_since[rank] >= self.settings.watch_after:
+            if now - self._waiting_since[rank] >= WATCH_AFTER:
                 self.link(rank)
-        elif self.links[rank].lost and now - self.links[rank].lost_at >= self.settings.grace:
+        elif self.links[rank].lost and now - self.links[rank].lost_at >= GRACE:
             self.drain()
             if rank not in self.incoming.ranks.values():
                 self.lose(rank, self.links[rank].lost)
@@ -170,7 +170,7 @@ class Mesh:
 
     def _take_several(self, count: int) -> None:
         """Take in ``count`` messages, or those that come within a tick."""
-        arrived, until = list[list[zmq.Frame]](), time.monotonic() + self.settings.tick
+        arrived, until = list[list[zmq.Frame]](), time.monotonic() + TICK
         try:
             while len(arrived) < count and time.monotonic() < until:
                 arrived.append(self._receive(0))
@@ -276,13 +276,12 @@ def _close(
     context: zmq.Context[Any],
     incoming: Incoming,
     links: dict[int, Link],
-    linger: float,
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
     if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
         return
-    deadline = time.monotonic() + linger
+    deadline = time.monotonic() + LINGER
     for link in links.values():
         while link.queue and not link.lost and time.monotonic() < deadline:
             link.flush()

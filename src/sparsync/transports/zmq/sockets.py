@@ -14,14 +14,19 @@ from zmq.utils.monitor import recv_monitor_message
 from sparsync.errors import ConfigurationError
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper
 
-__all__ = ["Incoming", "Link", "Parcel", "ZmqSettings"]
+__all__ = ["LINGER", "TICK", "Incoming", "Link", "Parcel", "ZmqSettings"]
 
+LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
+TICK: Final = 0.05  # seconds between looks at connections while a wait is on
+# seconds of silence of a connection, asked for a sign of life, after which its other end is dead; a
+# death that the operating system reports is noticed at once
+HEARTBEAT: Final = 20.0
 NOT_LAST: Final = zmq.NOBLOCK | zmq.SNDMORE  # of a message's frames
 
 
 @dataclass(frozen=True)
 class ZmqSettings:
-    """Limits, buffers and periods of the transport.
+    """Limits and buffers of the transport.
 
     Attributes:
         high_water: messages per link that ZeroMQ queues on either side; above, the sender waits.
@@ -32,15 +37,6 @@ class ZmqSettings:
             7 ranks, a second frame took 13 us of the caller and 7 us of that thread; the copy 10 us).
         zero_copy: payloads from this many bytes on are sent from the tensor's own memory, which costs
             a thread's wake-up (a memcpy of 1 MiB takes as long).
-        heartbeat: seconds of silence of a connection, asked for a sign of life, after which its
-            other end is dead; a death that the operating system reports is noticed at once.
-        linger: seconds that ``close`` gives the last messages to leave.
-        tick: seconds between looks at connections while a wait is on (ten times as many while messages
-            come).
-        watch_after: seconds of waiting for a rank, never heard of, before a link to it is opened,
-            just to see whether it lives.
-        grace: seconds between the loss of a link to a rank, never heard of, and giving up on it:
-            its first message may be under way.
 
     Raises:
         ConfigurationError: a number that is not above zero.
@@ -51,11 +47,6 @@ class ZmqSettings:
     max_unclaimed: int = 2**31
     inline: int = 2**17
     zero_copy: int = 2**20
-    heartbeat: float = 20.0
-    linger: float = 5.0
-    tick: float = 0.05
-    watch_after: float = 0.2
-    grace: float = 0.5
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -116,13 +107,14 @@ class Incoming:
         settings: ZmqSettings,
         keys: CurveKeys | None,
     ) -> None:
-        self.doorkeeper = None if keys is None else Doorkeeper(context, keys.ranks)
+        self.doorkeeper = None if keys is None else Doorkeeper(context, keys)
         address = f"tcp://[{interface}]:*" if ":" in interface else f"tcp://{interface}:*"
         self.socket = context.socket(zmq.PULL)
         _set_up(self.socket, settings, address)
-        if keys is not None:
-            keys.serve(self.socket)
-        self.socket.rcvtimeo = max(round(settings.tick * 1000), 1)
+        if keys is not None:  # accept encrypted connections only
+            self.socket.curve_server = True
+            self.socket.curve_secretkey = keys.secret
+        self.socket.rcvtimeo = round(TICK * 1000)
         self.watcher = _Watcher(self.socket, "incoming")
         self.connected: set[int] = set()  # file descriptors
         self.ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
@@ -174,8 +166,10 @@ class Link:
         self.peer = peer
         self.socket = context.socket(zmq.PUSH)
         _set_up(self.socket, settings, endpoint)
-        if keys is not None:
-            keys.join(self.socket, peer)
+        if keys is not None:  # prove that this is this rank, and accept nobody but the peer
+            self.socket.curve_serverkey = keys.publics[peer]
+            self.socket.curve_publickey = keys.publics[keys.rank]
+            self.socket.curve_secretkey = keys.secret
         self.watcher = _Watcher(self.socket, f"link-{peer}")
         self.queue: deque[Parcel] = deque()
         self.sequences: dict[int, int] = {}
@@ -230,10 +224,8 @@ def _set_up(socket: zmq.Socket[Any], settings: ZmqSettings, address: str) -> Non
     socket.maxmsgsize = settings.max_message
     socket.reconnect_ivl = -1
     socket.linger = 0
-    milliseconds = round(settings.heartbeat * 1000)
-    socket.heartbeat_ivl = max(milliseconds // 4, 1)
-    socket.heartbeat_timeout = milliseconds
-    socket.heartbeat_ttl = min(milliseconds, 6_553_500)  # 16 bits of tenths of a second
+    socket.heartbeat_timeout = socket.heartbeat_ttl = round(HEARTBEAT * 1000)
+    socket.heartbeat_ivl = socket.heartbeat_timeout // 4
 
 
 @final

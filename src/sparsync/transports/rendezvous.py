@@ -1,0 +1,168 @@
+"""Rendezvous: ranks that have no connection yet exchange a few bytes, or learn who is missing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+
+__all__ = ["choose_interface", "host_of_rank_0", "meet", "store_of"]
+
+_PREFIX: Final = "sparsync/meetings"
+_HOST_BYTES: Final = 256  # a host name has at most 255
+
+
+def store_of(group: dist.ProcessGroup | None) -> Store:
+    """Return a process group's store; None for the default group's."""
+    group = group or dist.distributed_c10d._get_default_group()
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    card: bytes,
+    timeout: float,
+    phase: str = "rendezvous",
+) -> list[bytes]:
+    """Return every rank's card, in rank order; every rank's n-th meeting in a store is the same one.
+
+    Rank 0, which may serve the store, returns when all have read.
+
+    Args:
+        store: of these ranks.
+        rank: this one.
+        world_size: number of ranks.
+        card: the bytes that this rank tells the others; UTF-8.
+        timeout: seconds.
+        phase: named in errors.
+
+    Raises:
+        DeadlineError: names the ranks that are missing after ``timeout`` seconds.
+        PeerError: the store does not answer.
+    """
+    deadline = time.monotonic() + timeout
+    where = f"rank {rank}, phase '{phase}'"
+
+    def wait(keys: Sequence[str]) -> None:
+        for peer, key in enumerate(keys):
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                store.wait([key], timedelta(seconds=left))
+            except RuntimeError as error:
+                later = range(peer, len(keys))
+                missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
+                missing = missing or [p for p in later if not _has(store, keys[p])]
+                raise DeadlineError(
+                    f"{where}: no word from rank{'s' * (len(missing) > 1)} "
+                    f"{', '.join(map(str, missing))} within {timeout:g} s; are they alive, and do "
+                    "they use the same store? Raise the timeout if they are only slow"
+                ) from error
+
+    counter = f"{_PREFIX}/of {rank}"
+    try:
+        meeting = store.add(counter, 1)
+        keys = [f"{_PREFIX}/{meeting}/{r}" for r in range(world_size)]
+        store.set(f"{keys[rank]} arrived", "1")  # stays when the card is withdrawn
+        store.set(keys[rank], card.decode())
+        try:
+            wait(keys)
+        except DeadlineError:
+            with suppress(RuntimeError):  # the next attempt is this meeting again
+                store.delete_key(keys[rank])
+                store.add(counter, -1)
+            raise
+        cards = [store.get(key) for key in keys]
+        read = [f"{key} read" for key in keys]
+        store.set(read[rank], "1")
+    except DeadlineError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"{where}: the store does not answer, and the process that serves it may be gone "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    if rank == 0:
+        wait(read)
+    return cards
+
+
+def _has(store: Store, key: str) -> bool:
+    with suppress(RuntimeError):
+        return bool(store.check([key]))
+    return False
+
+
+# ---- where ranks reach each other ------------------------------------------------------------------
+
+
+def choose_interface(interface: str | None, meeting: Store | Communicator) -> str:
+    """Return the interface to bind.
+
+    The given one; else the one that gloo was told to use (``GLOO_SOCKET_IFNAME``); else the address
+    that leads to the host of the store, of the default process group's, or of rank 0.
+    """
+    if interface in ("*", "0.0.0.0", "::", ""):
+        raise ConfigurationError(
+            f"interface is '{interface}', which is all of them; name the one that ranks use"
+        )
+    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return interface
+    host = None if isinstance(meeting, Communicator) else _host_of(meeting)
+    if host is None and dist.is_initialized():
+        host = _host_of(store_of(None))
+    host = host or os.environ.get("MASTER_ADDR")
+    if host is None and isinstance(meeting, Communicator):
+        host = host_of_rank_0(meeting)
+    if host is None:
+        raise ConfigurationError(
+            "interface is not given, and there is no host that would tell; give the IP address or "
+            "the name of the interface that leads to the other ranks, as in interface='eth0'"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only asks for the route
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"there is no way to the rendezvous host '{host}' ({error}); give interface="
+        ) from error
+    return "127.0.0.1" if own.startswith("127.") else own
+
+
+def _host_of(store: Store) -> str | None:
+    """Return the host that serves a store, as far as it tells."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, HashStore):
+        return "127.0.0.1"  # it lives in one process
+    return str(store.host) if isinstance(store, TCPStore) else None
+
+
+def host_of_rank_0(comm: Communicator) -> str:
+    """Return the name of rank 0's host, or the loopback address where all ranks share it."""
+    raw = socket.gethostname().encode().ljust(_HOST_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    everyone = run(comm.allgather(mine, "hosts"))
+    names = [bytes(theirs.tolist()).rstrip(b"\0").decode() for theirs in everyone]
+    return "127.0.0.1" if len(set(names)) == 1 else names[0]

@@ -24,6 +24,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.zmq import ZmqCommunicator
 
 RANKS = (2, 4, 8)
 TURNS = 5  # of each transport, interleaved
@@ -61,7 +62,7 @@ def small_allreduce(comm: Communicator) -> Callable[[], None]:
 def measure() -> dict[str, dict[str, float]]:
     """Return the median milliseconds of every exchange and transport on this rank."""
     gloo = TorchCommunicator(timeout=60)
-    with gloo.twin() as zmq:
+    with ZmqCommunicator(gloo.rank, gloo.world_size, store=gloo, timeout=60) as zmq:
         exchanges = {
             f"all-to-all, {NBYTES} bytes": {
                 "zmq": all_to_all(zmq, NBYTES),

@@ -33,14 +33,15 @@ class Racing(ZmqHost):
         self.waits = waits
 
     def _take(self, seconds):
-        return self._comm.mesh.advance(seconds)  # a world of one has nobody to receive from
+        return self._mesh.advance(seconds)  # a world of one has nobody to receive from
 
     def fail(self):
         raise PeerError("the actor failed")
 
 
 def test_a_failure_while_a_wait_begins_ends_the_wait():
-    host = Racing(Idle(), ZmqCommunicator(0, 1, store=HashStore()))
+    comm = ZmqCommunicator(0, 1, store=HashStore())
+    host = Racing(Idle(), comm, comm.mesh, comm.irecv_any)
     waiting = host.ask(lambda reply: None, lambda: "rank 0, step 0: phase 'average'")
     with pytest.raises(PeerError, match="the actor failed"):
         waiting.poll(0)

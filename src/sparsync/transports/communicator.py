@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, final
+from typing import ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from sparsync.errors import ConfigurationError
 from sparsync.transports.actors import Actor, Host, SoloHost
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
-
-if TYPE_CHECKING:
-    from sparsync.transports.zmq import ZmqCommunicator
 
 __all__ = [
     "Closeable",
@@ -35,11 +32,6 @@ __all__ = [
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
-_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 def check_timeout(seconds: float) -> float:
@@ -159,23 +151,8 @@ class Communicator(ABC):
         return Finished()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; all ranks call it together.
-
-        Whatever carries the rest, an actor's messages travel over ZeroMQ: the actor waits for any
-        sender, whose death must not end it.
-        """
-        if self.world_size == 1:
-            return SoloHost(actor)
-        # pyzmq is imported when it is needed
-        from sparsync.transports.zmq.host import ZmqHost
-
-        return ZmqHost(actor, self.twin())
-
-    def twin(self) -> ZmqCommunicator:
-        """Connect the same ranks over ZeroMQ; all of them call it together."""
-        from sparsync.transports.zmq import ZmqCommunicator
-
-        return ZmqCommunicator(self.rank, self.world_size, store=self, timeout=self.timeout)
+        """Run an actor next to this rank; all ranks call it together."""
+        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq, torch or mpi")
 
     # ---- point to point ------------------------------------------------------------------------
 
@@ -212,7 +189,9 @@ class Communicator(ABC):
 
         A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
         """
-        world_size, size, combine = self.world_size, tensor.numel(), _COMBINE[op]
+        world_size, size = self.world_size, tensor.numel()
+        operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+        combine: Callable[..., Tensor] = operations[op]
         width = -(-size // world_size)
         padded = tensor.new_zeros(width * world_size)
         padded[:size] = tensor.flatten()
@@ -331,7 +310,7 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        self.tag, self.timeout = parent.tag, parent.timeout
+        self.tag = parent.tag
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
@@ -358,6 +337,10 @@ class SoloCommunicator(Communicator):
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor that nobody writes to."""
+        return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Never reached: there is no rank to send to (``isend`` refuses first)."""

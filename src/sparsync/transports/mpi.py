@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
 from sparsync.transports.ledger import Framing, Ledger
@@ -130,6 +131,13 @@ class MpiCommunicator(Communicator):
         twin = copy.copy(self)
         twin.tag = tag
         return twin
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor over ZeroMQ: it waits for any sender, without looking again and again."""
+        # pyzmq is imported when it is needed
+        from sparsync.transports.zmq import host_over
+
+        return host_over(actor, self, self)
 
     # ---- point to point ------------------------------------------------------------------------
 

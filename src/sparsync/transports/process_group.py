@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Framing, Parts
 from sparsync.transports.rendezvous import store_of
-
-if TYPE_CHECKING:
-    from sparsync.transports.zmq import ZmqCommunicator
 
 __all__ = ["RollCall", "TorchCommunicator"]
 
@@ -76,12 +74,12 @@ class TorchCommunicator(Communicator):
         """Tell whether a wait that failed after ``seconds`` ran into its deadline; gloo does not say."""
         return seconds > 0.95 * self._patience
 
-    def twin(self) -> ZmqCommunicator:
-        """Connect the same ranks over ZeroMQ; they meet in the group's store, which names the missing."""
-        from sparsync.transports.zmq import ZmqCommunicator
+    def host(self, actor: Actor) -> Host:
+        """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
+        # pyzmq is imported when it is needed
+        from sparsync.transports.zmq import host_over
 
-        store = store_of(self.group)
-        return ZmqCommunicator(self.rank, self.world_size, store=store, timeout=self.timeout)
+        return host_over(actor, self, store_of(self.group))
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Start ``isend``, after the length where that is announced."""

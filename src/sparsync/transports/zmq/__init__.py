@@ -1,7 +1,7 @@
 """ZeroMQ: framed messages, any-source receive, encryption; see ``ZmqCommunicator``."""
 
-from sparsync.transports.zmq.communicator import ZmqCommunicator
+from sparsync.transports.zmq.communicator import ZmqCommunicator, host_over
 from sparsync.transports.zmq.curve import make_curve_keys
 from sparsync.transports.zmq.sockets import ZmqSettings
 
-__all__ = ["ZmqCommunicator", "ZmqSettings", "make_curve_keys"]
+__all__ = ["ZmqCommunicator", "ZmqSettings", "host_over", "make_curve_keys"]

@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.actors import Actor, Host, SoloHost
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import choose_interface, meet
 from sparsync.transports.zmq.curve import load_curve_keys
+from sparsync.transports.zmq.host import ZmqHost
 from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Message, pack
 from sparsync.transports.zmq.sockets import Incoming, Link, Parcel, ZmqSettings
 
-__all__ = ["Receive", "ZmqCommunicator"]
+__all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
 _CARD_BYTES: Final = 256  # fixed, so that an allgather of equal shapes carries it
 _MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
@@ -122,14 +124,13 @@ class ZmqCommunicator(Communicator):
         twin.tag = tag
         return twin
 
-    def twin(self) -> ZmqCommunicator:
-        """Connect the same ranks once more, with the same keys."""
-        return ZmqCommunicator(
-            self.rank,
-            self.world_size,
-            store=self,
+    def host(self, actor: Actor) -> Host:
+        """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
+        return host_over(
+            actor,
+            self,
+            self,
             interface=self._interface,
-            timeout=self.timeout,
             curve_keys=self._curve_keys,
             settings=self.mesh.settings,
         )
@@ -233,6 +234,23 @@ class ZmqCommunicator(Communicator):
         """Deliver the last messages (see ``linger``), then close all sockets, of all channels."""
         super().close()
         self.mesh.close()
+
+
+def host_over(
+    actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
+) -> Host:
+    """Run an actor over a mesh that connects the ranks of ``comm``; all of them call it together.
+
+    Args:
+        actor: to run.
+        comm: of any transport; its timeout counts.
+        store: where the ranks meet.
+        options: of ``ZmqCommunicator``.
+    """
+    if comm.world_size == 1:
+        return SoloHost(actor)
+    mesh = ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options)
+    return ZmqHost(actor, mesh, mesh.mesh, mesh.irecv_any)
 
 
 @final

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.actors import Actor, Host, Reply
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.zmq.communicator import Receive, ZmqCommunicator
+from sparsync.transports.zmq.mesh import Mesh
 
 __all__ = ["ZmqHost"]
 
@@ -35,20 +36,28 @@ class ZmqHost(Host):
     Args:
         actor: to run.
         comm: used by nobody else; closed at the end.
+        mesh: its sockets.
+        receive: its ``irecv_any``.
     """
 
-    def __init__(self, actor: Actor, comm: ZmqCommunicator) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        comm: Communicator,
+        mesh: Mesh,
+        receive: Callable[[int, str, Framing], Any],
+    ) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
-        self._actor, self._comm = actor, comm
+        self._actor, self._comm, self._mesh, self._irecv_any = actor, comm, mesh, receive
         self._calls: deque[Callable[[], None]] = deque()
         self._asked: list[_Asked] = []
         self._error: BaseException | None = None
         self._closing = False
         self._gone: dict[int, str] = {}
         self._heard = {r: self.now for r in range(comm.world_size) if r != comm.rank}
-        self._receive: Receive | None = None  # under way
-        comm.mesh.incoming.socket.bind(_WAKE)
-        self._waker = comm.mesh.context.socket(zmq.PUSH)
+        self._receive: Any = None  # under way
+        mesh.incoming.socket.bind(_WAKE)
+        self._waker = mesh.context.socket(zmq.PUSH)
         self._waker.linger = 0
         self._waker.connect(_WAKE)
         self._lock = threading.Lock()  # of the waker: a ZeroMQ socket is for one thread at a time
@@ -63,7 +72,7 @@ class ZmqHost(Host):
         self._calls.append(function)
         # refused: it has been woken often enough, or the line is closed
         with self._lock, suppress(zmq.ZMQError):
-            self._waker.send(self._comm.mesh.wake_word, zmq.NOBLOCK)
+            self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
@@ -127,11 +136,11 @@ class ZmqHost(Host):
 
     def _take(self, seconds: float) -> bool:
         """Give the actor the next message, if one comes before ``seconds`` have passed or a call."""
-        mesh = self._comm.mesh
+        mesh = self._mesh
         try:
             if self._receive is None:
                 limit = mesh.settings.max_message
-                self._receive = self._comm.irecv_any(limit, "actor", _Whole())
+                self._receive = self._irecv_any(limit, "actor", _Whole())
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)
@@ -148,7 +157,7 @@ class ZmqHost(Host):
 
     def _deaths(self) -> dict[int, str]:
         """Return the peers whose connection has ended since the last call, and why."""
-        mesh = self._comm.mesh
+        mesh = self._mesh
         ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
         return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
 

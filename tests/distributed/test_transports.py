@@ -18,8 +18,8 @@ from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.rendezvous import store_of
 from sparsync.transports.sim import simulate
-from sparsync.transports.store import store_of
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from tests.contracts.table import ALGORITHMS, CALLS, OTHERS, exercise
 from tests.on_ranks import gathered, on_ranks
@@ -162,7 +162,7 @@ def test_a_rank_that_is_missing_while_others_connect_is_named_and_may_come_later
     if rank == 1:
         store.wait([f"{transport} {other}" for other in (0, 2)])
     else:
-        words = f"rank {rank}, phase 'rendezvous': no address from ranks 1 within 1 s"
+        words = f"rank {rank}, phase 'rendezvous': no word from rank 1 within 1 s"
         with pytest.raises(DeadlineError, match=words):
             if transport == "zmq":
                 sparsync.connect(timeout=1.0)
@@ -203,7 +203,7 @@ def one_rank_dies_in_training():
 
 def one_rank_dies(spoke):
     """Wait over ZeroMQ for a rank that has died: known, or one that nobody ever had a link to."""
-    comm = ZmqCommunicator.over(TorchCommunicator(timeout=30), interface="127.0.0.1", timeout=20)
+    comm = ZmqCommunicator(dist.get_rank(), 3, store=store_of(None), timeout=20)
     comm.ledger.begin_step(4)
     run(comm.barrier()) if spoke else dist.barrier()
     if comm.rank == 1:

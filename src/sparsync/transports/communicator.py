@@ -54,6 +54,15 @@ class Closeable(Protocol):
         """End it."""
 
 
+def _combine(op: ReduceOp) -> Callable[..., Tensor]:
+    operations: dict[ReduceOp, Callable[..., Tensor]] = {
+        "sum": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+    }
+    return operations[op]
+
+
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
 
@@ -190,8 +199,7 @@ class Communicator(ABC):
         A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
         """
         world_size, size = self.world_size, tensor.numel()
-        operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-        combine: Callable[..., Tensor] = operations[op]
+        combine = _combine(op)
         width = -(-size // world_size)
         padded = tensor.new_zeros(width * world_size)
         padded[:size] = tensor.flatten()

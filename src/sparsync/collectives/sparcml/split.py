@@ -13,7 +13,7 @@ from sparsync.collectives.sparcml.exchange import Call, StreamCollective, allgat
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import Reduction
 from sparsync.sparse import SparseVector, Vector, fold
-from sparsync.transports.communicator import rotated_alltoallv
+from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Codec, MessageFraming
 from sparsync.wire.streams import StreamCodec
 
@@ -154,7 +154,7 @@ async def _split_and_fold(
     most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
     capacities, framing = [most] * comm.world_size, MessageFraming(codec)
     if comm.pads:
-        messages = await rotated_alltoallv(comm, payloads, capacities, "split", framing)
+        messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
     else:
         messages = await comm.alltoallv(payloads, capacities, "split", framing)
     others = (message.numel() for rank, message in enumerate(messages) if rank != comm.rank)

@@ -36,6 +36,10 @@ __all__ = ["Bench", "Calibration", "calibrate"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
+_DENSITY = 0.01  # k / n of what is selected
+_REGIONS = 4  # of the vector; messages of as many ranks are merged in one
+_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and if the time is over; one more is not counted
+_SETTLED = 12  # steps until the selector's threshold follows a residual that began as zero
 _REHEARSAL = 0.2  # of the time, for whole exchanges
 _REHEARSED = Candidate("budgeted", Budgeted)  # two turns, and little else
 _LEAST, _MOST = 8, 50  # exchanges
@@ -53,25 +57,15 @@ _Pace = tuple[float, Interval]
 
 @dataclass(frozen=True)
 class Bench:
-    """Sizes and repetitions of the work that is timed.
+    """The work that is timed.
 
     Attributes:
         elements: n of the vectors: 16 MB, more than most second-level caches.
-        density: k / n of what is selected.
-        regions: of the vector; messages of as many ranks are merged in one.
-        batches: measured per kind of work; one more before them is not counted.
-        least: batches that are measured even if the time is over.
         most: calls in a batch, which else ends with its time.
-        settled: steps until the selector's threshold follows a residual that began as zero.
     """
 
     elements: int = 1 << 22
-    density: float = 0.01
-    regions: int = 4
-    batches: int = 8
-    least: int = 3
     most: int = 1000
-    settled: int = 12
 
 
 @dataclass(frozen=True)
@@ -188,11 +182,11 @@ async def _measure_work(
         "decode": shop.decode,
     }
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
-    length = seconds / len(tasks) / (bench.batches + 1)
+    length = seconds / len(tasks) / (_BATCHES + 1)
     await comm.barrier()
     end = clock() + seconds
-    for batch in range(bench.batches + 1):  # by turns, so that a busy moment hits all of them
-        if batch > bench.least and clock() >= end:
+    for batch in range(_BATCHES + 1):  # by turns, so that a busy moment hits all of them
+        if batch > _AT_LEAST and clock() >= end:
             break
         for name, task in tasks.items():
             samples[name].append(await _batch(task, length, clock, bench.most))
@@ -232,17 +226,17 @@ class _Workshop:
     def __init__(self, comm: Communicator, clock: Callable[[], float], bench: Bench) -> None:
         self.comm, self.clock = comm, clock
         generator = torch.Generator().manual_seed(comm.rank)
-        size = max(bench.elements // bench.regions, 1) * bench.regions
+        size = max(bench.elements // _REGIONS, 1) * _REGIONS
         self.gradient = torch.randn(size, generator=generator)
         self.incoming, self.residual = self.gradient.clone(), torch.zeros(size)
         self.selector, self.codec = Exact(), Packed()
-        self.k = max(int(bench.density * size), 1)
+        self.k = max(int(_DENSITY * size), 1)
         positions = kernels.top(self.gradient, self.k)
         vector = SparseVector(positions, self.gradient[positions], size)
-        cuts = [i * (size // bench.regions) for i in range(bench.regions + 1)]
+        cuts = [i * (size // _REGIONS) for i in range(_REGIONS + 1)]
         self.pieces = vector.split(cuts)
         self.messages = [self.codec.encode(piece).payload for piece in self.pieces]
-        self.step, self.settled = 0, bench.settled
+        self.step = 0
 
     async def sum(self) -> tuple[float, int]:
         """Add one dense vector to another; the simulator charges what it charges for it."""
@@ -254,7 +248,7 @@ class _Workshop:
 
     async def select(self) -> tuple[float, int]:
         """Accumulate, select, retain; from the first time on as if training had gone on for long."""
-        while self.step < self.settled:
+        while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
 
@@ -304,7 +298,7 @@ async def _measure_turn(
     take half as long (measured).
     """
     size, ranks = max(bench.elements // _SMALLER, 1), comm.world_size
-    k = max(int(bench.density * size), 1)
+    k = max(int(_DENSITY * size), 1)
     job: dict[str, Any] = {"size": size, "world_size": ranks, "machine": machine}
     while (_LEAST + 2) * predict(_REHEARSED, k=k, **job).seconds_exchange > seconds:
         k //= 2  # on slow links, fewer entries

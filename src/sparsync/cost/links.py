@@ -36,6 +36,10 @@ __all__ = [
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
 _SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
+_SMALLEST, _FACTOR = 256, 4  # bytes of the first messages, and the factor to the next size
+_ROUNDS = 4  # that count per visit of a size at every shift; one more opens it
+_PINGS = 8  # per rank, for its clock
+_SHARE = 0.25  # of the time that is left, the first visit of a size may take
 _CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: the 2.5 % ends rest on 5 of 200
 
 # ---- fits: floats in, floats out, the same on every rank that is given the same ---------------------
@@ -195,25 +199,15 @@ class Probe:
     """Sizes and repetitions of the messages that are timed.
 
     Attributes:
-        smallest: bytes of the first messages.
-        factor: from one size to the next.
         largest: bytes; the wire of 10 Gbit/s takes 70 times a latency of 50 us for them.
-        rounds: that count per visit of a size at every shift; one more opens it.
         visits: of each size at most; they take turns, so that a busy moment hits all sizes.
         shifts: at most this many; all, where there are fewer: then every link is measured.
-        pings: per rank, for its clock.
-        share: of the time that is left, the first visit of a size may take.
         budget: of the calibration's time, for the links; the rest is for the ranks' work.
     """
 
-    smallest: int = 256
-    factor: int = 4
     largest: int = 1 << 22
-    rounds: int = 4
     visits: int = 8
     shifts: int = 8
-    pings: int = 8
-    share: float = 0.25
     budget: float = 0.6
 
     def shifts_of(self, world_size: int) -> list[int]:
@@ -232,13 +226,8 @@ async def measure_links(
 ) -> MeasuredLinks:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow while they fit the time, as the size before foretells; then they take turns.
-
-    Args:
-        comm: the group.
-        seconds: of the whole calibration; ``probe.budget`` of them are used.
-        clock: of this rank.
-        probe: sizes and numbers.
+    Sizes grow while they fit ``probe.budget`` of the time, as the size before foretells; then they take
+    turns.
 
     Raises:
         ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
@@ -267,16 +256,16 @@ class _Survey:
 
     async def run(self) -> MeasuredLinks:
         """Measure."""
-        probe, size = self.probe, self.probe.smallest
+        probe, size = self.probe, _SMALLEST
         await self.visit(size, 1)  # the first round opens connections
         clocks = await self.compare_clocks(self.pace(size))
         cost, self.times = self.cost(size), {}
         while size <= probe.largest and cost <= self.allowance():
-            await self.visit(size, probe.rounds)
+            await self.visit(size, _ROUNDS)
             cost = self.foretell(size)
-            size *= probe.factor
+            size *= _FACTOR
         if len(self.times) < 2:
-            needed = (self.spent + 2 * (1 + probe.factor) * cost) / probe.budget
+            needed = (self.spent + 2 * (1 + _FACTOR) * cost) / probe.budget
             raise ConfigurationError(
                 f"calibrate: {self.seconds / probe.budget:.3g} s do not suffice for messages of "
                 f"{size} bytes over these links; give {needed:.2g} s or more"
@@ -284,7 +273,7 @@ class _Survey:
         for _ in range(probe.visits - 1):
             for size in self.times:
                 if self.spent + self.costs[size] <= self.seconds:
-                    await self.visit(size, probe.rounds)
+                    await self.visit(size, _ROUNDS)
         times = {size: torch.cat(visits, dim=2) for size, visits in self.times.items()}
         paces = {size: torch.cat([_paces(v) for v in t]) for size, t in self.times.items()}
         line = fit_with_intervals({size: pace.tolist() for size, pace in paces.items()})
@@ -292,7 +281,7 @@ class _Survey:
 
     def allowance(self) -> float:
         """Return the seconds that a new size may take: a second one must be, so it may take all."""
-        share = self.probe.share if len(self.times) > 1 else 1.0
+        share = _SHARE if len(self.times) > 1 else 1.0
         return share * (self.seconds - self.spent)
 
     def pace(self, size: int) -> float:
@@ -301,14 +290,14 @@ class _Survey:
 
     def cost(self, size: int) -> float:
         """Return what a visit of a size will take, by its last one."""
-        return len(self.shifts) * (self.probe.rounds + 1) * self.pace(size)
+        return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     def foretell(self, size: int) -> float:
         """Return what a visit of the next size will take, by this one and the one before.
 
         In proportion to the size, at most; less where a latency was seen.
         """
-        factor, cost = self.probe.factor, self.cost(size)
+        factor, cost = _FACTOR, self.cost(size)
         if size // factor not in self.times:
             return factor * cost
         further = factor * (cost - self.cost(size // factor))  # of a line through both
@@ -344,11 +333,11 @@ class _Survey:
         Args:
             pace: seconds that a message takes, about.
         """
-        comm, clock, probe = self.comm, self.clock, self.probe
-        fit = int(probe.share * self.seconds / (2 * pace * comm.world_size + 1e-9))
+        comm, clock = self.comm, self.clock
+        fit = int(_SHARE * self.seconds / (2 * pace * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
         for rank in range(1, comm.world_size):
-            for _ in range(max(1, min(probe.pings, fit))):
+            for _ in range(max(1, min(_PINGS, fit))):
                 if comm.rank == rank:
                     start = clock()
                     receiving = comm.irecv(0, 8, _PHASE, _CONTROL)

@@ -200,16 +200,8 @@ class EvidenceRoom:
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.pages: list[Tensor] = []
-        folder = self._share_folder()
-        try:
-            pages = self._map(folder, VECTORS * size)
-            self.one_machine = self._all(pages is not None)
-        finally:
-            if self.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-        if self.one_machine and pages is not None:
-            self.pages = pages
+        pages = self._map(size)
+        self.one_machine, self.pages = pages is not None, pages or []
 
     def collect(self, mine: Evidence) -> Iterator[Evidence]:
         """Yield every rank's evidence, in rank order, on rank 0; nothing elsewhere; all call it."""
@@ -237,29 +229,32 @@ class EvidenceRoom:
             dist.recv(packed, src=source, group=self.group)
             yield Evidence.unpack(packed)
 
-    def _share_folder(self) -> Path:
-        """Make a folder on rank 0, in memory where there is room; return its path on all ranks."""
+    def _map(self, size: int) -> list[Tensor] | None:
+        """Map a file per rank, in memory where there is room; None where ranks share no folder."""
         made = ""
         if self.rank == 0:
             in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
             made = tempfile.mkdtemp(prefix="sparsync-bench-", dir=in_memory)
-        return Path(gather(made)[0])
-
-    def _map(self, folder: Path, elements: int) -> list[Tensor] | None:
-        """Make this rank's file and map everyone's; None where that cannot be."""
-        mine = folder / str(self.rank)
+        folder, elements = Path(gather(made)[0]), VECTORS * size
         try:
-            with mine.open("xb") as file:  # reserved at once: a full disk must not end in SIGBUS
-                os.posix_fallocate(file.fileno(), 0, elements * _ITEM_BYTES)
-            there = True
-        except (OSError, AttributeError):  # no such folder here, no room, or another system
-            there = False
-        if not self._all(there):
-            return None
-        files = [folder / str(rank) for rank in range(self.ranks)]
-        if not all(file.exists() for file in files):
-            return None  # a folder of that name on another machine
-        return [torch.from_file(str(f), shared=True, size=elements) for f in files]
+            try:
+                with (folder / str(self.rank)).open("xb") as file:
+                    # reserved at once: a full disk must not end in SIGBUS
+                    os.posix_fallocate(file.fileno(), 0, elements * _ITEM_BYTES)
+                there = True
+            except (OSError, AttributeError):  # no such folder here, no room, or another system
+                there = False
+            files = [folder / str(rank) for rank in range(self.ranks)]
+            # a folder of that name may be on another machine
+            mapped = self._all(there) and self._all(all(file.exists() for file in files))
+            if not mapped:
+                return None
+            pages = [torch.from_file(str(f), shared=True, size=elements) for f in files]
+            self._all(True)  # all have mapped them: the files may go
+            return pages
+        finally:
+            if self.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _all(self, mine: bool) -> bool:
         """Tell whether it is true on all ranks."""

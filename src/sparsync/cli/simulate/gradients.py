@@ -50,29 +50,25 @@ class Gradients(ABC):
 
 def gradients(contender: Contender, settings: SimulationSettings, scale: float) -> Gradients:
     """Return what a row is fed with."""
-    if settings.inputs == SPREAD:
-        size = max(round(settings.model_size / scale), 1)
-        cuts = even_boundaries(size, contender.buckets)
-        sizes = [max(stop - start, 1) for start, stop in pairwise(cuts)]
-        if not contender.selects:
-            return _Whole(sizes, 1.0, lambda rank, step: torch.zeros(sum(sizes)))
-        if _CELLS * settings.density < 1:
+    recorded = load_gradients(Path(settings.inputs)) if Path(settings.inputs).is_file() else None
+    if recorded is not None:
+        recorded = recorded[:, :: max(round(scale), 1)]
+    size = max(round(settings.model_size / scale), 1) if recorded is None else recorded.shape[1]
+    sizes = [stop - start for start, stop in pairwise(even_boundaries(size, contender.buckets))]
+    spread = settings.inputs == SPREAD
+    if spread:
+        sizes = [max(n, 1) for n in sizes]
+        if contender.selects and _CELLS * settings.density < 1:
             return _Spread(sizes, settings)
-    recorded = None
-    if Path(settings.inputs).is_file():
-        recorded = load_gradients(Path(settings.inputs))[:, :: max(round(scale), 1)]
-        size = recorded.shape[1]
-    else:
-        size = max(round(settings.model_size / scale), 1)
-    kind = "uniform" if settings.inputs == SPREAD else settings.inputs
 
     def whole(rank: int, step: int) -> Tensor:
+        if spread and not contender.selects:
+            return torch.zeros(sum(sizes))
         if recorded is not None:
             return recorded[(rank + step * settings.ranks) % len(recorded)].clone()
-        return gradient(kind, Draw(size, settings.ranks, rank, step, settings.seed))
+        draw = Draw(size, settings.ranks, rank, step, settings.seed)
+        return gradient("uniform" if spread else settings.inputs, draw)
 
-    cuts = even_boundaries(size, contender.buckets)
-    sizes = [stop - start for start, stop in pairwise(cuts)]
     return _Whole(sizes, settings.density if contender.selects else 1.0, whole)
 
 

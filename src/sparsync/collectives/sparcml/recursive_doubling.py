@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-from torch import Tensor
-
 from sparsync.collectives.costs import Cost, Job
 from sparsync.collectives.sparcml.exchange import Call, StreamCollective, stream_bytes, stream_work
 from sparsync.reduction import Reduction
@@ -92,7 +90,7 @@ class RecursiveDoubling(StreamCollective):
         mine = call.settle(call.mine)
         if groups.is_extra(comm.rank):
             host = comm.rank - 1
-            await _send(call, call.encode(mine, 0).payload, host, "fold")
+            await comm.isend(call.encode(mine, 0).payload, host, "fold", call.framing)
             return await _receive(call, host, comm.world_size, "hand back")
         is_host = groups.is_extra(comm.rank + 1)
         if is_host:
@@ -103,7 +101,7 @@ class RecursiveDoubling(StreamCollective):
             encoded = call.encode(total, comm.world_size, source=0, keep=comm.rank == 0)
             total = encoded.decoded
             if is_host:
-                await _send(call, encoded.payload, comm.rank + 1, "hand back")
+                await comm.isend(encoded.payload, comm.rank + 1, "hand back", call.framing)
         return total
 
 
@@ -154,14 +152,9 @@ class _Groups:
         return position + min(position, self.extra)
 
 
-async def _send(call: Call, payload: Tensor, dest: int, phase: str) -> None:
-    await call.comm.isend(payload, dest, phase, call.framing)
-
-
 async def _receive(call: Call, source: int, ranks: int, phase: str) -> Vector:
     """Receive what ``ranks`` ranks contribute."""
-    capacity = call.capacity(ranks, call.size)
-    message = await call.comm.irecv(source, capacity, phase, call.framing)
+    message = await call.comm.irecv(source, call.capacity(ranks, call.size), phase, call.framing)
     theirs = call.decode(message, call.size)
     await call.comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
     return theirs

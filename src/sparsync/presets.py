@@ -43,11 +43,7 @@ from sparsync.published import (
     sparcml,
 )
 from sparsync.reduction import Reduction
-from sparsync.selection import (
-    Everything,
-    Exact,
-    GaussianK,
-)
+from sparsync.selection import Everything, Exact, GaussianK
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire import Signs, StreamCodec
@@ -88,7 +84,6 @@ __all__ = [
 
 _GROUP = "sparsync.algorithms"  # of entry points
 _GAUSSIAN = 1.5  # entries over k under error feedback (benchmarks/selection.md: 0.8 to 1.6)
-_SCALE_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -239,7 +234,7 @@ def signs(*, block: int = 256) -> Algorithm:
         Everything,
         lambda: QuantizedAllgather(Signs(block)),
         shared=False,
-        bits=1 + _SCALE_BITS / block,
+        bits=1 + 32 / block,  # a scale is a float32
     )
 
 

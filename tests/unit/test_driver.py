@@ -237,11 +237,6 @@ def test_an_error_reaches_its_future_and_the_next_job_runs(engine, error):
     assert fine.result(timeout=SECONDS) == 1
 
 
-def test_a_job_may_submit_another(engine):
-    outer = engine.submit(lambda: engine.submit(lambda: "inner"))
-    assert outer.result(timeout=SECONDS).result(timeout=SECONDS) == "inner"
-
-
 def test_close_finishes_what_is_queued():
     engine, release = Engine("test"), threading.Event()
     engine.submit(release.wait)
@@ -250,13 +245,6 @@ def test_close_finishes_what_is_queued():
     engine.close()
     assert last.done() and last.result() == "done"
     assert not engine._thread.is_alive()
-
-
-def test_two_engines_do_not_wait_for_each_other(engine):
-    other, met = Engine("other"), threading.Barrier(2)
-    futures = [e.submit(lambda: met.wait(SECONDS)) for e in (engine, other)]
-    assert sorted(f.result(timeout=SECONDS) for f in futures) == [0, 1]
-    other.close()
 
 
 def test_a_closed_engine_refuses_jobs():

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparsync.errors import ConfigurationError
 from sparsync.transports import mpi
@@ -111,16 +109,6 @@ def test_first_host(nodes, first):
 def test_first_host_refuses(nodes):
     with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
         first_host(nodes)
-
-
-@given(
-    prefix=st.from_regex(r"[a-z]{1,5}", fullmatch=True),
-    numbers=st.lists(st.integers(0, 999), min_size=1, max_size=4),
-    others=st.sampled_from(["", ",z1", ",z[1-3,7]"]),
-)
-def test_the_first_number_of_the_brackets_is_the_first_host(prefix, numbers, others):
-    text = ",".join(f"{n:03}" for n in numbers)
-    assert first_host(f"{prefix}[{text}]{others}") == f"{prefix}{numbers[0]:03}"
 
 
 def test_the_port_is_equal_in_a_step_and_another_in_the_next_job():

@@ -3,12 +3,6 @@ import threading
 from sparsync.transports.ledger import Ledger, Parts, Traffic
 
 
-def test_parts_add_up():
-    total = Parts(8, 4, 4) + Parts(8, 8, 8, 1)
-    assert total == Parts(header=16, index=12, value=12, control=1)
-    assert total.nbytes == 41
-
-
 def test_books_of_two_steps():
     ledger = Ledger()
     ledger.sent("split", 24, Parts(8, 8, 8))

@@ -19,31 +19,13 @@ def on_every_rank(program, world_size):
     return simulate(program, world_size).results
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("size", [0, 1, 10])
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [("sum", lambda p: p * (p + 1) / 2), ("max", lambda p: p), ("min", lambda p: 1)],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_allreduce(world_size, size, op, expected, dtype):
-    async def program(comm):
-        mine = torch.full((size,), comm.rank + 1, dtype=dtype)
-        total = await comm.allreduce(mine, "p", op)
-        assert mine.tolist() == [comm.rank + 1] * size
-        return total
-
-    for total in on_every_rank(program, world_size):
-        assert total.dtype == dtype
-        assert total.tolist() == [expected(world_size)] * size
-
-
 @pytest.mark.parametrize("shape", [(), (3, 2), (2, 0, 3), (1, 2, 3)])
 def test_allreduce_keeps_the_shape(shape):
     async def program(comm):
         mine = torch.ones(shape) * (comm.rank + 1)
         turned = mine.T if mine.dim() == 2 else mine  # not contiguous
         total = await comm.allreduce(turned, "p")
+        assert bool((mine == comm.rank + 1).all())
         return total.shape == turned.shape and bool((total == 6).all())
 
     assert all(on_every_rank(program, 3))
@@ -61,18 +43,6 @@ def test_allreduce_costs_2_log_p_messages_and_its_share_of_n(world_size):
         assert traffic.messages_sent == 2 * (world_size - 1).bit_length()
         assert traffic.sent == traffic.received == 2 * 4 * size * (world_size - 1) // world_size
         assert traffic.parts.value == traffic.sent
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.uint8])
-def test_allgather(world_size, dtype):
-    async def program(comm):
-        gathered = await comm.allgather(torch.tensor([[comm.rank, 7]], dtype=dtype), "p")
-        assert all(t.dtype == dtype and t.shape == (1, 2) for t in gathered)
-        return [t.tolist() for t in gathered]
-
-    expected = [[[rank, 7]] for rank in range(world_size)]
-    assert on_every_rank(program, world_size) == [expected] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -94,17 +64,6 @@ def test_allgatherv(world_size, ring):
         assert traffic.messages_sent == traffic.messages_received == rounds
         assert traffic.received == sum(lengths) - lengths[rank]
         assert not ring or traffic.sent <= sum(lengths)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_alltoallv(world_size):
-    async def program(comm):
-        outgoing = [payload(dest, comm.rank) for dest in range(world_size)]
-        arrived = await comm.alltoallv(outgoing, [comm.rank] * world_size, "p", BYTES)
-        return [a.tolist() for a in arrived]
-
-    for rank, arrived in enumerate(on_every_rank(program, world_size)):
-        assert arrived == [[source] * rank for source in range(world_size)]
 
 
 # ---- groups in a group ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -171,8 +171,9 @@ class Network(Generic[T]):
     def __init__(self, world_size: int, links: Topology, faults: Sequence[Fault] = ()) -> None:
         self.world_size, self.links, self.faults = world_size, links, list(faults)
         self.now = 0.0
-        self.sending: dict[PortName, Port] = {rank: Port() for rank in range(world_size)}
-        self.receiving: dict[PortName, Port] = {rank: Port() for rank in range(world_size)}
+        ranks = range(world_size)
+        self.sending = defaultdict[PortName, Port](Port, {rank: Port() for rank in ranks})
+        self.receiving = defaultdict[PortName, Port](Port, {rank: Port() for rank in ranks})
         self.worked = [0.0] * world_size  # seconds charged to each rank
         self._busy_until = [0.0] * world_size
         self._queued = links.ports == "single"
@@ -345,13 +346,13 @@ class Network(Generic[T]):
         source, dest, _ = message.link
         alpha, beta, out, message.into = self.links.route(source, dest)
         message.seconds = seconds = beta * message.weight.nbytes
-        port = self._port(self.sending, out)
+        port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:
-        port = self._port(self.receiving, message.into)
+        port = self.receiving[message.into]
         enter = max(self.now, port.free) if self._queued else self.now
         port.occupy(enter, message.seconds, message.phase, message.weight.nbytes)
         done = enter + message.seconds
@@ -359,12 +360,6 @@ class Network(Generic[T]):
             done = max(done, self._last_in.get(message.link, 0.0))
             self._last_in[message.link] = done
         self._at(done, self._deliver, message)
-
-    def _port(self, ports: dict[PortName, Port], name: PortName) -> Port:
-        port = ports.get(name)
-        if port is None:
-            port = ports[name] = Port()
-        return port
 
     def _deliver(self, message: Message) -> None:
         link = source, dest, tag = message.link

@@ -3,6 +3,8 @@
 Both extremes of overlap: all supports equal ("full"), all disjoint ("none").
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -35,14 +37,15 @@ def support(rank, world_size, overlap):
     return first if overlap == "full" else first + rank * step
 
 
-def reduce(collective, world_size, overlap, size=SIZE):
+@cache
+def reduce(make, world_size, overlap):
     async def program(comm):
         indices = support(comm.rank, comm.world_size, overlap)
-        mine = SparseVector(indices, torch.full((K,), comm.rank + 1.0), size)
-        return (await collective().reduce(comm, mine, K, step=0)).total
+        mine = SparseVector(indices, torch.full((K,), comm.rank + 1.0), SIZE)
+        return (await make().reduce(comm, mine, K, step=0)).total
 
     simulation = simulate(program, world_size, links=LINKS)
-    expected = torch.zeros(size)
+    expected = torch.zeros(SIZE)
     for rank in range(world_size):
         expected[support(rank, world_size, overlap)] += rank + 1.0
     assert all(torch.equal(total.to_dense(), expected) for total in simulation.results)
@@ -77,8 +80,13 @@ def job(world_size, overlap):
     return Job(SIZE, K, world_size, result=K if overlap == "full" else K * world_size)
 
 
+@cache
 def sparse(collective):
     return lambda: collective(StreamCodec(factor=None))
+
+
+def published_dsar():
+    return Dynamic(always_dense=True)
 
 
 @pytest.mark.parametrize("world_size", POWERS)
@@ -122,7 +130,7 @@ def test_split_allgather_stays_within_its_interval(overlap, world_size):
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_dsar_stays_within_its_interval(overlap, world_size):
     """``(P - 1) / P N <= words <= 2 k + (P - 1) / P N``, dense as published."""
-    simulation = reduce(lambda: Dynamic(always_dense=True), world_size, overlap)
+    simulation = reduce(published_dsar, world_size, overlap)
     dense = SIZE * (world_size - 1) / world_size
     assert all(isinstance(total, DenseVector) for total in simulation.results)
     assert dense * 0.999 <= entry_words(simulation) <= 2 * K + dense + world_size

@@ -169,6 +169,5 @@ def test_contract_with_codecs_that_round(codec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [None, Packed("int8"), SparseQsgd(4, shrink=True)], ids=repr)
-def test_contract_on_more_ranks(codec):
-    check_collective(partial(GTopk, codec), rounding=True, world_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 16))
+def test_contract_on_more_ranks():
+    check_collective(partial(GTopk, Packed("int8")), rounding=True, world_sizes=(6, 8, 16))

@@ -116,13 +116,12 @@ def test_random_overflows_lose_nothing(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["budgeted", "oktopk", "allgather"])
-def test_10_000_steps_of_random_overflows_lose_nothing(name):
-    results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 10_000, seed=1), 2).results
+def test_2000_steps_of_random_overflows_lose_nothing(name):
+    results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 2000, seed=1), 2).results
     assert results[0] == results[1]
-    assert results[0][0] > 1_500
-    assert results[0][2] == 10_000
+    assert results[0][0] > 300
+    assert results[0][2] == 2000
 
 
 # ---- one change of scale --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, database=None, max_examples=100
+    "repeatable", derandomize=True, deadline=None, database=None, max_examples=40
 )
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # the vectors are small; more threads only wait for each other

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import pytest
+
 from sparsync.cli.bench.cases import Case, Evidence
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv
@@ -11,7 +13,8 @@ from sparsync.transports.ledger import Traffic
 from sparsync.transports.sim import Links, Simulation
 from sparsync.wire.base import HEADER_BYTES
 
-RANKS = (2, 3, 4, 8, 16, 32)
+FEW = (2, 3, 4, 8, 16)
+RANKS = (*FEW, pytest.param(32, marks=pytest.mark.slow))
 EXCHANGEABLE = ("uniform", "heavy-tailed", "clustered", "one-region")
 ADVERSARIAL = ("disjoint", "dominated", "matching")
 

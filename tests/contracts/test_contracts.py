@@ -60,7 +60,7 @@ def test_rounding_collective(name):
 
 @pytest.mark.parametrize("name", rows(ALGORITHMS))
 def test_algorithm(name):
-    testing.check_algorithm(ALGORITHMS[name], world_sizes=QUICK)
+    testing.check_algorithm(ALGORITHMS[name], world_sizes=(1, 5))
 
 
 @pytest.mark.parametrize("name", AVERAGERS)

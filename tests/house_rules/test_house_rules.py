@@ -2,9 +2,7 @@
 
 import ast
 import importlib
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -247,27 +245,45 @@ def test_no_state_in_modules_or_classes():
     assert not kept
 
 
-def is_code(comment: str) -> bool:
-    """A statement that does something; an equation (``a = b + c``) explains and is welcome."""
-    try:
-        body = ast.parse(comment.lstrip("# ").strip()).body
-    except SyntaxError:
-        return False
-    acting = ast.Import | ast.ImportFrom | ast.Return | ast.Raise | ast.Assert | ast.Delete
-    return any(
-        isinstance(node, acting)
-        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
-        or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-        for node in body
+# ---- pickles: what comes from others, by wire or file, is never unpickled; a pickle can call anything
+
+# who may, and why that is safe
+PICKLES = {
+    "sparsync.cli.mpiexec": "its own files, in a folder of its own that others cannot write",
+    "sparsync.checkpoint.files": "catches the error of torch.load",
+    "sparsync_papers.workloads.cifar10": "an unpickler that refuses every name but numpy's arrays",
+}
+SENT_AS_PICKLES = {
+    *("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list"),
+    *("recv_pyobj", "scatter_object_list", "send_object_list", "send_pyobj"),
+}
+
+
+def is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def unpickles(call: ast.Call) -> bool:
+    called = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    loads = ast.unparse(call.func) == "torch.load" and not is_constant(
+        given.get("weights_only"), True
     )
+    allowed = not is_constant(given.get("allow_pickle", ast.Constant(False)), False)
+    return called in SENT_AS_PICKLES or loads or allowed
 
 
-def test_no_code_is_commented_out():
-    for module, path in MODULES.items():
-        source = io.StringIO(path.read_text())
-        tokens = tokenize.generate_tokens(source.readline)
-        comments = [token for token in tokens if token.type == tokenize.COMMENT]
-        assert not [f"line {t.start[0]}: {t.string}" for t in comments if is_code(t.string)], module
+def test_nothing_is_unpickled():
+    found = {
+        f"{module}:{node.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and unpickles(node)
+    }
+    assert not found
+    roots = {m: {name.partition(".")[0] for name in imports_of(m)} for m in MODULES}
+    assert not {m for m in MODULES if roots[m] & {"cloudpickle", "dill", "marshal", "shelve"}}
+    assert {m for m in MODULES if "pickle" in roots[m]} == PICKLES.keys()
 
 
 # ---- docstrings -----------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_two_algorithms_are_compared(tmp_path):
         assert result["eval_loss"] < result["loss"][0]
         assert result["seconds_total"] >= result["seconds_per_step_median"] > 0
         assert result["seconds_computation_median"] > 0 and result["seconds_rest_median"] >= 0
-        assert sum(result["seconds"]) == pytest.approx(result["seconds_total"], rel=0.5)
+        assert 0 < sum(result["seconds"]) <= result["seconds_total"] * (1 + 1e-9)
     assert (tmp_path / "new" / "loss.png").stat().st_size > 10_000
 
 
@@ -220,7 +220,7 @@ def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
         in_all = sum(result["seconds"]) + result["seconds_finish"]
         assert result["seconds_total"] == pytest.approx(in_all)
         assert result["loss"][0] == dense["loss"][0]
-    assert dense["seconds_finish"] < 0.1
+    assert dense["seconds_finish"] < 1
     assert every["bytes_counted"] == local["bytes_counted"] == "ledger"
     models = [[round(sent / whole) for sent in r["bytes_sent"]] for r in (every, local)]
     assert models == [[1, 1, 1, 1, 2], [0, 1, 0, 1, 1]]  # the end is in the last step

@@ -69,14 +69,7 @@ def push_sum(graph, world_size, steps=STEPS, idle_from=STEPS):
 
 
 def test_mean_preserving_schemes_keep_the_contract():
-    for make in [
-        Dpsgd,
-        partial(Dpsgd, mixing_steps=2),
-        Sgp,
-        partial(Sgp, neighbours=2),
-        partial(Sgp, neighbours=9),
-        partial(Sgp, graph=RandomPairs()),
-    ]:
+    for make in (partial(Sgp, neighbours=9), partial(Sgp, graph=RandomPairs())):
         assert check_averager(make) < 1e-12
 
 

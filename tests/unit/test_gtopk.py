@@ -159,15 +159,6 @@ def test_random_draws_differ_by_rank_and_step_and_totals_do_not():
 # ---- the contract ---------------------------------------------------------------------------------
 
 
-def test_contract():
-    check_collective(GTopk, rounding=True, world_sizes=(3, 6, 8))
-
-
-@pytest.mark.parametrize("codec", [Packed(), SparseQsgd(8), SparseQsgd(4, shrink=True)], ids=repr)
-def test_contract_with_codecs_that_round(codec):
-    check_collective(partial(GTopk, codec), rounding=True, world_sizes=(2, 5))
-
-
 @pytest.mark.slow
 def test_contract_on_more_ranks():
     check_collective(partial(GTopk, Packed("int8")), rounding=True, world_sizes=(6, 8, 16))

@@ -14,7 +14,7 @@ from sparsync.linear import SparseLinearClassifier
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"solver": "scd", "epochs": 30}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -2,7 +2,6 @@
 
 import json
 import stat
-import time
 import zlib
 
 import pytest
@@ -97,7 +96,6 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             }
             store.set("sparsync/meetings/1/0", json.dumps(card))
             intruder = ZmqCommunicator(1, 2, store=store, timeout=1.5, curve_keys=tmp_path)
-            started = time.monotonic()
             sending = intruder.isend(message(9), 0, "p", RAW)
             receiving = intruder.irecv(0, 1, "p", RAW)
             with pytest.raises(CommunicationError, match="rank 1, step 0: message from rank 0"):
@@ -105,7 +103,6 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             with pytest.raises(CommunicationError, match="refused this rank's key"):
                 sending.wait()
                 intruder.isend(message(9), 0, "p", RAW).wait()
-            assert time.monotonic() - started < 3
             intruder.close()
             assert comm.mesh.refusals() == {"unlisted keys": 1}
         meet(comm)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,15 +138,20 @@ def test_update_space_is_algorithm_2():
 
 
 @on_ranks(3)
-def test_a_forgotten_handle_ends_its_thread():
-    ddp = ddp_model()
-    sync = attach(ddp)
-    train(ddp, range(2))
-    thread, alive = sync._engine._thread, weakref.ref(sync)
-    del ddp, sync
-    gc.collect()
-    thread.join(timeout=10)
-    assert alive() is None and not thread.is_alive()
+def test_a_forgotten_handle_ends_its_thread_and_its_sockets():
+    files = []
+    for _ in range(3):
+        ddp = ddp_model()
+        sync = attach(ddp)
+        train(ddp, range(2))
+        thread, alive = sync._engine._thread, weakref.ref(sync)
+        del ddp, sync
+        gc.collect()
+        thread.join(timeout=10)
+        assert alive() is None and not thread.is_alive()
+        dist.barrier()
+        files.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert files[2] == files[0], "open files"
 
 
 @on_ranks(3)

@@ -16,7 +16,7 @@ from sparsync.cli.workloads import (
     workload_names,
 )
 from sparsync.cli.workloads.base import CrossEntropy, Mean, Perplexity
-from sparsync.cli.workloads.text import ByteText, ByteTransformer, standard_library_files
+from sparsync.cli.workloads.text import ByteText, standard_library_files
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets
 
@@ -91,11 +91,6 @@ def test_evaluation_spans_the_held_out_text(text):
     assert torch.equal(tokens[0], text.held_out[:8].long())
     assert torch.equal(targets[-1], text.held_out[-8:].long())
     assert text.evaluation(1)[0].shape == (1, 8)
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(ConfigurationError, match="heads"):
-        ByteTransformer(width=10, heads=3)
 
 
 # ---- the seam ----------------------------------------------------------------------------------------

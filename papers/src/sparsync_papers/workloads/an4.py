@@ -30,8 +30,14 @@ from sparsync.cli.workloads.base import (
 )
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.speech import SpeechLstm
-from sparsync_papers.workloads.folders import FolderWorkload, seeded
-from sparsync_papers.workloads.samples import Samples, existing, padded, read_lines
+from sparsync_papers.workloads.folders import (
+    FolderWorkload,
+    Samples,
+    existing,
+    padded,
+    read_lines,
+    seeded,
+)
 
 LETTERS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # the first is CTC's blank (Deep Speech 2)
 BLANK = 0

@@ -22,8 +22,14 @@ from sparsync.cli.workloads.digits import shifted
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.images import vgg16_cifar10
 from sparsync_papers.models.resnet import resnet20_cifar10, resnet44_cifar10, resnet110_cifar10
-from sparsync_papers.workloads.folders import FolderWorkload, seeded
-from sparsync_papers.workloads.samples import Samples, existing, flipped, normalised
+from sparsync_papers.workloads.folders import (
+    FolderWorkload,
+    Samples,
+    existing,
+    flipped,
+    normalised,
+    seeded,
+)
 
 _PIXELS = 3 * 32 * 32
 _MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images

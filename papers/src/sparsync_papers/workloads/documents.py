@@ -30,8 +30,14 @@ from sparsync.cli.workloads.base import (
 )
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.bert import Bert
-from sparsync_papers.workloads.folders import FolderWorkload, seeded
-from sparsync_papers.workloads.samples import Samples, existing, padded, read_lines
+from sparsync_papers.workloads.folders import (
+    FolderWorkload,
+    Samples,
+    existing,
+    padded,
+    read_lines,
+    seeded,
+)
 from sparsync_papers.workloads.words import Vocabulary
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"

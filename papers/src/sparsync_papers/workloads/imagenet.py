@@ -16,8 +16,14 @@ from sparsync.cli.workloads.base import CrossEntropy, Defaults
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.images import alexnet, vgg16_imagenet
 from sparsync_papers.models.resnet import resnet18x4, resnet34x4, resnet50
-from sparsync_papers.workloads.folders import FolderWorkload, seeded
-from sparsync_papers.workloads.samples import Samples, existing, flipped, normalised
+from sparsync_papers.workloads.folders import (
+    FolderWorkload,
+    Samples,
+    existing,
+    flipped,
+    normalised,
+    seeded,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -29,9 +29,15 @@ from sparsync.cli.workloads.base import (
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.encoder_decoder import EncoderDecoder
 from sparsync_papers.models.transformer import Transformer
-from sparsync_papers.workloads.folders import FolderWorkload, seeded
+from sparsync_papers.workloads.folders import (
+    FolderWorkload,
+    Samples,
+    existing,
+    padded,
+    read_lines,
+    seeded,
+)
 from sparsync_papers.workloads.lengths import bucket_lengths, draw_from_bucket
-from sparsync_papers.workloads.samples import Samples, existing, padded, read_lines
 from sparsync_papers.workloads.words import UNKNOWN, Vocabulary
 
 PAD, START, END = "<pad>", "<s>", "</s>"

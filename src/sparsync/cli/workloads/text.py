@@ -30,7 +30,7 @@ __all__ = [
     "standard_library_files",
 ]
 
-HEAD_WIDTH = 32  # of an attention head, unless the number of heads is given
+HEAD_WIDTH = 32  # of an attention head
 _BYTES = 256  # the vocabulary: every value of a byte
 
 _SKIPPED_FOLDERS = frozenset(
@@ -160,9 +160,8 @@ class ByteTransformer(nn.Module):
 
     Args:
         context: positions that the model can look at.
-        width: size of the residual stream.
+        width: size of the residual stream, a multiple of 32: the width of an attention head.
         layers: number of blocks.
-        heads: attention heads per block; divides ``width``.  Default: as many as are 32 wide.
         seed: of the initial weights; the same seed gives the same weights.
 
     Example:
@@ -185,21 +184,15 @@ class ByteTransformer(nn.Module):
         context: int = 64,
         width: int = 160,
         layers: int = 4,
-        heads: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        heads = max(width // HEAD_WIDTH, 1) if heads is None else heads
-        if width % heads:
-            raise ConfigurationError(
-                f"width {width} is not a multiple of heads {heads}; give one that is"
-            )
         self.context = context
         with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
             torch.manual_seed(seed)
             self.byte_embedding = nn.Embedding(_BYTES, width)
             self.position_embedding = nn.Embedding(context, width)
-            self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+            self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
             self.final_norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, _BYTES, bias=False)
 
@@ -216,9 +209,9 @@ class ByteTransformer(nn.Module):
 class _Block(nn.Module):
     """Attention, then a two-layer perceptron, each added to the residual stream."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = width // HEAD_WIDTH
         self.attention_norm = nn.LayerNorm(width)
         self.attention_in = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)

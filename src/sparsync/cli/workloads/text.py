@@ -5,6 +5,7 @@ Its content depends on the Python version, so losses compare within one version.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,8 +43,13 @@ _SKIPPED_FOLDERS = frozenset(
 def standard_library_files(root: Path | None = None) -> list[Path]:
     """List the ``*.py`` files below ``root``, sorted by path, tests and installed packages left out."""
     root = root or Path(sysconfig.get_path("stdlib"))
-    files = ((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
-    return [file for parts, file in sorted(files) if not _SKIPPED_FOLDERS.intersection(parts)]
+    found: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [
+            name for name in inner if name not in _SKIPPED_FOLDERS
+        ]  # which it does not enter
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda file: file.relative_to(root).parts)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsync.averaging.agent import Agent, Header, Kind, round_of
-from sparsync.averaging.companion import Companion
+from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.wagma import ModelRounds
 from sparsync.transports.actors import Host
 
@@ -106,7 +106,7 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
     assert welcome.result.model.tolist() == [0.0] * 4
 
 
-def test_a_second_companion_ends_the_first():
+def test_a_second_actor_ends_the_first():
     closed = []
 
     class Comm:
@@ -117,7 +117,7 @@ def test_a_second_companion_ends_the_first():
             return SimpleNamespace(close=lambda: closed.append(actor))
 
     comm = Comm()
-    Companion(comm, "first")
+    EagerSgd()._run(comm, "first")
     assert closed == []
-    Companion(comm, "second")
+    EagerSgd()._run(comm, "second")
     assert closed == ["first"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.base import Averager, mean
-from sparsync.averaging.companion import Companion
-from sparsync.errors import ConfigurationError, PeerError
+from sparsync.averaging.base import mean
+from sparsync.averaging.companion import Accompanied
+from sparsync.errors import PeerError
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Ledger, Parts
@@ -102,7 +101,7 @@ class PairAgent(Actor):
 
 
 @final
-class AdPsgd(Averager):
+class AdPsgd(Accompanied):
     """Averages pairs of models in the background; no rank ever waits for one that computes.
 
     After each local step a rank takes its model as its agent has it by then, and the agent asks a
@@ -127,45 +126,37 @@ class AdPsgd(Averager):
 
     def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
         self.seed = seed
-        self._companion: Companion | None = None
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
         self._agent = PairAgent(vector, self.seed)
-        self._companion = Companion(comm, self._agent)
+        self._run(comm, self._agent)
         self.memory["taken"] = vector
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over what the local step did; take the model as it is by now."""
-        return await self._exchange(vector, step, ask=True)
+        return await self._exchange(comm, vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models, once no exchange is under way."""
-        await self._exchange(vector, step, ask=False)
+        await self._exchange(comm, vector, step, ask=False)
         agent = self._agent
-        await self._ask(step, agent.rest)
+        comm.ledger.take((await self._ask(step, agent.rest))[1])
         await comm.barrier()  # all have their answers: nobody asks any more
         self.memory["taken"] = final = await mean(comm, agent.model)
-        self._begun_companion().tell(lambda: setattr(agent, "model", final))
+        self._host.call(lambda: setattr(agent, "model", final))
         return final
 
-    async def _exchange(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
-        change = vector - self.memory["taken"]
-        taken = await self._ask(
-            step, lambda reply: self._agent.update(change, reply, step=step, ask=ask)
+    async def _exchange(
+        self, comm: Communicator, vector: Tensor, step: int, *, ask: bool
+    ) -> Tensor:
+        taken, traffic = await self._ask(
+            step,
+            lambda reply: self._agent.update(
+                vector - self.memory["taken"], reply, step=step, ask=ask
+            ),
         )
+        comm.ledger.take(traffic)
         self.memory["taken"] = taken
-        return taken
-
-    async def _ask(self, step: int, function: Callable[[Reply], None]) -> Tensor:
-        companion = self._begun_companion()
-        taken: Tensor
-        taken, traffic = await companion.ask(step, function)
-        companion.comm.ledger.take(traffic)
-        return taken
-
-    def _begun_companion(self) -> Companion:
-        if self._companion is None:
-            raise ConfigurationError("AdPsgd: call begin() first")
-        return self._companion
+        return self.memory["taken"]

@@ -1,42 +1,40 @@
-"""Call the actor that runs next to a rank's training, and wait for its reply."""
+"""An averager whose actor runs next to this rank's training, and answers it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
+from sparsync.averaging.base import Averager
+from sparsync.errors import ConfigurationError
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.communicator import Communicator
 
-__all__ = ["Companion"]
+__all__ = ["Accompanied"]
 
 
-@final
-class Companion:
-    """Runs an actor next to this rank's training, and calls it.
+class Accompanied(Averager):
+    """Runs an actor next to this rank's training, and calls it."""
 
-    Args:
-        comm: of this rank; all ranks make one together.  It ends the actor when it is closed, or when
-            it is given another one.
-        actor: to run.
-    """
+    _comm: Communicator | None = None
 
-    def __init__(self, comm: Communicator, actor: Actor) -> None:
+    def _run(self, comm: Communicator, actor: Actor) -> None:
+        """Run an actor on all ranks, until the communicator is closed or given another one."""
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()
-        self.comm = comm
+        self._comm = comm
         self._host = comm.companions["averaging"] = comm.host(actor)
 
-    def tell(self, function: Callable[[], None]) -> None:
-        """Let the actor's thread call ``function``."""
-        self._host.call(function)
-
-    async def ask(self, step: int, function: Callable[[Reply], None]) -> Any:
-        """Let it call ``function(reply)``; wait for the reply and return it.
+    async def _ask(self, step: int, function: Callable[[Reply], None]) -> Any:
+        """Let the actor's thread call ``function(reply)``; wait for the reply and return it.
 
         Raises:
             DeadlineError: that takes longer than the communicator's timeout.
         """
-        where = f"rank {self.comm.rank}, step {step}: phase 'average'"
+        if self._comm is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}: call begin() before average() and conclude()"
+            )
+        where = f"rank {self._comm.rank}, step {step}: phase 'average'"
         return await self._host.ask(function, lambda: where)

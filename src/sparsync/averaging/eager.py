@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
-from sparsync.averaging.base import Averager
-from sparsync.averaging.companion import Companion
+from sparsync.averaging.companion import Accompanied
 from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator
 
@@ -20,7 +19,7 @@ Quorum = Literal["solo", "majority"]
 
 
 @final
-class EagerSgd(Averager):
+class EagerSgd(Accompanied):
     """Sums the updates of all ranks on every step; late ranks' are in a later sum.
 
     ::
@@ -63,7 +62,6 @@ class EagerSgd(Averager):
         if quorum not in ("solo", "majority"):
             raise ConfigurationError(f"quorum is {quorum!r}; choose solo or majority")
         self.quorum, self.seed = quorum, seed
-        self._companion: Companion | None = None
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
@@ -73,7 +71,7 @@ class EagerSgd(Averager):
         rounds.publish(2 * step, torch.zeros_like(vector))
         self._taken = shared
         self._agent = Agent(rounds, step, torch.zeros_like(vector))
-        self._companion = Companion(comm, self._agent)
+        self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over this rank's local step; take the sums that are there."""
@@ -84,11 +82,8 @@ class EagerSgd(Averager):
         return await self._sum(comm, 2 * step, vector)
 
     async def _sum(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
-        if self._companion is None:
-            raise ConfigurationError("EagerSgd: call begin() before average() and conclude()")
-        agent, update = self._agent, vector - self._taken
-        answer: Answer = await self._companion.ask(
-            step_of(version), lambda reply: agent.arrive(version, update, reply)
+        answer: Answer = await self._ask(
+            step_of(version), lambda reply: self._agent.arrive(version, vector - self._taken, reply)
         )
         comm.ledger.take(answer.traffic)
         assert isinstance(answer.result, Round), "nobody is left out without a deadline"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging import groups
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
-from sparsync.averaging.base import Averager
-from sparsync.averaging.companion import Companion
+from sparsync.averaging.companion import Accompanied
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator, Subgroup
@@ -50,7 +49,7 @@ _CODECS: Final = MappingProxyType[str, Codec[DenseVector]](
 
 
 @final
-class Wagma(Averager):
+class Wagma(Accompanied):
     """Averages with a group of S ranks after every step, without waiting for late ones.
 
     After local step t, with W' this rank's model (Algorithm 2)::
@@ -145,7 +144,7 @@ class Wagma(Averager):
         rounds.restart(2 * step, vector)
         self._rounds, self._taken = rounds, 2 * step
         self._agent = Agent(rounds, step, vector, self.deadline)
-        self._companion = Companion(comm, self._agent)
+        self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Average with the group, or with all."""
@@ -160,7 +159,7 @@ class Wagma(Averager):
     async def _arrive(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
         """Arrive at a round; return the model that this rank goes on with."""
         rounds = self._begun_rounds()
-        answer: Answer = await self._companion.ask(
+        answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, vector, reply)
         )
         comm.ledger.take(answer.traffic)

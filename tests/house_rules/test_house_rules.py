@@ -40,7 +40,15 @@ ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback
 ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 
 PACKAGES = {"sparsync", "sparsync_papers"}
-SEAM_CLASSES = {"Selector", "Codec", "_Quantised", "Collective", "StreamCollective", "Averager"}
+SEAM_CLASSES = {
+    "Selector",
+    "Codec",
+    "_Quantised",
+    "Collective",
+    "StreamCollective",
+    "Averager",
+    "Accompanied",
+}
 
 
 def name_of(path: Path) -> str:

@@ -35,7 +35,7 @@ def run(spec: dict, bar) -> dict:
 
     def after_step(reducer, comm) -> None:
         if comm.rank == 0:
-            densities.append(reducer.density)
+            densities.append(reducer.plan.density)
 
     result = train(
         workload_of("bytes"),

@@ -87,7 +87,7 @@ def run(spec: dict, bar) -> dict:
 
     def prepare(reducer: Reducer) -> None:
         (selector,) = reducer.selectors
-        k, size = reducer.quotas[0], reducer.units[0].size
+        k, size = reducer.plan.quotas[0], reducer.units[0].size
         mine: list[float] = []
         deviations.append(mine)
         sink = Sink(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)))

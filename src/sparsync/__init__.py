@@ -31,7 +31,8 @@ from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
-from sparsync.integrations.options import Compression, Monitoring, Sentinel, Transport
+from sparsync.integrations.options import Compression, Monitoring, Transport
+from sparsync.integrations.sentinel import Sentinel
 from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import simulate

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Slot", "Unit", "check_same_parameters", "output_parameters", "plan_units"]
+__all__ = [
+    "Slot",
+    "Unit",
+    "check_same_parameters",
+    "local_of",
+    "output_parameters",
+    "plan_units",
+    "replicated_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,15 @@ def plan_units(
     return units
 
 
-def output_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters of the module that was registered last: the output layer.
+def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
+    """Return the names of the output layer's parameters: of the module that was registered last.
+
+    Args:
+        model: the plain module.
+        given: the names, where the user says them.
+
+    Raises:
+        ConfigurationError: these are not names of parameters.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -128,7 +143,41 @@ def output_parameters(model: nn.Module) -> list[str]:
     everywhere = list(model.named_parameters(remove_duplicate=False))  # a tied weight: everywhere
     last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    return [names[id(p)] for name, p in everywhere if name.rpartition(".")[0] == last]
+    found = [names[id(p)] for name, p in everywhere if name.rpartition(".")[0] == last]
+    if given is None:
+        return found
+    known = names.values()
+    unknown = [given] if isinstance(given, str) else [name for name in given if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"output_layer has {unknown[0]!r}, which is no name of a parameter; give a list of names, "
+            f"e.g. {found}"
+        )
+    return given
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what of a tensor lies on this rank, sharing its memory: of a DTensor the local part."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)  # to import DTensor takes 0.4 s
+    return tensor if to_local is None else to_local()
+
+
+def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the tensors that replicas share: parameters, and the statistics of ``SyncBatchNorm``.
+
+    Args:
+        model: a plain module, as it is now.
+        ignored: names of parameters and buffers that are each rank's own.
+    """
+    synchronised = {
+        f"{name}.{buffer}" if name else buffer: tensor
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+        for buffer, tensor in module.named_buffers(recurse=False)
+    }
+    named = {**dict(model.named_parameters()), **synchronised}
+    return {name: local_of(tensor) for name, tensor in named.items() if name not in ignored}
 
 
 def check_same_parameters(

@@ -46,8 +46,8 @@ def energies(algorithm, world_size, steps, monkeypatch=None):
             return await reducers[comm.rank].reduce(given[comm.rank])
 
         averages = simulate(program, world_size).results[0]
-        assert sum(reducers[0].quotas) == k, "the shares sum to k on every step"
-        assert len({reducer.shares for reducer in reducers}) == 1, "all ranks agree"
+        assert sum(reducers[0].plan.quotas) == k, "the shares sum to k on every step"
+        assert len({reducer.plan.shares for reducer in reducers}) == 1, "all ranks agree"
         average = torch.cat([a.to_dense() for a in averages])
         total = world_size * average
         ratios.append(float(total.square().sum() / best.abs().topk(k).values.square().sum()))

@@ -1,5 +1,7 @@
 """List the files whose functions run when two ranks train with the defaults, and their lines.
 
+"attach" marks the files of which nothing runs but while attaching and closing.
+
 ``python -m tests.house_rules.default_path``
 """
 
@@ -17,13 +19,17 @@ SOURCE = Path(sparsync.__file__).parent
 STEPS = 3
 
 
-def train() -> set[str]:
-    """Train a few steps; return the library's files of which a function has run."""
+def train() -> tuple[set[str], set[str]]:
+    """Train a few steps; return the library's files of which a function has run: at all, in steps."""
     seen: set[str] = set()
+    in_steps: set[str] = set()
+    steps = False
 
     def note(frame, event, _argument):
         if event == "call" and frame.f_code.co_name not in ("<module>", "<lambda>"):
             seen.add(frame.f_code.co_filename)
+            if steps:
+                in_steps.add(frame.f_code.co_filename)
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -32,14 +38,20 @@ def train() -> set[str]:
     sys.setprofile(note)
     parallel = DistributedDataParallel(model)
     sync = sparsync.attach(parallel, density=0.01)
+    steps = True
     for _ in range(STEPS):
         optimizer.zero_grad()
         parallel(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
+    steps = False
     sync.close()
     sys.setprofile(None)
     threading.setprofile(None)
-    return {name for name in seen if Path(name).is_relative_to(SOURCE)}
+    return _ours(seen), _ours(in_steps)
+
+
+def _ours(names: set[str]) -> set[str]:
+    return {name for name in names if Path(name).is_relative_to(SOURCE)}
 
 
 def lines_of(files: set[str]) -> dict[str, int]:
@@ -49,9 +61,15 @@ def lines_of(files: set[str]) -> dict[str, int]:
     return {str(path.relative_to(SOURCE)): path.read_text().count("\n") for path in library}
 
 
+def told(lines: dict[str, int]) -> str:
+    """Sum up files and their lines."""
+    zmq = [count for name, count in lines.items() if name.startswith("transports/zmq/")]
+    return f"{len(lines)} files, {sum(lines.values())} lines; zmq's {len(zmq)}, {sum(zmq)}"
+
+
 if __name__ == "__main__":
-    lines = lines_of(launch(train, 2, timeout=60.0))
-    zmq = {name: n for name, n in lines.items() if name.startswith("transports/zmq/")}
-    for name, count in lines.items():
-        print(f"{count:5}  {name}")
-    print(f"{len(lines)} files, {sum(lines.values())} lines; zmq's {len(zmq)}, {sum(zmq.values())}")
+    everything, steps = map(lines_of, launch(train, 2, timeout=60.0))
+    for name, count in everything.items():
+        print(f"{count:5}  {'      ' if name in steps else 'attach'}  {name}")
+    print(f"all: {told(everything)}")
+    print(f"training steps alone: {told(steps)}")

@@ -42,7 +42,7 @@ def densities(signal, steps=12, ranks=RANKS, **options) -> list[float]:
     async def program(comm):
         reducer, seen = make(comm, **options), []
         for step in range(steps):
-            seen.append(reducer.density)
+            seen.append(reducer.plan.density)
             averages = await step_of(reducer, step, signal)
             if step >= options.get("warmup", Warmup()).steps:
                 total = sum(average.nnz for average in averages)
@@ -94,7 +94,7 @@ def test_any_algorithm_takes_it(algorithm):
         reducer = make(comm, algorithm=resolve(algorithm))
         for step in range(8):
             await step_of(reducer, step, 3.0)
-        return reducer.density
+        return reducer.plan.density
 
     found = simulate(program, 3).results
     assert found[0] == found[1] == found[2] > RULE.at_equal
@@ -115,13 +115,13 @@ def test_a_run_resumes_bit_for_bit(unit_bytes):
         first, second = (make(comm, unit_bytes, oktopk()) for _ in range(2))
         for step in range(5):
             await step_of(first, step, 3.0)
-        assert first.density != RULE.at_equal
+        assert first.plan.density != RULE.at_equal
         await restore_reducer(second, reducer_state(first))
         for step in range(5, 10):
             one, two = [await step_of(reducer, step, 3.0) for reducer in (first, second)]
             for a, b in zip(one, two, strict=True):
                 assert torch.equal(a.to_dense(), b.to_dense())
-        return first.density == second.density
+        return first.plan.density == second.plan.density
 
     assert all(simulate(program, RANKS).results)
 

@@ -8,7 +8,7 @@ import torch
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import Warmup
-from sparsync.integrations.options import check_optimizer, check_output_layer
+from sparsync.integrations.attach import check_optimizer
 from sparsync.units import output_parameters
 from tests.attaching import attach
 
@@ -96,5 +96,5 @@ def test_a_tied_output_layer_is_found_where_it_is_registered():
 def test_an_unknown_output_layer_is_refused(given):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 3, bias=False)})
     with pytest.raises(ConfigurationError, match=r"give a list of names, e.g. \['head.weight'\]"):
-        check_output_layer(given, model)
-    assert check_output_layer(None, model) == check_output_layer(["head.weight"], model)
+        output_parameters(model, given)
+    assert output_parameters(model) == output_parameters(model, ["head.weight"])

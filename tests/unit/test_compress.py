@@ -38,9 +38,9 @@ def test_dense_units_are_averaged_exactly_and_do_not_take_part_in_the_shares():
             expected = torch.stack(everyone).sum(0) / comm.world_size
             torch.testing.assert_close(averages[1].to_dense(), expected)
             assert reducer.residuals[1].value is None
-            assert reducer.quotas[1] == 7
-            assert reducer.quotas[0] + reducer.quotas[2] == 30 + 10
-        return reducer.quotas
+            assert reducer.plan.quotas[1] == 7
+            assert reducer.plan.quotas[0] + reducer.plan.quotas[2] == 30 + 10
+        return reducer.plan.quotas
 
     assert len(set(simulate(program, 3).results)) == 1
 
@@ -55,7 +55,7 @@ def test_layers_keep_their_own_k_where_the_algorithm_says_so():
         for step in range(3):
             await reducer.reduce(gradients(comm.rank, step, units))
         assert "shares" not in comm.ledger.by_phase()
-        return reducer.quotas
+        return reducer.plan.quotas
 
     assert simulate(program, 2).results == [(30, 1, 10)] * 2
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.feedback.correction import Clipper, Correction, Velocity
+from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import DGC_RAMP, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import Algorithm, allgather, resolve
+from sparsync.sparse import SparseVector
 from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 
 SIZE, STEPS, RANKS = 60, 50, 4
-CPU = torch.device("cpu")
 
 
 def gradient(rank: int, step: int, weights: torch.Tensor) -> torch.Tensor:
@@ -147,21 +147,25 @@ def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
     assert all(0.97 < scale <= 1.0 for scale in scales)  # right for gradients divided by N
 
 
+def corrector_of(correction, dtype=torch.float32):
+    return Corrector(correction, plan_units([("w", torch.zeros(2, dtype=dtype))]), world_size=1)
+
+
 def test_the_previous_norm_is_this_norm_one_step_later():
-    clipper = Clipper(Correction(clip=1.0, clip_norm="previous"), world_size=1)
-    assert clipper.waits
+    corrector = corrector_of(Correction(clip=1.0, clip_norm="previous"))
+    assert corrector.waits
     first = [torch.tensor([3.0]), torch.tensor([4.0])]
-    clipper.measure(first)
-    for piece in first:
-        clipper.clip_(piece)
+    corrector.measure(first)
+    for start, piece in enumerate(first):
+        corrector.correct_(0, start, piece)
     assert torch.cat(first).tolist() == pytest.approx([0.6, 0.8])
-    clipper.commit()
-    assert not clipper.waits
+    corrector.retain([SparseVector.empty(2, first[0])])
+    assert not corrector.waits
     second = torch.tensor([10.0])
-    clipper.clip_(second)  # by the norm 5 of the step before
+    corrector.correct_(0, 0, second)  # by the norm 5 of the step before
     assert second.tolist() == pytest.approx([2.0])
-    clipper.restore()  # a refused step leaves no trace
-    assert clipper.previous == pytest.approx(5.0)
+    corrector.restore()  # a refused step leaves no trace
+    assert corrector.previous_norm == pytest.approx(5.0)
 
 
 def test_a_refused_step_leaves_velocity_and_norm():
@@ -180,7 +184,7 @@ def test_a_refused_step_leaves_velocity_and_norm():
             (one,) = await reducers[0].reduce([mine.clone()])
             (two,) = await reducers[1].reduce([mine.clone()])
             assert torch.equal(one.to_dense(), two.to_dense()), step
-        assert torch.equal(reducers[0].velocities[0].value, reducers[1].velocities[0].value)
+        assert torch.equal(*(reducer.corrector.velocities[0] for reducer in reducers))
 
     simulate(program, 2)
 
@@ -278,14 +282,13 @@ def test_quantised_selection_refuses_infinity_on_either_turn(value, step):
 
 
 def test_float64_gradients_are_clipped():
-    clipper = Clipper(Correction(clip=1.0), world_size=1)
+    corrector = corrector_of(Correction(clip=1.0), torch.float64)
     piece = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    clipper.measure([piece])
-    clipper.clip_(piece)
+    corrector.measure([piece])
+    corrector.correct_(0, 0, piece)
     assert piece.tolist() == pytest.approx([0.6, 0.8])
 
 
 def test_decay_without_weights_is_refused():
-    velocity = Velocity(Correction(weight_decay=0.1), 2, torch.float32, CPU)
     with pytest.raises(ConfigurationError, match="needs the weights"):
-        velocity.correct_(0, torch.ones(2))
+        corrector_of(Correction(weight_decay=0.1)).correct_(0, 0, torch.ones(2))

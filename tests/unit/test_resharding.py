@@ -199,7 +199,7 @@ BROKEN = {
     "a key is missing": (lambda s: s[1].pop("step"), "has no 'step'"),
     "another step": (lambda s: s[1].update(step=9), "ranks 0 and 1 have step 1 and 9"),
     "another scale": (lambda s: s[2].update(scale=2.0), "ranks 0 and 2 have scale 1.0 and 2.0"),
-    "another version": (lambda s: [x.update(version=1) for x in s] and None, "have version 1, expected"),
+    "another version": (lambda s: [x.update(version=1) for x in s] and None, "has version 1, expected"),
     "a rank of nowhere": (lambda s: s[0].update(rank=8), "is of rank 8 of 3"),
     "a size": (lambda s: s[1]["residual"].update(a=torch.ones(3)), r"'a' on rank 1 has shape \(3,\)"),
     "a list": (lambda s: s[1]["residual"].update(a=[1.0]), "is no tensor of floating-point"),

@@ -10,8 +10,7 @@ from torch import nn
 
 from sparsync import ConfigurationError
 from sparsync.errors import PeerError
-from sparsync.integrations.options import Sentinel
-from sparsync.integrations.sentinel import check_replicas
+from sparsync.integrations.sentinel import Sentinel, check_replicas
 from sparsync.transports.agree import digest, divergences, heal_
 from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run

@@ -320,7 +320,8 @@ class UpdateSpaceAdamW(UpdateSpace):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply one exchanged update; average the second moment when that is due."""
         loss = super().step(closure)
-        since = self.reducer.step - self.reducer.warmup.steps
+        warmup = self.reducer.plan.warmup
+        since = self.reducer.step - (warmup.steps if warmup else 0)
         wanted = 0 if since < 0 else 1
         if since >= 0 and self.second_moment == "refreshed":
             wanted += since // self.refresh_period

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.state import STATE_VERSION
+from sparsync.feedback.state import check_fields
 from sparsync.state import fits
 
 __all__ = ["Conserve", "reshard", "state_like"]
@@ -28,26 +28,8 @@ __all__ = ["Conserve", "reshard", "state_like"]
 Conserve = Literal["sum", "average"]
 State = Mapping[str, Any]
 
-# what all ranks have in common, and what is each rank's own
-_EQUAL: Final = (
-    ("version", int),
-    ("algorithm", str),
-    ("world_size", int),
-    ("momentum", float),
-    ("scale", float),
-    ("step", int),
-    ("skipped", int),
-    ("density", float),
-)
-_OWN: Final = (
-    ("rank", int),
-    ("units", Sequence[Sequence[str]]),
-    ("sizes", Sequence[Sequence[int]]),
-    ("quotas", Sequence[int]),
-    ("residual", Mapping),
-    ("velocity", Mapping),
-    ("previous_norm", float | None),
-)
+# what all ranks have in common; the rest is each rank's own
+_EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 _PIECE: Final = ("shape", "offset", "size")
 
 
@@ -171,26 +153,16 @@ def _placed(
     """Return what of a whole parameter a new rank gets; None for zeros."""
     before = states[0]["world_size"]
     if world_size <= before:
-        olds = [_finite(states, what, name, r) for r in range(rank, before, world_size)]
+        olds = [_whole(states, what, name, r) for r in range(rank, before, world_size)]
         parts = [old for old in olds if old is not None]
         return functools.reduce(torch.add, parts) if parts else None
-    old = _finite(states, what, name, rank % before)
+    old = _whole(states, what, name, rank % before)
     if old is None:
         return None
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
     return new
-
-
-def _finite(states: Sequence[State], what: str, name: str, rank: int) -> Tensor | None:
-    """Return a parameter's residual on one old rank, None for zeros; refuse NaN, which would stay."""
-    values = _whole(states, what, name, rank)
-    if values is not None and not bool(torch.isfinite(values).all()):
-        raise ConfigurationError(
-            f"the saved {what} of '{name}' on rank {rank} holds NaN or Inf; load another checkpoint"
-        )
-    return values
 
 
 def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor | None:
@@ -203,8 +175,12 @@ def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor |
     found: dict[str, tuple[Any, Tensor | None]] = {}  # by piece: several ranks may hold the same
     for state in holders:
         piece, values = state.get("pieces", {}).get(name), state[what].get(name)
+        if values is not None and not bool(torch.isfinite(values).all()):
+            raise ConfigurationError(
+                f"the saved {what} of '{name}' on rank {rank} holds NaN or Inf; load another checkpoint"
+            )
         _, known = found.setdefault(str(piece), (piece, values))
-        if not _same(known, values):
+        if known is not values and (known is None or values is None or not known.equal(values)):
             raise ConfigurationError(
                 f"two saved states of rank {rank} differ in the {what} of '{name}'; give those of one "
                 "save"
@@ -212,10 +188,6 @@ def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor |
     if list(found) == ["None"]:
         return found["None"][1]
     return _joined(list(found.values()), f"'{name}' on rank {rank}")
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | None:
@@ -260,22 +232,8 @@ def _check_states(states: Sequence[State]) -> None:
     if not states:
         raise ConfigurationError("there are no states; give those of all ranks")
     for state in states:
-        for key, kind in (*_EQUAL, *_OWN):
-            if not isinstance(state, Mapping) or key not in state:
-                raise ConfigurationError(
-                    f"a saved state has no {key!r}; give what state_dict() of every rank returned"
-                )
-            if not fits(state[key], kind):
-                raise ConfigurationError(
-                    f"a saved state has {key} {str(state[key])[:60]}, expected "
-                    f"{getattr(kind, '__name__', kind)}; give what state_dict() of every rank returned"
-                )
-    if states[0]["version"] != STATE_VERSION:
-        raise ConfigurationError(
-            f"the saved states have version {states[0]['version']}, expected {STATE_VERSION}; load them "
-            "with the sparsync that saved them"
-        )
-    for key, _ in _EQUAL:
+        check_fields(state)
+    for key in _EQUAL:
         different = [s for s in states if s[key] != states[0][key]]
         if different:
             raise ConfigurationError(

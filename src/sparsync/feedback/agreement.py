@@ -42,9 +42,9 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
                     f"{name}={value}" for name, value in sorted(settings.items())
                 ),
                 "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
-                "density": reducer.adaptive or reducer.density,
+                "density": reducer.plan.adaptive or reducer.plan.density,
                 "xi_period": reducer.xi_period,
-                "the warm-up": reducer.warmup,
+                "the warm-up": reducer.plan.warmup,
                 "the correction": reducer.correction,
                 "the parameters (names and sizes)": parameters,
                 "the units (parameters of each, dtypes, dense or not, output or not)": [
@@ -73,13 +73,13 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
     ledger = reducer.comm.ledger
     return {
         "algorithm": reducer.algorithm.name,
-        "density": reducer.density,
+        "density": reducer.plan.density,
         "scale": reducer.scale,
         "steps": reducer.step,
         "skipped_steps": reducer.skipped,
         "units": [
             {"parameters": len(u.slots), "size": u.size, "k": k}
-            for u, k in zip(reducer.units, reducer.quotas, strict=True)
+            for u, k in zip(reducer.units, reducer.plan.quotas, strict=True)
         ],
         "bytes_sent_last_step": ledger.last_step.sent,
         "bytes_received_last_step": ledger.last_step.received,

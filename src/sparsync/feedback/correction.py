@@ -11,17 +11,18 @@ sections 5.5, 5.6 and Algorithm 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
+from sparsync.units import Unit
 
-__all__ = ["Clipper", "Correction", "Velocity"]
+__all__ = ["Correction", "Corrector"]
 
 
 @dataclass(frozen=True)
@@ -88,93 +89,71 @@ class Correction:
         return min(1.0, local / norm)
 
 
-class Clipper:
-    """Local gradient clipping on one rank.
+@final
+class Corrector:
+    """Corrects the local gradients of one rank, and undoes that with a step that is refused.
+
+    Memory: 2 n elements where there is momentum.
 
     Args:
-        correction: what to clip to.
+        correction: what is done.
+        units: of the reducer.
         world_size: number of ranks P.
 
     Attributes:
-        previous: norm of the last step's local gradient, None before the first.
+        velocities: of every unit, `[n]`; empty without momentum.
+        previous_norm: of the last step's local gradient, None before the first.
         scale: by which gradients are multiplied (a GradScaler's); norms are those without it.
+
+    Example:
+        >>> from sparsync.units import plan_units
+        >>> (unit,) = plan_units([("w", torch.zeros(2))])
+        >>> corrector = Corrector(Correction(momentum=0.5), [unit], world_size=1)
+        >>> gradient = torch.tensor([1.0, 2.0])
+        >>> corrector.correct_(0, 0, gradient); corrector.retain([SparseVector.empty(2, gradient)])
+        >>> gradient = torch.tensor([1.0, 2.0]); corrector.correct_(0, 0, gradient); gradient.tolist()
+        [1.5, 3.0]
     """
 
-    def __init__(self, correction: Correction, world_size: int) -> None:
+    def __init__(self, correction: Correction, units: Sequence[Unit], world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
         self.scale = 1.0
-        self.previous: float | None = None
-        self._scale: float | None = None
+        self.previous_norm: float | None = None
+        self._norm: float | None = None  # of the open step, if it was measured
         self._squares = 0.0
+        self.velocities = [
+            torch.zeros(
+                unit.size if correction.momentum else 0,
+                dtype=torch.promote_types(unit.dtype, torch.float32),
+                device=unit.device,
+            )
+            for unit in units
+        ]
+        self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
     def waits(self) -> bool:
         """Whether ``measure`` is to see all gradients of the step before the first is clipped."""
         if self.correction.clip is None:
             return False
-        return self.correction.clip_norm == "this" or self.previous is None
+        return self.correction.clip_norm == "this" or self.previous_norm is None
 
     def measure(self, gradients: Iterable[Tensor]) -> None:
         """Learn the norm of all gradients of the open step."""
-        norm = math.sqrt(sum(_square(gradient) for gradient in gradients)) / self.scale
-        self._scale = self.correction.clip_scale(norm, self.world_size)
+        self._norm = math.sqrt(sum(_square(gradient) for gradient in gradients)) / self.scale
 
-    def clip_(self, gradient: Tensor) -> None:
-        """Scale one piece of the open step's gradient."""
-        if self.correction.clip is None:
-            return
-        if self.waits:
-            assert self._scale is not None, "measure all gradients first"
-            scale = self._scale
-        else:
-            assert self.previous is not None
-            scale = self.correction.clip_scale(self.previous, self.world_size)
-        if self.correction.clip_norm == "previous":
-            self._squares += _square(gradient)
-        if scale < 1:
-            gradient.mul_(scale)
-
-    def commit(self) -> None:
-        """Close the step."""
-        if self.correction.clip is not None and self.correction.clip_norm == "previous":
-            self.previous = math.sqrt(self._squares) / self.scale
-        self.restore()
-
-    def restore(self) -> None:
-        """Forget the open step."""
-        self._scale, self._squares = None, 0.0
-
-
-class Velocity:
-    """The velocity of one unit on one rank.
-
-    Memory: 2 n elements where there is momentum: a step that is refused is undone exactly.
-
-    Args:
-        correction: decay, momentum and masking.
-        size: elements of the unit.
-        dtype: of its residual.
-        device: likewise.
-
-    Example:
-        >>> velocity = Velocity(Correction(momentum=0.5), 2, torch.float32, torch.device("cpu"))
-        >>> gradient = torch.tensor([1.0, 2.0])
-        >>> velocity.correct_(0, gradient); velocity.retain(SparseVector.empty(2, gradient))
-        >>> gradient = torch.tensor([1.0, 2.0]); velocity.correct_(0, gradient); gradient.tolist()
-        [1.5, 3.0]
-    """
-
-    def __init__(
-        self, correction: Correction, size: int, dtype: torch.dtype, device: torch.device
+    def correct_(
+        self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        self.correction = correction
-        self.scale = 1.0  # by which gradients are multiplied (a GradScaler's)
-        kept = size if correction.momentum else 0
-        self.value = torch.zeros(kept, dtype=dtype, device=device)
-        self._next = torch.zeros_like(self.value)
+        """Turn a piece of a unit's gradient into what is accumulated: clip, decay, momentum.
 
-    def correct_(self, start: int, gradient: Tensor, weights: Tensor | None = None) -> None:
-        """Turn a local gradient into what is accumulated; ``weights`` are needed for decay."""
+        Args:
+            unit: its number.
+            start: first element of the piece.
+            gradient: of the piece, overwritten.
+            weights: needed for decay.
+        """
+        self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:
             if weights is None:
@@ -184,8 +163,8 @@ class Velocity:
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
-        stop = start + gradient.numel()
-        before, after = self.value[start:stop], self._next[start:stop]
+        here = slice(start, start + gradient.numel())
+        before, after = self.velocities[unit][here], self._next[unit][here]
         if self.correction.nesterov:
             torch.add(before, gradient, out=after).mul_(momentum)
             gradient.add_(after)
@@ -193,24 +172,39 @@ class Velocity:
             torch.add(gradient, before, alpha=momentum, out=after)
             gradient.copy_(after)
 
-    def retain(self, delivered: Vector) -> None:
-        """Close the step: keep the new velocity, but for what was delivered."""
-        if not self.correction.momentum:
+    def _clip_(self, gradient: Tensor) -> None:
+        if self.correction.clip is None:
             return
-        self.value, self._next = self._next, self.value
-        if self.correction.masking and isinstance(delivered, SparseVector):
-            self.value[delivered.indices] = 0
+        norm = self._norm if self.waits else self.previous_norm
+        assert norm is not None, "measure all gradients first"
+        if self.correction.clip_norm == "previous":
+            self._squares += _square(gradient)
+        scale = self.correction.clip_scale(norm, self.world_size)
+        if scale < 1:
+            gradient.mul_(scale)
 
-    def scale_(self, factor: float) -> None:
-        """Multiply the velocity between steps, when the gradients' units change."""
-        self.value.mul_(factor)
+    def retain(self, delivered: Sequence[Vector]) -> None:
+        """Close the step: keep the new velocities, but for what was delivered of each unit."""
+        if self.correction.momentum:
+            self.velocities, self._next = self._next, self.velocities
+        if self.correction.momentum and self.correction.masking:
+            for velocity, vector in zip(self.velocities, delivered, strict=True):
+                if isinstance(vector, SparseVector):
+                    velocity[vector.indices] = 0
+        if self.correction.clip is not None and self.correction.clip_norm == "previous":
+            self.previous_norm = math.sqrt(self._squares) / self.scale
+        self.restore()
 
-    def load(self, value: Tensor | None) -> None:
-        """Set the velocity between steps; None for zeros."""
-        if value is None:
-            self.value.zero_()
-        else:
-            self.value.copy_(value)
+    def restore(self) -> None:
+        """Forget the open step."""
+        self._norm, self._squares = None, 0.0
+
+    def load(self, velocities: Sequence[Tensor | None], previous_norm: float | None) -> None:
+        """Set velocities (None for zeros) and the norm of the last step, between two steps."""
+        self.previous_norm = previous_norm
+        if self.correction.momentum:
+            for velocity, value in zip(self.velocities, velocities, strict=True):
+                velocity.zero_() if value is None else velocity.copy_(value)
 
 
 def _square(gradient: Tensor) -> float:

@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 
 from sparsync.collectives import Reduced
-from sparsync.feedback.channels import Channels
-from sparsync.feedback.commit import Consensus, Proposal, decide_alone, nonfinite_error
-from sparsync.feedback.correction import Clipper, Correction, Velocity
-from sparsync.feedback.plan import entries_at, plan_step
+from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
-from sparsync.feedback.shares import SharesState, Sharing, resized
-from sparsync.monitoring import Monitor, Sink
+from sparsync.feedback.step import (
+    Consensus,
+    Plan,
+    Proposal,
+    Use,
+    channel_of,
+    decide_alone,
+    nonfinite_error,
+)
+from sparsync.monitoring import Measured, Monitor, Sink
 from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
@@ -41,12 +46,12 @@ class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
     Args:
-        comm: the group.
+        comm: the group; virtual ranks replace it from step to step.
         units: what is selected and exchanged together; equal on all ranks.
         algorithm: which selector and which collective.
         density: k / n of every unit, in (0, 1], or a rule that adapts it to the progress of training.
         warmup: the first steps, in which more is exchanged; default none.
-        correction: momentum, decay and clipping, done before gradients are accumulated.
+        correction: momentum, decay and clipping, done before gradients are accumulated; default none.
         xi_period: steps between measurements of Assumption 1's xi; default: never, or as needed.
         consensus: asks who else must agree to a step; default: nobody.
         sink: takes the numbers of every step; default: nobody.
@@ -67,54 +72,36 @@ class Reducer:
         sink: Sink | None = None,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
-        self.adaptive = density if isinstance(density, AdaptiveDensity) else None
-        self.density = density.at_equal if isinstance(density, AdaptiveDensity) else density
-        self.warmup, self.correction = warmup or Warmup(), correction or Correction()
+        self.correction, self._consensus = correction, consensus
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
         self.overflows = False  # gradients of the open step count as Inf: all ranks will refuse it
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
-        self.velocities = [
-            Velocity(self.correction, u.size, r.accumulated.dtype, u.device)
-            for u, r in zip(units, self.residuals, strict=True)
-        ]
-        self.clipper = Clipper(self.correction, comm.world_size)
+        self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
-        self.shares = SharesState(entries_at(self.density, self.units))
-        several = algorithm.shared and len(self.units) > 1
-        self.sharing = Sharing.among(self.units) if several else None
-        adapts = self.adaptive is not None and xi_period is None
-        self.xi_period = self.adaptive.period if self.adaptive and adapts else xi_period
-        self.monitor: Monitor | None = None
-        if sink is not None or self.xi_period is not None:
-            start = 0 if self.warmup.densities else self.warmup.steps
-            self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
+        self.plan = Plan(self.units, density, warmup, shared=algorithm.shared)
+        if xi_period is None and self.plan.adaptive:
+            xi_period = self.plan.adaptive.period
+        self.xi_period, self.monitor = xi_period, None
+        if sink is not None or xi_period is not None:
+            start = warmup.steps if warmup and not warmup.densities else 0
+            self.monitor = Monitor(comm, self.units, sink, xi_period, start)
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
-        self._consensus = consensus
         self.open()
 
     def open(self) -> None:
         """Plan the open step from the present state, which is the one that ``refuse`` returns to."""
+        self.reduced.clear()
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
-        self._next_shares = self.shares
-        parts = list(zip(self.selectors, self.collectives, strict=True))
-        self._plan = plan_step(
-            self.step, self.units, parts, self.density, self.warmup, self.shares, self.sharing
-        )
+        self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
-    @property
-    def quotas(self) -> tuple[int, ...]:
-        """K of every unit in the open step."""
-        return tuple(unit.k for unit in self._plan.units)
-
-    @property
-    def channels(self) -> Channels:
-        """The channels of ``comm``, which virtual ranks replace from step to step."""
-        return Channels(self.comm, len(self.units))
+    def channel(self, use: int | Use) -> Communicator:
+        """Return the channel of a unit, or of another exchange of a step."""
+        return channel_of(self.comm, len(self.units), use)
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
@@ -122,43 +109,38 @@ class Reducer:
         """``accumulated = residual + gradient``, for one run of elements, corrected if asked for.
 
         The gradient's memory (1-D, contiguous) is borrowed until the step ends: what undoes the step
-        lies there.  With ``clipper.waits``, ``clipper.measure`` all gradients before.
+        lies there.  If ``corrector.waits``, it is to ``measure`` all gradients before.
         """
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
             gradient = gradient.to(residual.accumulated.dtype)
             if self.overflows:
                 gradient.fill_(torch.inf)
-            self.clipper.clip_(gradient)
-            self.velocities[unit].correct_(start, gradient, weights)
+            if self.corrector:
+                self.corrector.correct_(unit, start, gradient, weights)
             if self.monitor:
                 self.monitor.xi.accumulate(self.step, unit, start, gradient)
-            residual.accumulate(start, gradient, *self._plan.units[unit].collect or ())
+            residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
-        residual, plan, sharing = self.residuals[unit], self._plan.units[unit], self._plan.sharing
+        residual, plan = self.residuals[unit], self.plan.units[unit]
         with self.comm.stage("select"):
             collected = residual.collected(*plan.wanted) if plan.wanted else None
             selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
+            self.plan.count(unit, residual, selected)
             if self.monitor:
                 self.monitor.selected[unit] = selected
-            if sharing and not isinstance(selected, DenseVector):
-                found = residual.collected() if plan.collect else None
-                sharing.count(self.shares, unit, residual.accumulated, found, selected)
-        channel = self.channels.unit(unit)
         with self.comm.stage("communicate"):
-            self.reduced[unit] = await plan.collective.reduce(channel, selected, plan.k, self.step)
+            reducing = plan.collective.reduce(self.channel(unit), selected, plan.k, self.step)
+            self.reduced[unit] = await reducing
 
     async def share(self) -> None:
         """Sum what xi needs; agree on the next step's shares of k: once all units were selected from."""
         if self.monitor:
-            await self.monitor.xi.share(
-                self.step, self.channels.xi, [r.accumulated for r in self.residuals]
-            )
-        if self._plan.sharing:
-            channel, entries = self.channels.shares, entries_at(self.density, self.units)
-            self._next_shares = await self._plan.sharing.agree(self.shares, channel, entries)
+            accumulated = [residual.accumulated for residual in self.residuals]
+            await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
+        await self.plan.agree(self.channel("shares"))
 
     def commit(
         self, *, propagate_nonfinite: bool = False, prepare: Callable[[], None] | None = None
@@ -174,7 +156,7 @@ class Reducer:
         """
         reduced = [self.reduced[unit] for unit in range(len(self.units))]
         totals = [result.total for result in reduced]
-        broken = self._consensus(Proposal.of(self.comm.rank, self.step, self.units, totals))
+        broken = self._consensus(Proposal(self.comm.rank, self.step, self.units, totals))
         if broken and not propagate_nonfinite:
             raise nonfinite_error(self.step, broken)
         if broken:
@@ -185,23 +167,16 @@ class Reducer:
         if prepare is not None:
             prepare()
         probe = self.monitor.xi if self.monitor else None
-        measured = probe.measure(self.step, totals, self.quotas) if probe else None
-        for unit, result in enumerate(reduced):
+        measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
+        for result, residual in zip(reduced, self.residuals, strict=True):
             if self.comm.world_size > 1 and self.algorithm.average:
                 result.total.values.div_(self.comm.world_size)  # not needed any more
-            self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
-            self.velocities[unit].retain(result.delivered)
-        self.clipper.commit()
+            residual.retain(result.delivered)  # residual = accumulated - delivered
+        if self.corrector:
+            self.corrector.retain([result.delivered for result in reduced])
         self.lost = [result.lost for result in reduced if result.lost is not None]
-        if self.monitor:
-            kept = [residual.value for residual in self.residuals]
-            self.monitor.record(self.step, reduced, kept, self.quotas, measured)
-        self.shares = self._next_shares
-        if self.adaptive and measured:
-            self.density = self.adaptive.next(self.density, measured, self.comm.world_size)
-            members = self.sharing.members if self.sharing else ()
-            sizes = [unit.size for unit in self.units]
-            self.shares = resized(self.shares, members, entries_at(self.density, self.units), sizes)
+        self._record(reduced, measured)
+        self.plan.commit(measured, self.comm.world_size)
         self._close()
         return totals
 
@@ -212,11 +187,11 @@ class Reducer:
         """
         for residual in self.residuals:
             residual.restore()
-        self.clipper.restore()
+        if self.corrector:
+            self.corrector.restore()
         self.overflows = False
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
-        self._forget()
         self.open()
 
     def skip(self) -> None:
@@ -224,8 +199,7 @@ class Reducer:
         self.refuse()
         self.skipped += 1
         self.lost = []  # nothing was applied
-        if self.monitor:
-            self.monitor.record(self.step, [], [r.value for r in self.residuals], self.quotas)
+        self._record([])
         self._close()
 
     async def reduce(
@@ -236,8 +210,8 @@ class Reducer:
         Units are in flight together.  Weight decay needs the flat weights of every unit.
         Returns the averages, sparse where their totals are.
         """
-        if self.clipper.waits:
-            self.clipper.measure(gradients)
+        if self.corrector and self.corrector.waits:
+            self.corrector.measure(gradients)
         for unit, gradient in enumerate(gradients):
             self.accumulate(unit, 0, gradient, weights[unit] if weights else None)
         exchanges = [self.exchange(unit) for unit in range(len(self.units))]
@@ -247,14 +221,12 @@ class Reducer:
             average.write_to_(gradient)
         return averages
 
-    def _forget(self) -> None:
-        """Drop what the open step has exchanged and counted."""
-        self.reduced.clear()
-        if self.sharing:
-            self.sharing.clear()
+    def _record(self, reduced: Sequence[Reduced], measured: Measured | None = None) -> None:
+        if self.monitor:
+            kept = [residual.value for residual in self.residuals]
+            self.monitor.record(self.step, reduced, kept, self.plan.quotas, measured)
 
     def _close(self) -> None:
-        self._forget()
         self.step += 1
         self.comm.ledger.begin_step(self.step)
         self.open()

@@ -80,13 +80,16 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     if overflowing:  # the states return when the step is refused
         reducer.overflows = True
         return
-    for residual, velocity in zip(reducer.residuals, reducer.velocities, strict=True):
+    for residual in reducer.residuals:
         residual.scale_(factor)
-        velocity.scale_(factor)
-        velocity.scale = scale
+    if reducer.corrector:
+        for velocity in reducer.corrector.velocities:
+            velocity.mul_(factor)
+        reducer.corrector.scale = scale
     if reducer.residuals:  # shares are of units of one dtype
-        reducer.shares = _moved(reducer.shares, factor, reducer.residuals[0].accumulated.dtype)
-    reducer.scale = reducer.clipper.scale = scale
+        dtype = reducer.residuals[0].accumulated.dtype
+        reducer.plan.shares = _moved(reducer.plan.shares, factor, dtype)
+    reducer.scale = scale
     reducer.open()
 
 
@@ -110,13 +113,14 @@ def _overflowing(reducer: Reducer, factor: float) -> str:
     """Name what overflows: Inf in a residual would be refused on every step from then on."""
     if factor < 1:
         return ""
-    for unit, residual, velocity in zip(
-        reducer.units, reducer.residuals, reducer.velocities, strict=True
-    ):
-        limit = torch.finfo(residual.accumulated.dtype).max / factor
-        for what, values in (("residual", residual.value), ("velocity", velocity.value)):
+    waiting = [("residual", [residual.value for residual in reducer.residuals])]
+    if reducer.corrector:
+        waiting.append(("velocity", [*reducer.corrector.velocities]))
+    for what, of_units in waiting:
+        for unit, values in zip(reducer.units, of_units, strict=True):
             if values is None or not values.numel():
                 continue
+            limit = torch.finfo(values.dtype).max / factor
             if max(map(abs, map(float, values.aminmax()))) > limit:
                 return f"{what} of '{unit.name_at(int(values.abs().argmax()))}'"
     return ""

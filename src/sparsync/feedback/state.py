@@ -14,7 +14,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.scaling import check_scale, rescale_
 from sparsync.feedback.shares import SharesState
-from sparsync.state import Stateful
+from sparsync.state import Stateful, fits
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
@@ -23,12 +23,34 @@ __all__ = [
     "STATE_VERSION",
     "ParsedState",
     "apply_state",
+    "check_fields",
     "parse_state",
     "reducer_state",
     "restore_reducer",
 ]
 
 STATE_VERSION: Final = 2
+FIELDS: Final[
+    Mapping[str, Any]
+] = {  # of a saved state, by type; selectors and collectives are next
+    "version": int,
+    "algorithm": str,
+    "world_size": int,
+    "momentum": float,
+    "scale": float,
+    "step": int,
+    "skipped": int,
+    "density": float,
+    "rank": int,
+    "units": Sequence[Sequence[str]],
+    "sizes": Sequence[Sequence[int]],
+    "quotas": Sequence[int],
+    "quota_key": int | None,
+    "residual": Mapping,
+    "velocity": Mapping,
+    "previous_norm": float | None,
+}
+_COUNTS: Final = ("world_size", "step", "skipped", "rank")
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
@@ -36,33 +58,32 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
 
     Residuals are keyed by parameter name.  Loadable with ``torch.load(..., weights_only=True)``.
     """
-    residual, velocity = {}, {}
-    for unit, kept, moving in zip(
-        reducer.units, reducer.residuals, reducer.velocities, strict=True
-    ):
-        for slot in unit.slots:
-            here = slice(slot.start, slot.start + slot.size)
-            if kept.value is not None:
-                residual[slot.name] = kept.value[here].clone()
-            if moving.value.numel():
-                velocity[slot.name] = moving.value[here].clone()
+    waiting: dict[str, dict[str, Tensor]] = {"residual": {}, "velocity": {}}
+    for i, unit in enumerate(reducer.units):
+        moving = (
+            reducer.corrector.velocities[i] if _momentum(reducer) and reducer.corrector else None
+        )
+        for what, values in (("residual", reducer.residuals[i].value), ("velocity", moving)):
+            if values is not None:
+                for slot in unit.slots:
+                    here = slice(slot.start, slot.start + slot.size)
+                    waiting[what][slot.name] = values[here].clone()
     return {
         "version": STATE_VERSION,
         "algorithm": reducer.algorithm.name,
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
-        "momentum": reducer.correction.momentum,
+        "momentum": _momentum(reducer),
         "scale": reducer.scale,
         "step": reducer.step,
         "skipped": reducer.skipped,
-        "density": reducer.density,
-        "quotas": list(reducer.shares.quotas),
-        "quota_key": reducer.shares.key,
+        "density": reducer.plan.density,
+        "quotas": list(reducer.plan.shares.quotas),
+        "quota_key": reducer.plan.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "sizes": [unit.layers for unit in reducer.units],
-        "residual": residual,
-        "velocity": velocity,
-        "previous_norm": reducer.clipper.previous,
+        **waiting,
+        "previous_norm": reducer.corrector.previous_norm if reducer.corrector else None,
         "selectors": [selector.state_dict() for selector in reducer.selectors],
         "collectives": [collective.state_dict() for collective in reducer.collectives],
     }
@@ -91,21 +112,48 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
         ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
             NaN or Inf, or is not a state at all.
     """
+    check_fields(state)
     _check_setup(reducer, state)
     pairs = list(zip(reducer.units, reducer.residuals, strict=True))
     density, memories = _saved_density(state, reducer), _saved_memories(reducer, state)
     return ParsedState(
-        step=_saved_count(state, "step"),
-        skipped=_saved_count(state, "skipped"),
-        scale=check_scale(state.get("scale")),
+        step=state["step"],
+        skipped=state["skipped"],
+        scale=check_scale(state["scale"]),
         density=density,
         shares=_saved_shares(state, reducer, density),
-        previous_norm=_saved_norm(state),
+        previous_norm=state["previous_norm"],
         residuals=[_saved(state, "residual", unit, kept) for unit, kept in pairs],
         velocities=[_saved(state, "velocity", unit, kept) for unit, kept in pairs],
         selectors=memories[: len(reducer.units)],
         collectives=memories[len(reducer.units) :],
     )
+
+
+def check_fields(state: object) -> None:
+    """Refuse what is no saved state: without a field, or with one of another type.
+
+    Raises:
+        ConfigurationError: names the first.
+    """
+    for name, kind in FIELDS.items():
+        if not isinstance(state, Mapping) or name not in state:
+            raise ConfigurationError(
+                f"a saved state has no '{name}'; give what state_dict() of every rank returned"
+            )
+        value = state[name]
+        if not fits(value, kind) or (name in _COUNTS and value < 0):
+            least = " >= 0" if name in _COUNTS else ""
+            expected = f"{getattr(kind, '__name__', kind)}{least}"
+            raise ConfigurationError(
+                f"a saved state has {name} {_brief(value)}, expected {expected}; give what "
+                "state_dict() of every rank returned"
+            )
+    if state["version"] != STATE_VERSION:  # type: ignore[index]  # it is a mapping
+        raise ConfigurationError(
+            f"the saved state has version {state['version']}, expected {STATE_VERSION}; load it with "  # type: ignore[index]
+            "the sparsync that saved it"
+        )
 
 
 async def apply_state(
@@ -133,17 +181,14 @@ async def apply_state(
     await _agree(reducer.comm, parts, parsed.step, shared)
     wanted = reducer.scale
     for unit, residual in enumerate(reducer.residuals):
-        velocity = reducer.velocities[unit]
         residual.load(parsed.residuals[unit])
-        if velocity.value.numel():
-            velocity.load(parsed.velocities[unit])
-        velocity.scale = parsed.scale
         reducer.selectors[unit].state = parsed.selectors[unit]
         reducer.collectives[unit].state = parsed.collectives[unit]
-    reducer.clipper.previous = parsed.previous_norm
-    reducer.step, reducer.skipped = parsed.step, parsed.skipped
-    reducer.density, reducer.shares = parsed.density, parsed.shares
-    reducer.scale = reducer.clipper.scale = parsed.scale
+    if reducer.corrector:
+        reducer.corrector.load(parsed.velocities, parsed.previous_norm)
+        reducer.corrector.scale = parsed.scale
+    reducer.step, reducer.skipped, reducer.scale = parsed.step, parsed.skipped, parsed.scale
+    reducer.plan.density, reducer.plan.shares = parsed.density, parsed.shares
     reducer.open()
     if not keep_scale:
         rescale_(reducer, wanted)
@@ -189,18 +234,13 @@ async def _agree(
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Refuse a state of another set-up."""
     expected = {
-        "version": STATE_VERSION,
         "algorithm": reducer.algorithm.name,
         "world_size": reducer.comm.world_size,
         "rank": reducer.comm.rank,
-        "momentum": reducer.correction.momentum,
+        "momentum": _momentum(reducer),
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "sizes": [unit.layers for unit in reducer.units],
     }
-    if not isinstance(state, Mapping):
-        raise ConfigurationError(
-            f"the saved state is {_brief(state)}; load what state_dict() returned"
-        )
     for name, value in expected.items():
         if state.get(name) != value:
             advice = (
@@ -232,12 +272,7 @@ def _saved_memories(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
 
 def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> Tensor | None:
     """Put a unit's residual or velocity together from the parameters' pieces; None if all are zero."""
-    saved = state.get(what)
-    if not isinstance(saved, Mapping):
-        raise ConfigurationError(
-            f"the saved state has {what} {_brief(saved)}, expected tensors by the names of parameters"
-        )
-    found = {slot.name: saved.get(slot.name) for slot in unit.slots}
+    found = {slot.name: state[what].get(slot.name) for slot in unit.slots}
     if all(piece is None for piece in found.values()):
         return None
     pieces = []
@@ -262,55 +297,36 @@ def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> T
 
 def _saved_density(state: Mapping[str, Any], reducer: Reducer) -> float:
     """Return the density, which only an adaptive run has changed."""
-    rule, value = reducer.adaptive, state.get("density")
+    rule, value = reducer.plan.adaptive, state["density"]
     if rule is None:
-        return reducer.density
-    if not isinstance(value, float) or not rule.low <= value <= rule.high:
+        return reducer.plan.density
+    if not rule.low <= value <= rule.high:
         raise ConfigurationError(
             f"the saved state has density {_brief(value)}, expected one from {rule.low} to "
             f"{rule.high}; load it with the density that it was saved with"
         )
-    return value
+    return float(value)
 
 
 def _saved_shares(state: Mapping[str, Any], reducer: Reducer, density: float) -> SharesState:
-    value, key = state.get("quotas"), state.get("quota_key")
-    sizes = [unit.size for unit in reducer.units]
-    if (
-        not isinstance(value, list)
-        or len(value) != len(sizes)
-        or not all(type(k) is int and 0 <= k <= n for k, n in zip(value, sizes, strict=True))
-        or not (key is None or type(key) is int)
-    ):
+    quotas, sizes = state["quotas"], [unit.size for unit in reducer.units]
+    in_range = [0 <= k <= n for k, n in zip(quotas, sizes, strict=False)]
+    if len(quotas) != len(sizes) or not all(in_range):
         raise ConfigurationError(
-            f"the saved state has quotas {_brief(value)} and quota_key {_brief(key)}, expected a "
-            "number of entries per unit and a number or None"
+            f"the saved state has quotas {_brief(quotas)}, expected a number of entries for each of "
+            f"{len(sizes)} units"
         )
     expected = sum(unit.entries(density) for unit in reducer.units)
-    if sum(value) != expected:
+    if sum(quotas) != expected:
         raise ConfigurationError(
-            f"the saved state selects {sum(value)} entries per step, this run {expected}; "
+            f"the saved state selects {sum(quotas)} entries per step, this run {expected}; "
             "load it with the density that it was saved with"
         )
-    return SharesState(tuple(value), key)
+    return SharesState(tuple(quotas), state["quota_key"])
 
 
-def _saved_norm(state: Mapping[str, Any]) -> float | None:
-    value = state.get("previous_norm")
-    if value is not None and not (isinstance(value, float) and value >= 0):
-        raise ConfigurationError(
-            f"the saved state has previous_norm {_brief(value)}, expected a norm or None"
-        )
-    return value
-
-
-def _saved_count(state: Mapping[str, Any], name: str) -> int:
-    value = state.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigurationError(
-            f"the saved state has {name} {_brief(value)}, expected a whole number >= 0"
-        )
-    return value
+def _momentum(reducer: Reducer) -> float:
+    return reducer.correction.momentum if reducer.correction else 0.0
 
 
 def _brief(value: object, length: int = 60) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError
-from sparsync.feedback.commit import Proposal
+from sparsync.feedback.step import Proposal
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -33,7 +33,7 @@ _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 @final
 class PartsConsensus:
-    """Asks the other parts of this replica before a step is committed (``sparsync.feedback.commit``).
+    """Asks the other parts of this replica before a step is committed (``sparsync.feedback.step``).
 
     Args:
         parts: the ranks that hold them, this one included; all construct it together.
@@ -76,7 +76,7 @@ class PartsConsensus:
         Raises:
             PeerError: the exchange of another part failed.
         """
-        broken = proposal.broken
+        broken = proposal.broken()
         outcome = _FINE if broken is None else _BROKEN
         answers = self._ask(proposal.step, outcome, broken or "")
         for rank, (theirs, name, _) in enumerate(answers):

@@ -6,8 +6,10 @@ last one comes the commit, which writes the averages into the buckets and comple
 all residuals are written together, after every total of the step is known to be finite.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -15,39 +17,25 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
 
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.groups import Groups
+from sparsync.integrations.ddp_guard import StepGuard, check_join, deliver_to_unused_
 from sparsync.integrations.hierarchy import NodeReducer, node_reducer
 from sparsync.integrations.options import Monitoring, Options
-from sparsync.integrations.sync import Sync
-from sparsync.sparse import DenseVector, Vector
-from sparsync.units import Slot, Unit, check_same_parameters
+from sparsync.integrations.sync import Groups, Sync, call_after_backward, write_
+from sparsync.units import Slot, Unit
 
-__all__ = [
-    "DdpSync",
-    "OpenStep",
-    "StepGuard",
-    "attach_ddp",
-    "averages_left",
-    "call_after_backward",
-    "check_join",
-    "check_model",
-    "write_",
-]
+__all__ = ["DdpSync", "OpenStep", "attach_ddp"]
 
 Arrived = tuple[Tensor, Tensor]  # a parameter, and its gradient: a view of a bucket
 
 
-def attach_ddp(model: Any, options: Options) -> "DdpSync":
+def attach_ddp(model: Any, options: Options) -> DdpSync:
     """Exchange the gradients of a DDP model; see ``attach``."""
-    check_model(model)
+    _check_model(model)
     trained = {
         name: parameter
         for name, parameter in model.module.named_parameters()
@@ -56,23 +44,25 @@ def attach_ddp(model: Any, options: Options) -> "DdpSync":
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
     groups = Groups(model.process_group, options.transport.timeout)
-    sync: DdpSync | None = None
     try:
-        nodes: NodeReducer | None = None
         if options.transport.hierarchy is not None:
             nodes = node_reducer(options, ranks, units, groups)
             reducer = nodes.reducer
         else:
-            reducer = options.reducer(groups.make(ranks), units)
-        sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+            nodes, reducer = None, options.reducer(groups.make(ranks), units)
+    except BaseException:
+        groups.close()
+        raise
+    sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+    try:
         sync.check_equal_weights()
     except BaseException:
-        groups.close() if sync is None else sync.close()
+        sync.close()
         raise
     return sync
 
 
-def check_model(model: Any) -> None:
+def _check_model(model: Any) -> None:
     """Refuse a model that is not DDP, has a hook, or exchanges without one.
 
     Raises:
@@ -140,25 +130,27 @@ class DdpSync(Sync):
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
-    def on_bucket(self, bucket: Any) -> "torch.futures.Future[Tensor]":
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the units that it completes."""
         if bucket.index() == 0:
             self._open = OpenStep(self._whole.units)
             self._guard.exchanging()
             self._begin_step()
-            if (model := self._model()) is not None:
+            if (model := self._model()) is not None and model._join_config.enable:
                 check_join(model, self.reducer.correction)
         this, buffer = self._open, bucket.buffer()
         future, gradients = this.take(bucket)
         for parameter, gradient in gradients:
             unit, slot = self._find(parameter)
             this.gradients[unit][slot] = (parameter, gradient)
-        clipper = self.reducer.clipper
-        if clipper.waits:  # for the norm of all gradients: nothing overlaps with the backward pass
+        corrector = self.reducer.corrector
+        if (
+            corrector and corrector.waits
+        ):  # for the norm of all gradients: nothing overlaps with the backward pass
             this.waiting += gradients
             gradients = this.waiting if bucket.is_last() else []
             if gradients:
-                clipper.measure(gradient for _, gradient in gradients)
+                corrector.measure(gradient for _, gradient in gradients)
         complete = self._accumulate(this, gradients)
         if buffer.is_cuda:  # the engine's thread has streams of its own
             torch.cuda.current_stream(buffer.device).synchronize()
@@ -175,7 +167,7 @@ class DdpSync(Sync):
                 self._after(this)
         return future
 
-    def _accumulate(self, this: "OpenStep", gradients: Sequence[Arrived]) -> list[int]:
+    def _accumulate(self, this: OpenStep, gradients: Sequence[Arrived]) -> list[int]:
         """Accumulate gradients; return the units that they complete."""
         complete = []
         for parameter, gradient in gradients:
@@ -198,7 +190,7 @@ class DdpSync(Sync):
 
     # ---- on the engine's thread ------------------------------------------------------------------
 
-    async def _exchange(self, this: "OpenStep", unit: int) -> None:
+    async def _exchange(self, this: OpenStep, unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
             if self._nodes is not None:
                 await self._nodes.follow(unit)
@@ -209,11 +201,11 @@ class DdpSync(Sync):
             this.failed = True
             raise
 
-    async def _share(self, this: "OpenStep") -> None:
+    async def _share(self, this: OpenStep) -> None:
         if not this.failed:
             await self._whole.share()
 
-    def _finish(self, this: "OpenStep") -> None:
+    def _finish(self, this: OpenStep) -> None:
         try:
             self._wait(this.jobs)
             averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
@@ -232,7 +224,7 @@ class DdpSync(Sync):
 
     # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
 
-    def _after(self, this: "OpenStep") -> None:
+    def _after(self, this: OpenStep) -> None:
         try:
             assert this.finished is not None
             this.finished.result()
@@ -248,7 +240,7 @@ class DdpSync(Sync):
                 self.reducer.monitor.write()  # here, what it raises spoils no gradient
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
-            this.deliver_to_unused_()
+            deliver_to_unused_(pair for unit in this.gradients for pair in unit.values())
         self._end_step(alike=True)
         this.release()  # DDP may rebuild its buckets: the old ones must not live on
 
@@ -262,7 +254,7 @@ class _Hook:
         self.sync: DdpSync | None = None
 
     @staticmethod
-    def closed_of(model: Any) -> "_Hook | None":
+    def closed_of(model: Any) -> _Hook | None:
         """Return the hook of a handle that was closed, which can be used again."""
         hooks = [state for _, state in model._comm_hooks]
         return hooks[0] if hooks and isinstance(hooks[0], _Hook) and hooks[0].sync is None else None
@@ -324,19 +316,6 @@ class OpenStep:
             # rows that hold nothing are left out: what COO gradients are for
             future.set_result(dense.to_sparse(1) if buffer.is_sparse else dense)
 
-    def deliver_to_unused_(self) -> None:
-        """Give parameters that no rank used the residual mass that was delivered to them.
-
-        DDP leaves their gradients alone; dropped here, that mass would be lost to the model.
-        """
-        for gradients in self.gradients:
-            for parameter, average in gradients.values():
-                average = average.view(parameter.shape)
-                if parameter.grad is None and bool(average.any()):
-                    parameter.grad = average.clone()
-                elif parameter.grad is not None and not parameter.grad.is_sparse:
-                    parameter.grad.copy_(average)  # DDP wants it used
-
     def release(self) -> None:
         """Let go of the buckets."""
         self.buckets.clear()
@@ -360,200 +339,3 @@ def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.stride() == strides or gradient.numel() == 0:
         return gradient
     return gradient.as_strided(parameter.shape, strides, gradient.storage_offset())
-
-
-def write_(average: Vector, unit: Unit, gradients: Mapping[Slot, Arrived]) -> None:
-    """Write a unit's average into its gradients, each a view of a bucket."""
-    slots = unit.slots
-    if isinstance(average, DenseVector):
-        for slot in slots:
-            view = gradients[slot][1]
-            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
-        return
-    boundaries = [*(slot.start for slot in slots), average.size]
-    for slot, part in zip(slots, average.split(boundaries), strict=True):
-        view = gradients[slot][1]
-        if view.is_contiguous():
-            part.write_to_(view.view(-1))
-        else:  # channels_last and the like: a bucket keeps the parameter's strides
-            view.copy_(part.to_dense().view(view.shape))
-
-
-def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
-
-    It takes a callback of a callback: DDP queues its own, later than the first.
-
-    Returns:
-        Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).
-    """
-    engine = Variable._execution_engine
-    try:
-        engine.queue_callback(lambda: engine.queue_callback(callback))
-    except RuntimeError:
-        return False
-    return True
-
-
-def check_join(model: DistributedDataParallel, correction: Correction) -> None:
-    """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done.
-
-    Raises:
-        ConfigurationError: averages over the ranks that go on, or decay of weights that are old.
-    """
-    if not model._join_config.enable:
-        return
-    if not model._divide_by_initial_world_size:
-        raise ConfigurationError(
-            "join(divide_by_initial_world_size=False) divides by the ranks that are not done, but a "
-            "rank that is done goes on delivering its residual; leave it at True"
-        )
-    if correction.weight_decay:
-        raise ConfigurationError(
-            "the correction decays by this rank's weights, which under join() are old once it is done; "
-            "give weight_decay to the optimizer"
-        )
-
-
-@final
-class StepGuard:
-    """Refuses changes of the model, and backward passes, of which DDP's hook does not learn.
-
-    DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
-    else would stay on its rank, and replicas would drift apart without a word.
-
-    Args:
-        model: the DDP model.
-        trained: the parameters whose gradients are exchanged.
-        correction: with momentum or decay, averages must not be added to.
-
-    Cost: one look at every parameter per forward pass, one call per gradient.
-    """
-
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        trained: Mapping[str, Tensor],
-        correction: Correction,
-    ) -> None:
-        self._model, self._trained = weakref.ref(model), dict(trained)
-        self._ignored = {
-            p for n, p in model.module.named_parameters() if n in model.parameters_to_ignore
-        }
-        self._exchanged = False  # and no forward pass since
-        self._begun = 0  # backward passes that were exchanged
-        self._left = False  # averages lie in the gradients, and no gradient has been added since
-        me = weakref.ref(self)  # a parameter may outlive its model
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
-        for name, parameter in trained.items():
-            hook = _after_gradient(me, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        if trained and (correction.momentum or correction.weight_decay):
-            # the largest: of any density's entries it has some
-            largest = max(trained.values(), key=Tensor.numel)
-            hook = _before_gradient(me, largest)
-            self._handles.append(largest.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigurationError(
-            "a DDP model with sparsync attached cannot be copied or pickled: its threads and its "
-            "residuals belong to this rank; copy or save model.module, and attach to the copy's own DDP"
-        )
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def exchanging(self) -> None:
-        """Note that this backward pass is exchanged; DDP may say so before its first gradient."""
-        self._exchanged = False
-        self._begun += 1
-
-    def exchanged(self) -> None:
-        """Note that the gradients of the last forward pass are averages now."""
-        self._exchanged = self._left = True
-
-    def _before_forward(self, model: Any, inputs: Any) -> None:
-        """Refuse a model that is no longer the one that was attached: by name of a parameter."""
-        if not torch.is_grad_enabled():
-            return
-        self._exchanged = False
-        check_same_parameters(model.module, self._trained.values(), self._ignored)
-        if model.find_unused_parameters:
-            return  # what is frozen or gone counts as unused
-        present = {p for p in model.module.parameters() if p.requires_grad}
-        gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        if gone and len(gone) < len(self._trained):  # all: no gradients, and DDP does not wait
-            raise ConfigurationError(
-                f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
-                "DDP would wait for its gradient; wrap and attach again, or build DDP with "
-                "find_unused_parameters=True"
-            )
-
-    def check_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Refuse a gradient with a graph, or one of a backward pass that is not exchanged.
-
-        Raises:
-            ConfigurationError: either; the second not within ``no_sync()``.
-        """
-        if gradient is not None and gradient.requires_grad:
-            raise ConfigurationError(
-                f"backward(create_graph=True): the gradient of '{name}' has a graph, which does not go "
-                "through the exchange; take gradients for higher orders with torch.autograd.grad"
-            )
-        model = self._model()
-        if self._exchanged and model is not None and model.require_backward_grad_sync:
-            self._exchanged, begun = False, self._begun  # look once per backward pass, at its end
-            Variable._execution_engine.queue_callback(lambda: self._check_exchange(name, begun))
-
-    def _check_exchange(self, name: str, begun: int) -> None:
-        if self._begun == begun:
-            self._exchanged = True
-            raise ConfigurationError(
-                f"a second backward pass added to the gradient of '{name}' after its exchange, without a "
-                "forward pass of the DDP model: it would stay on this rank. Add the losses, or do all "
-                "but the last forward and backward pass within no_sync(); with several optimizers under "
-                "Lightning give Trainer(strategy='ddp_find_unused_parameters_true')"
-            )
-
-    def check_left(self, parameter: Tensor) -> None:
-        """Refuse to add to an average that the correction has made.
-
-        Raises:
-            ConfigurationError: gradients were not zeroed since the last exchange.
-        """
-        left, self._left = self._left, False
-        if left and parameter.grad is not None and bool(parameter.grad.any()):
-            raise averages_left()
-
-
-def averages_left() -> ConfigurationError:
-    """Return the error for gradients that were not zeroed since the last exchange."""
-    return ConfigurationError(
-        "the averages of the last exchange are still in the gradients, and the correction would "
-        "count them in momentum or decay once more; call zero_grad() after every step, and do "
-        "all but the last backward pass of a step within no_sync()"
-    )
-
-
-def _before_gradient(guard: weakref.ref[StepGuard], parameter: Tensor) -> Callable[[Tensor], None]:
-    at = weakref.ref(parameter)
-
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    def hook(gradient: Tensor) -> None:
-        here, into = guard(), at()
-        if here is not None and into is not None:
-            here.check_left(into)
-
-    return hook  # type: ignore[no-any-return]
-
-
-def _after_gradient(guard: weakref.ref[StepGuard], name: str) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        here = guard()
-        if here is not None:
-            here.check_gradient(name, parameter.grad)
-
-    return hook

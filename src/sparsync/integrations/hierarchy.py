@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.consensus import PartsConsensus
-from sparsync.integrations.groups import Groups
 from sparsync.integrations.options import Options
 from sparsync.integrations.pieces import divide
+from sparsync.integrations.sync import Groups
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import Operation, run
@@ -95,7 +95,7 @@ def node_reducer(
         ConfigurationError: the correction clips.
         PeerError: ranks disagree.
     """
-    if options.correction.clip is not None:
+    if options.correction and options.correction.clip is not None:
         raise ConfigurationError(
             "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= each "
             "rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
@@ -135,7 +135,6 @@ class NodeReducer:
     ) -> None:
         self.reducer, self.units = reducer, list(units)
         self.node, self.consensus = node, consensus
-        self.clipper = reducer.clipper
         runs, self.pieces, self._lengths = divide(units, node.rank, node.world_size)
         assert [run.slots for run in runs] == [unit.slots for unit in reducer.units]
         self._flat = [
@@ -152,7 +151,8 @@ class NodeReducer:
         with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
             torch.div(gradient, self.node.world_size, out=here)  # sums of 16 bits could overflow
-            if self.reducer.correction.weight_decay and weights is not None:
+            correction = self.reducer.correction
+            if correction and correction.weight_decay and weights is not None:
                 whole = self._weights.setdefault(unit, torch.zeros_like(self._flat[unit]))
                 whole[start : start + weights.numel()] = weights
 

@@ -1,10 +1,9 @@
-"""The options of ``sparsync.attach``, each checked when it is made."""
+"""The settings of ``sparsync.attach``, each checked when it is made."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import agree_on_reducer
-from sparsync.feedback.commit import Consensus, decide_alone
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup, as_density
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.step import Consensus, decide_alone
+from sparsync.integrations.sentinel import Sentinel
 from sparsync.monitoring import sink_of
-from sparsync.presets import Algorithm, resolve
+from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.connect import check_transport, connect_group
@@ -29,24 +29,10 @@ from sparsync.transports.driver import run
 from sparsync.transports.process_group import TorchCommunicator
 from sparsync.units import Unit, output_parameters, plan_units
 
-__all__ = [
-    "Compress",
-    "Compression",
-    "Monitoring",
-    "Nonfinite",
-    "Options",
-    "Sentinel",
-    "Transport",
-    "check_optimizer",
-    "check_output_layer",
-    "replicated_tensors",
-]
+__all__ = ["Compress", "Compression", "Monitoring", "Nonfinite", "Options", "Transport"]
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 Compress = Callable[[str, Tensor], bool]
-
-# and whatever has betas, as Adam; by name: older versions of torch have no Adafactor
-_ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 
 
 @dataclass(frozen=True)
@@ -88,8 +74,10 @@ class Compression:
             )
         self.warmup()
 
-    def warmup(self) -> Warmup:
-        """Return the schedule of the first steps."""
+    def warmup(self) -> Warmup | None:
+        """Return the schedule of the first steps, if they differ."""
+        if not self.warmup_steps and not self.warmup_densities:
+            return None
         return Warmup(self.warmup_steps, tuple(self.warmup_densities))
 
 
@@ -120,90 +108,6 @@ class Transport:
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
         check_transport(self.name, self.curve_keys)
-
-
-@dataclass(frozen=True, eq=False)
-class Sentinel:
-    """Replicas compared every ``period`` steps, and what follows if they differ.
-
-    Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  Those of
-    other normalisation layers are local: each rank updates them with its own batch, and DDP sends those
-    of rank 0 at the next forward pass (``broadcast_buffers=True``), or never.
-
-    Attributes:
-        period: steps between comparisons.
-        policy: when something differs: "raise" ``PeerError`` from ``backward()`` on all ranks, "warn" and
-            go on, or "heal": ranks in the minority get the tensor of the majority, in place.  Without
-            a majority (two ranks, or two halves) "heal" raises.
-        buffers: names of other buffers that should be equal.
-        optimizer: whose state is to be compared, and healed, too.  Without it a healed parameter may
-            keep momentum that is its own, and differs again soon.
-
-    Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
-    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
-
-    Example:
-        >>> Sentinel(period=50, policy="heal").period
-        50
-    """
-
-    period: int = 100
-    policy: Literal["raise", "warn", "heal"] = "raise"
-    buffers: Collection[str] = ()
-    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigurationError(
-                f"Sentinel: period is {self.period!r}; give a whole number of steps >= 1"
-            )
-        if self.policy not in ("raise", "warn", "heal"):
-            raise ConfigurationError(
-                f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
-            )
-        named = isinstance(self.buffers, Collection) and not isinstance(self.buffers, str)
-        if not named or not all(isinstance(name, str) for name in self.buffers):
-            raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
-        if not isinstance(self.optimizer, torch.optim.Optimizer | None):
-            raise ConfigurationError(
-                f"Sentinel: optimizer is {self.optimizer!r}; give a torch.optim.Optimizer"
-            )
-
-    def due(self, step: int) -> bool:
-        """Tell whether the replicas are compared when step ``step`` (0-based) is over."""
-        return (step + 1) % self.period == 0
-
-    def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors that should be equal on all ranks, by name; of a DTensor the local part.
-
-        Args:
-            model: as it is now.
-            ignored: names of parameters and buffers that are each rank's own.
-
-        Raises:
-            ConfigurationError: ``buffers`` has a name that is none.
-
-        Example:
-            >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
-            >>> list(Sentinel(buffers=["1.num_batches_tracked"]).tensors(layers))
-            ['0.weight', '1.weight', '1.bias', '1.num_batches_tracked']
-        """
-        buffers = dict(model.named_buffers())
-        unknown = [name for name in self.buffers if name not in buffers]
-        if unknown:
-            raise ConfigurationError(
-                f"Sentinel: buffers has {unknown[0]!r}, which is no name of a buffer; the model has "
-                f"{', '.join(buffers) or 'none'}"
-            )
-        chosen = {name: _local(buffers[name]) for name in self.buffers if name not in ignored}
-        moments = {
-            f"{kind} of {name}": _local(value)
-            for name, parameter in model.named_parameters()
-            if self.optimizer is not None and name not in ignored
-            for kind, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, Tensor)
-        }
-        return {**replicated_tensors(model, ignored), **chosen, **moments}
 
 
 @dataclass(frozen=True)
@@ -267,56 +171,10 @@ class Options:
 
     algorithm: Algorithm
     density: float | AdaptiveDensity
-    correction: Correction
+    correction: Correction | None
     compression: Compression
     transport: Transport
     monitoring: Monitoring
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: torch.optim.Optimizer | None,
-        algorithm: str | Algorithm,
-        density: float | AdaptiveDensity,
-        correction: Correction | None,
-        compression: Compression | None,
-        transport: Transport | None,
-        monitoring: Monitoring | None,
-    ) -> Options:
-        """Fill in the defaults of the algorithm, and check what has to fit together.
-
-        Raises:
-            ConfigurationError: says what to change.
-        """
-        for option, kind in (
-            (compression, Compression),
-            (transport, Transport),
-            (monitoring, Monitoring),
-        ):
-            if option is not None and not isinstance(option, kind):
-                raise ConfigurationError(
-                    f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
-                )
-        chosen, density, correction = (
-            resolve(algorithm),
-            as_density(density),
-            correction or Correction(),
-        )
-        check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density != 1)
-        given = compression or Compression()
-        completed = replace(
-            given,
-            unit_bytes=chosen.unit_bytes if given.unit_bytes is None else given.unit_bytes,
-            compress=given.compress or chosen.compress,
-        )
-        return cls(
-            chosen,
-            density,
-            correction,
-            completed,
-            transport or Transport(),
-            monitoring or Monitoring(),
-        )
 
     @property
     def facts(self) -> dict[str, object]:
@@ -341,9 +199,10 @@ class Options:
             trained: names, and tensors of the shapes that gradients have on this rank.
             module: the plain model, whose last module is the output layer.
         """
-        apart = check_output_layer(self.compression.output_layer, module)
+        given = self.compression
+        apart = output_parameters(module, given.output_layer)
         output = apart if self.algorithm.output else ()
-        return plan_units(trained, self.compression.unit_bytes, self.compression.compress, output)
+        return plan_units(trained, given.unit_bytes, given.compress, output)
 
     def reducer(
         self,
@@ -391,105 +250,19 @@ class Options:
                 consensus,
                 None if watched.log is None else sink_of(watched.log, comm.rank),
             )
-            agreed = {
+            agree_on_reducer(
+                reducer,
+                nonfinite=watched.policy,
+                unit_bytes=self.compression.unit_bytes,
+                sentinel=watched.sentinel,
+                scaler=watched.scaler is not None,
                 **agreed,
-                "nonfinite": watched.policy,
-                "unit_bytes": self.compression.unit_bytes,
-            }
-            agreed = {**agreed, "sentinel": watched.sentinel, "scaler": watched.scaler is not None}
-            agree_on_reducer(reducer, **agreed)
+            )
         except BaseException:
             if comm is not None:
                 comm.close()
             raise
         return reducer
-
-
-def check_optimizer(
-    optimizer: torch.optim.Optimizer | None, correction: Correction, *, sparse: bool = False
-) -> None:
-    """Refuse an optimizer that does again what the correction has done; warn of what loses.
-
-    Args:
-        optimizer: the one that will be used; None: unknown.
-        correction: of local gradients.
-        sparse: entries of gradients are exchanged, not all of them.
-
-    Raises:
-        ConfigurationError: says what to change.
-
-    Example:
-        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
-        >>> try: check_optimizer(sgd, Correction(momentum=0.9))
-        ... except ConfigurationError as error: str(error).split(";")[1]
-        ' build the optimizer with momentum=0'
-    """
-    if optimizer is None:
-        return
-    name = type(optimizer).__name__
-    kinds = {base.__name__ for base in type(optimizer).__mro__}
-    adaptive = not kinds.isdisjoint(_ADAPTIVE) or "betas" in optimizer.defaults
-    if adaptive and sparse:
-        warnings.warn(
-            f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
-            "to 28 % more loss at 1 %. sparsync.OuterStep(model, residual='weights') keeps up with "
-            "dense training; see docs/optimizers.md",
-            stacklevel=4,  # the caller of attach
-        )
-    if correction.momentum and adaptive:
-        raise ConfigurationError(
-            f"momentum correction is for SGD, but the optimizer is {name}, which divides by "
-            "moments of its own; omit the correction, or use sparsync.OuterStep"
-        )
-    for group in optimizer.param_groups:
-        for what in ("momentum", "weight_decay"):
-            if getattr(correction, what) and group.get(what):
-                raise ConfigurationError(
-                    f"{name} has {what} {group[what]}, which the correction does before the "
-                    f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
-                    f"build the optimizer with {what}=0"
-                )
-
-
-def check_output_layer(given: Collection[str] | None, model: nn.Module) -> Collection[str]:
-    """Return the names of the output layer's parameters: those given, or of the last module.
-
-    Raises:
-        ConfigurationError: not names of parameters.
-    """
-    if given is None:
-        return output_parameters(model)
-    known = [name for name, _ in model.named_parameters()]
-    unknown = [given] if isinstance(given, str) else [name for name in given if name not in known]
-    if unknown:
-        raise ConfigurationError(
-            f"output_layer has {unknown[0]!r}, which is no name of a parameter; give a list of names, "
-            f"e.g. {output_parameters(model)}"
-        )
-    return given
-
-
-def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the tensors that replicas share: parameters, and the statistics of ``SyncBatchNorm``.
-
-    Args:
-        model: a plain module, as it is now.
-        ignored: names of parameters and buffers that are each rank's own.
-    """
-    synchronised = {
-        f"{name}.{buffer}" if name else buffer: tensor
-        for name, module in model.named_modules()
-        if isinstance(module, nn.SyncBatchNorm)
-        for buffer, tensor in module.named_buffers(recurse=False)
-    }
-    named = {**dict(model.named_parameters()), **synchronised}
-    return {name: _local(tensor) for name, tensor in named.items() if name not in ignored}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)  # a DTensor's; to import that takes 0.4 s
-    return tensor if to_local is None else to_local()
 
 
 def _version() -> str:

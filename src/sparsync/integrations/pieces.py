@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from sparsync.units import Slot, Unit
 
 __all__ = ["Piece", "divide", "saved_pieces"]
@@ -28,19 +26,6 @@ class Piece:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Cut the piece out of a whole parameter (or its residual); returns a view, or a copy.
-
-        Example:
-            >>> import torch
-            >>> Piece((4, 2), (1, 0), (2, 2)).of(torch.arange(8)).tolist()
-            [2, 3, 4, 5]
-        """
-        box = whole.reshape(self.shape)
-        for dim, (start, length) in enumerate(zip(self.offset, self.size, strict=True)):
-            box = box.narrow(dim, start, length)
-        return box.reshape(-1)
 
 
 def saved_pieces(pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:

@@ -25,25 +25,23 @@ from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
-from sparsync.integrations.ddp import averages_left, call_after_backward, write_
-from sparsync.integrations.groups import Groups
+from sparsync.integrations.ddp_guard import averages_left
 from sparsync.integrations.options import Monitoring, Options
 from sparsync.integrations.shards import (
     Fsdp,
     Shard,
     aligned,
     keys_of,
-    local_of,
     ranks_of,
     shards_of,
 )
-from sparsync.integrations.sync import Sync
+from sparsync.integrations.sync import Groups, Sync, call_after_backward, write_
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.process_group import TorchCommunicator
-from sparsync.units import Slot, Unit, check_same_parameters
+from sparsync.units import Slot, Unit, check_same_parameters, local_of
 
 __all__ = ["OpenStep", "ReplicaSync", "StepGuard", "attach_replicas"]
 
@@ -133,7 +131,7 @@ def _for_parts(options: Options, parts: Communicator, shards: Sequence[Shard]) -
         PeerError: parts were told different things.
     """
     run(agree(parts, options.facts))
-    if parts.world_size > 1 and options.correction.clip is not None:
+    if parts.world_size > 1 and options.correction and options.correction.clip is not None:
         raise ConfigurationError(
             "Correction(clip=...) needs the norm of whole local gradients, but each rank holds a shard "
             "or a stage; omit it and clip the averages with torch.nn.utils.clip_grad_norm_"
@@ -291,9 +289,14 @@ class ReplicaSync(Sync):
             raise ConfigurationError(self._late(parameter))
         if this.count(parameter) == self._passes[parameter]:
             this.ready[unit] += 1
-        if self._overlap and not self.reducer.clipper.waits:
+        if self._overlap and not self._measures:
             for unit in this.next_complete():
                 this.launch(unit, self._scale)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the norm of all gradients is waited for."""
+        return self.reducer.corrector is not None and self.reducer.corrector.waits
 
     def _present_step(self) -> OpenStep:
         """Return the open step, or open one."""
@@ -349,13 +352,13 @@ class ReplicaSync(Sync):
         this = self._open or OpenStep(self.reducer, self._engine, self._parameters, task)
         self._open = None
         self._last = this
-        if self.reducer.clipper.waits:
-            self.reducer.clipper.measure(this.local_gradients())
+        if self.reducer.corrector and self._measures:
+            self.reducer.corrector.measure(this.local_gradients())
         for unit in this.missing():
             this.launch(unit, 1.0)
         if not self._compared:  # after the units: jobs start in one order on all ranks
             this.jobs.append(self._engine.submit(self._check_first_weights()))
-        used = self._parts.share_used(self.reducer.channels.used, this.came)
+        used = self._parts.share_used(self.reducer.channel("used"), this.came)
         this.jobs.append(self._engine.submit(used))
         this.jobs.append(self._engine.submit(self.reducer.share()))
         finished = self._engine.submit(lambda: self._finish(this))
@@ -391,7 +394,7 @@ class ReplicaSync(Sync):
         self._compared = True
         if not self.reducer.step + self.reducer.skipped:
             named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
-            await check_equal_parameters(self.reducer.channels.weights, named)
+            await check_equal_parameters(self.reducer.channel("weights"), named)
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -549,7 +552,11 @@ class StepGuard:
     """
 
     def __init__(
-        self, model: nn.Module, fsdp: Fsdp, exchanged: Iterable[Tensor], correction: Correction
+        self,
+        model: nn.Module,
+        fsdp: Fsdp,
+        exchanged: Iterable[Tensor],
+        correction: Correction | None,
     ) -> None:
         self._fsdp, self._exchanged = fsdp, set(exchanged)
         self.owner: Any = None
@@ -558,7 +565,7 @@ class StepGuard:
         modules = list(model.children()) if several else [model]
         before, after = _ModuleHook(self._before_forward), _ModuleHook(self._after_forward)
         self._handles = [module.register_forward_pre_hook(before) for module in modules]
-        if correction.momentum or correction.weight_decay:
+        if correction and (correction.momentum or correction.weight_decay):
             self._handles += [module.register_forward_hook(after) for module in modules]
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:

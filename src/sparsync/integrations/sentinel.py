@@ -8,20 +8,105 @@ and nothing else would tell: the loss only looks a little worse.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsync.errors import CommunicationError, PeerError
-from sparsync.integrations.options import Sentinel
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.transports.agree import Divergence, divergences, heal_
 from sparsync.transports.communicator import Communicator
+from sparsync.units import local_of, replicated_tensors
 
-__all__ = ["check_replicas"]
+__all__ = ["Sentinel", "check_replicas"]
 
 _NAMED = 3  # tensors in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Sentinel:
+    """Replicas compared every ``period`` steps, and what follows if they differ.
+
+    Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  Those of
+    other normalisation layers are local: each rank updates them with its own batch, and DDP sends those
+    of rank 0 at the next forward pass (``broadcast_buffers=True``), or never.
+
+    Attributes:
+        period: steps between comparisons.
+        policy: when something differs: "raise" ``PeerError`` from ``backward()`` on all ranks, "warn" and
+            go on, or "heal": ranks in the minority get the tensor of the majority, in place.  Without
+            a majority (two ranks, or two halves) "heal" raises.
+        buffers: names of other buffers that should be equal.
+        optimizer: whose state is to be compared, and healed, too.  Without it a healed parameter may
+            keep momentum that is its own, and differs again soon.
+
+    Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
+    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
+
+    Example:
+        >>> Sentinel(period=50, policy="heal").period
+        50
+    """
+
+    period: int = 100
+    policy: Literal["raise", "warn", "heal"] = "raise"
+    buffers: Collection[str] = ()
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.period) is not int or self.period < 1:
+            raise ConfigurationError(
+                f"Sentinel: period is {self.period!r}; give a whole number of steps >= 1"
+            )
+        if self.policy not in ("raise", "warn", "heal"):
+            raise ConfigurationError(
+                f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
+            )
+        named = isinstance(self.buffers, Collection) and not isinstance(self.buffers, str)
+        if not named or not all(isinstance(name, str) for name in self.buffers):
+            raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
+        if not isinstance(self.optimizer, torch.optim.Optimizer | None):
+            raise ConfigurationError(
+                f"Sentinel: optimizer is {self.optimizer!r}; give a torch.optim.Optimizer"
+            )
+
+    def due(self, step: int) -> bool:
+        """Tell whether the replicas are compared when step ``step`` (0-based) is over."""
+        return (step + 1) % self.period == 0
+
+    def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the tensors that should be equal on all ranks, by name; of a DTensor the local part.
+
+        Args:
+            model: as it is now.
+            ignored: names of parameters and buffers that are each rank's own.
+
+        Raises:
+            ConfigurationError: ``buffers`` has a name that is none.
+
+        Example:
+            >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+            >>> list(Sentinel(buffers=["1.num_batches_tracked"]).tensors(layers))
+            ['0.weight', '1.weight', '1.bias', '1.num_batches_tracked']
+        """
+        buffers = dict(model.named_buffers())
+        unknown = [name for name in self.buffers if name not in buffers]
+        if unknown:
+            raise ConfigurationError(
+                f"Sentinel: buffers has {unknown[0]!r}, which is no name of a buffer; the model has "
+                f"{', '.join(buffers) or 'none'}"
+            )
+        chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
+        moments = {
+            f"{kind} of {name}": local_of(value)
+            for name, parameter in model.named_parameters()
+            if self.optimizer is not None and name not in ignored
+            for kind, value in sorted(self.optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        }
+        return {**replicated_tensors(model, ignored), **chosen, **moments}
 
 
 async def check_replicas(

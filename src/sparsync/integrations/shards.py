@@ -25,7 +25,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.integrations.consensus import KEY_BYTES
 from sparsync.integrations.pieces import Piece
 
-__all__ = ["Fsdp", "Shard", "aligned", "keys_of", "local_of", "ranks_of", "shards_of"]
+__all__ = ["Fsdp", "Shard", "aligned", "keys_of", "ranks_of", "shards_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +93,6 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if 0 in size:  # an empty shard has an offset behind the end, or none
         offset, size = (0,) * len(size), tuple(0 for _ in size)
     return Shard(name, parameter, Piece(tuple(parameter.shape), offset, size), str(placements))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies here, sharing its memory.
-
-    Gradients of a subclass of Tensor that is not a DTensor are its own affair.
-    """
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:

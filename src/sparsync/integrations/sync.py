@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 
-from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.agreement import reducer_stats
-from sparsync.feedback.channels import Channels
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.scaling import rescale_
 from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
+from sparsync.feedback.step import channel_of
 from sparsync.integrations.consensus import PartsConsensus
-from sparsync.integrations.groups import Groups
-from sparsync.integrations.options import Monitoring, replicated_tensors
+from sparsync.integrations.options import Monitoring
 from sparsync.integrations.pieces import Piece, saved_pieces
 from sparsync.integrations.sentinel import check_replicas
+from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
+from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.store import gather, store_of
+from sparsync.units import Slot, Unit, replicated_tensors
 
-__all__ = ["Sync"]
+__all__ = ["Gradients", "Groups", "Sync", "call_after_backward", "write_"]
 
 S = TypeVar("S", bound="Sync")
+Gradients = Mapping[Slot, tuple[Tensor, Tensor]]  # of a unit: parameters, and their gradients
 
 
 class Sync(ABC):
@@ -198,7 +206,7 @@ class Sync(ABC):
         opened, sent = self._opened
         if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
             try:
-                run(agree(reducer.channels.retry, {"the step that is begun again": reducer.step}))
+                run(agree(reducer.channel("retry"), {"the step that is begun again": reducer.step}))
             except CommunicationError as error:
                 raise type(error)(
                     f"rank {dist.get_rank()} begins step {reducer.step} again, which broke off after its "
@@ -232,8 +240,8 @@ class Sync(ABC):
         if sentinel is None or model is None or not sentinel.due(done):
             return
         tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
-        replicas, units = self.reducer.channels.weights, len(self.reducer.units)
-        parts = None if self._inner is None else Channels(self._inner, units).weights
+        replicas, units = self.reducer.channel("weights"), len(self.reducer.units)
+        parts = None if self._inner is None else channel_of(self._inner, units, "weights")
         check = check_replicas(sentinel, replicas, tensors, done, parts, rank)
         self._engine.submit(check).result()
         if alike and parts is not None:  # after the others: then all nodes find the same
@@ -255,3 +263,135 @@ def _end_groups(engine: Engine, groups: Groups) -> None:
     """End the groups once the thread has ended; it is idle, since its jobs keep the handle alive."""
     engine.close()
     groups.close()
+
+
+@final
+class Groups:
+    """Makes process groups among the ranks that attach a model, and ends them.
+
+    Args:
+        world: the ranks that call everything here together; None: all.
+        timeout: seconds that any wait may take.
+
+    Raises:
+        DeadlineError: from the constructor: names the ranks that have not come here in time.
+    """
+
+    def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
+        self.world, self.timeout = world, timeout
+        self._all = dist.get_world_size(world) == dist.get_world_size()
+        self._made: list[dist.ProcessGroup] = []
+        self._meet()
+
+    def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
+        """Return a group of this rank and others; ranks of the world call it for disjoint groups.
+
+        Args:
+            ranks: global ranks, this one among them.
+            backend: None for that of the default group.
+
+        Raises:
+            PeerError: a rank of the group is gone.
+        """
+        own: Any = None
+        if not self._all:
+            own = self._connect(ranks, backend, use_local_synchronization=True)
+        else:
+            for members in sorted({tuple(theirs) for theirs in self.gathered(list(ranks))}):
+                group = self._connect(members, backend)
+                if dist.get_rank() in members:
+                    own = group
+        assert isinstance(own, dist.ProcessGroup)
+        self._made.append(own)
+        return own
+
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank of the world, at most one per rank, in the order of ranks."""
+        comm = TorchCommunicator(self.world, timeout=self.timeout)
+        mine = torch.full((dist.get_world_size() + 1,), -1)
+        mine[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+        everyone = [theirs.tolist() for theirs in run(comm.allgather(mine, "groups"))]
+        return [theirs[1 : 1 + theirs[0]] for theirs in everyone]
+
+    def close(self) -> None:
+        """End the groups."""
+        made, self._made = self._made, []
+        for group in made:
+            if not dist.is_initialized():
+                continue
+            names = distributed_c10d._world.pg_names
+            name = names.get(group)
+            dist.destroy_process_group(group)
+            if not self._all and name is not None:
+                # torch numbers such groups by how many there are: a name that came back would find the
+                # old addresses in the store
+                names[_Reserved()] = name  # type: ignore[index]
+
+    def _meet(self) -> None:
+        """Wait for all ranks through the store, of which gloo would not say which are missing."""
+        try:
+            store = store_of(self.world)
+        except KeyError:  # a group of MPI has none
+            return
+        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+        try:
+            gather(store, rank, size, b"", self.timeout)
+        except CommunicationError as error:
+            raise type(error)(
+                f"attach, which all ranks of a model call together: {error}; raise the timeout if "
+                "they are only slow"
+            ) from error
+
+    def _connect(self, ranks: Sequence[int], backend: str | None, **options: Any) -> Any:
+        """Return a group, or nothing of use on a rank that is not in it."""
+        try:
+            return dist.new_group(list(ranks), timedelta(seconds=self.timeout), backend, **options)
+        except RuntimeError as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise PeerError(
+                f"rank {dist.get_rank()}: attach, phase 'connect': ranks {list(ranks)} did not connect "
+                f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
+            ) from error
+
+
+class _Reserved:
+    """Holds the name of a group that has ended."""
+
+    def shutdown(self) -> None:
+        """Do nothing: torch calls this on every group."""
+
+
+# ---- what all kinds of handles do
+
+
+def write_(average: Vector, unit: Unit, gradients: Gradients) -> None:
+    """Write a unit's average into its gradients, each a view of a bucket."""
+    slots = unit.slots
+    if isinstance(average, DenseVector):
+        for slot in slots:
+            view = gradients[slot][1]
+            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
+        return
+    boundaries = [*(slot.start for slot in slots), average.size]
+    for slot, part in zip(slots, average.split(boundaries), strict=True):
+        view = gradients[slot][1]
+        if view.is_contiguous():
+            part.write_to_(view.view(-1))
+        else:  # channels_last and the like: a bucket keeps the parameter's strides
+            view.copy_(part.to_dense().view(view.shape))
+
+
+def call_after_backward(callback: Callable[[], None]) -> bool:
+    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
+
+    It takes a callback of a callback: DDP queues its own, later than the first.
+
+    Returns:
+        Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).
+    """
+    engine = Variable._execution_engine
+    try:
+        engine.queue_callback(lambda: engine.queue_callback(callback))
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""One step of a reducer: its plan, the channels of its messages, and the decision to apply it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, final
+
+import torch
+
+from sparsync.collectives import Collective, Dense
+from sparsync.errors import NonFiniteGradientError
+from sparsync.feedback.residual import Residual
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.shares import SharesState, Sharing, resized
+from sparsync.monitoring import Measured
+from sparsync.selection import Everything, Selector
+from sparsync.sparse import SparseVector, Vector
+from sparsync.transports.communicator import Communicator
+from sparsync.units import Unit
+
+__all__ = [
+    "Consensus",
+    "Plan",
+    "Proposal",
+    "UnitPlan",
+    "Use",
+    "channel_of",
+    "decide_alone",
+    "nonfinite_error",
+]
+
+Use = Literal["shares", "xi", "weights", "used", "retry"]
+_USES: Final = ("shares", "xi", "weights", "used", "retry")
+
+
+def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
+    """Return the channel of a unit, or of another exchange that is under way at the same time.
+
+    Args:
+        comm: of the ranks that exchange a model.
+        units: how many units they exchange; these have the first channels.
+        use: number of the unit, or what else is exchanged.
+    """
+    return comm.channel(use if isinstance(use, int) else units + _USES.index(use))
+
+
+# ---- the plan --------------------------------------------------------------------------------------
+
+
+class UnitPlan(NamedTuple):
+    """How one unit is exchanged.
+
+    Attributes:
+        k: number of entries to select.
+        selector: selects them.
+        collective: sums them.
+        wanted: which entries the selector wants to be collected; see ``Selector.collect_from``.
+        collect: which are collected while accumulating: those, and what the shares count.
+    """
+
+    k: int
+    selector: Selector
+    collective: Collective
+    wanted: tuple[int, int] | None
+    collect: tuple[int, int] | None
+
+
+@final
+class Plan:
+    """Says of every step how many entries each unit selects, by what and from where on.
+
+    Args:
+        units: all units.
+        density: of regular steps, or a rule that adapts it.
+        warmup: the first steps; those of another density divide nothing.
+        shared: several units divide k by where its entries lie.
+
+    Attributes:
+        density: of the next steps.
+        shares: of regular steps.
+        units: the plan of every unit in the open step.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        density: float | AdaptiveDensity,
+        warmup: Warmup | None,
+        *,
+        shared: bool,
+    ) -> None:
+        self.adaptive = density if isinstance(density, AdaptiveDensity) else None
+        self.density = density.at_equal if isinstance(density, AdaptiveDensity) else density
+        self.warmup, self._all = warmup, units
+        self.shares = self._next = SharesState(self._entries())
+        self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
+        self._dividing: Sharing | None = None  # in the open step
+        self.units: list[UnitPlan] = []
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """K of every unit in the open step."""
+        return tuple(unit.k for unit in self.units)
+
+    def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
+        """Plan a step, once: what it costs does not grow with the number of parameters."""
+        planned = self.warmup.density(step, self.density) if self.warmup else self.density
+        quotas, sharing = self.shares.quotas, self._sharing
+        if planned is not None and planned != self.density:
+            quotas, sharing = tuple(unit.entries(planned) for unit in self._all), None
+        shared = sharing.collect_from(self.shares) if sharing else None
+        self._next, self._dividing, self.units = self.shares, sharing, []
+        if self._sharing:
+            self._sharing.clear()
+        for i, (unit, k, (selector, collective)) in enumerate(
+            zip(self._all, quotas, parts, strict=True)
+        ):
+            if planned is None or unit.dense:
+                selector, collective = Everything(), Dense()
+            elif collective.whole:
+                selector = Everything()
+            wanted = selector.collect_from(k, step, torch.promote_types(unit.dtype, torch.float32))
+            counted = shared if sharing and i in sharing.members else None
+            collect = wanted or counted
+            if wanted and counted:
+                collect = min(wanted[0], counted[0]), max(wanted[1], counted[1])
+            self.units.append(UnitPlan(k, selector, collective, wanted, collect))
+
+    def count(self, unit: int, residual: Residual, selected: Vector) -> None:
+        """See what was selected from a unit."""
+        if self._dividing and isinstance(selected, SparseVector):
+            found = residual.collected() if self.units[unit].collect else None
+            self._dividing.count(self.shares, unit, residual.accumulated, found, selected)
+
+    async def agree(self, channel: Communicator) -> None:
+        """Agree on the next step's shares of k, once all units were counted."""
+        if self._dividing:
+            self._next = await self._dividing.agree(self.shares, channel, self._entries())
+
+    def commit(self, measured: Measured | None, world_size: int) -> None:
+        """Go on to the next step's shares, and to another density if that was measured."""
+        self.shares = self._next
+        if self.adaptive and measured:
+            self.density = self.adaptive.next(self.density, measured, world_size)
+            members = self._sharing.members if self._sharing else ()
+            sizes = [unit.size for unit in self._all]
+            self.shares = resized(self.shares, members, self._entries(), sizes)
+
+    def _entries(self) -> tuple[int, ...]:
+        """Return k of every unit, by the density alone."""
+        return tuple(unit.entries(self.density) for unit in self._all)
+
+
+# ---- the decision ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A step that this rank could apply.
+
+    Ranks that exchange with each other see the same totals, and NaN or Inf is always selected, so they
+    decide alike without a message.  Ranks that hold other parts of the same replica (shards, pipeline
+    stages) see other totals: a ``Consensus`` asks them before anything is changed.
+
+    Attributes:
+        rank: this one, among those that exchange with each other.
+        step: its number.
+        units: what was exchanged.
+        totals: of every unit, the same on all those ranks.
+    """
+
+    rank: int
+    step: int
+    units: Sequence[Unit]
+    totals: Sequence[Vector]
+
+    def broken(self) -> str | None:
+        """Return the name of the first parameter whose total holds NaN or Inf; None: all are finite."""
+        for unit, total in zip(self.units, self.totals, strict=True):
+            at = total.first_nonfinite(unit.dtype)
+            if at is not None:
+                return unit.name_at(at)
+        return None
+
+
+# returns the name of a parameter that is not finite for anybody who was asked; None: apply the step
+Consensus = Callable[[Proposal], str | None]
+
+
+def decide_alone(proposal: Proposal) -> str | None:
+    """Ask nobody: each rank holds the whole model."""
+    return proposal.broken()
+
+
+def nonfinite_error(step: int, broken: str) -> NonFiniteGradientError:
+    """Return the error of a step that nobody applies."""
+    return NonFiniteGradientError(
+        f"step {step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
+        "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
+        "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
+    )

@@ -1,6 +1,8 @@
 """``attach`` with DDP, on three ranks of gloo and ZeroMQ."""
 
 import gc
+import os
+import time
 import weakref
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import Correction
+from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -255,3 +258,56 @@ def test_attach_refuses():
     ddp = ddp_model()
     with attached(ddp), refused("already", "freshly wrapped"):
         attach(ddp)
+
+
+# ---- something is wrong with another rank ----------------------------------------------------------
+
+
+def one_rank_is_missing(timeout):
+    if dist.get_rank() == 1:
+        time.sleep(3 * timeout)  # alive, and elsewhere
+        return
+    attach(torch.nn.Linear(4, 1), replicate=dist.group.WORLD, timeout=timeout)
+
+
+def one_rank_dies_while_it_connects(timeout):
+    ddp = ddp_model()
+    if dist.get_rank() == 1:
+        dist.new_group = lambda *given, **options: os._exit(7)
+    attach(ddp, timeout=timeout)
+
+
+def parameters_in_another_order(timeout):
+    layers = [("a", torch.nn.Linear(4, 1)), ("b", torch.nn.Linear(2, 1))]
+    net = torch.nn.ModuleDict(layers[:: 1 - 2 * dist.get_rank()])
+    attach(net, replicate=dist.group.WORLD, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (one_rank_is_missing, ["DeadlineError", "no address from ranks 1 within 3 s"]),
+        (one_rank_dies_while_it_connects, ["rank 0: attach, phase 'connect'", "within 3 s"]),
+        (parameters_in_another_order, ["PeerError: ranks disagree on the parameters"]),
+    ],
+)
+def test_attach_names_what_is_wrong_with_another_rank(program, words):
+    with pytest.raises(RankError) as caught:
+        launch(program, 2, 3, timeout=60.0)
+    told = str(caught.value).splitlines()[0]
+    assert all(word in told for word in words), told
+
+
+@on_ranks(3)
+def test_attaching_often_leaves_no_groups_and_no_files():
+    """In a part of the world, whose groups the other ranks do not make."""
+    alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
+    counts = set()
+    for turn in range(21):
+        net = torch.nn.Linear(4, 1)
+        with attach(net, replicate=alone, world=alone, timeout=10, transport="torch"):
+            net(torch.ones(3, 4)).sum().backward()
+        if turn:
+            files = len(list(Path("/proc/self/fd").iterdir()))
+            counts.add((len(dist.distributed_c10d._world.pg_map), files))
+    assert len(counts) == 1

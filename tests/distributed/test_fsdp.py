@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import Correction
 from sparsync.errors import ConfigurationError, PeerError
-from sparsync.integrations.shards import local_of
+from sparsync.units import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
 from . import small_model

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.integrations import hierarchy
-from sparsync.integrations.shards import local_of
+from sparsync.transports.driver import Operation
+from sparsync.units import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from . import small_model
@@ -242,6 +243,54 @@ def test_a_gather_that_fails_undoes_the_step():
     assert ("is gone" in error) == first
     assert sync.state_dict()["step"] == 4 - first
     assert all(map(torch.equal, before, residuals(sync))) == first
+    sync.close()
+
+
+class Failing(Operation):
+    """Fails when it is waited for, as a send to a rank that is gone."""
+
+    def wait(self):
+        raise PeerError("the other rank is gone")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_node_that_has_lost_a_rank_is_asked_no_more():
+    """The driver throws the error into the coroutine; later units do not wait for it again."""
+    ddp, sync = on_nodes()
+    train(ddp, range(1))
+    started, real = [], hierarchy._Started
+    hierarchy._Started = lambda *given: started.append(given) or Failing()
+    with refused("the other rank is gone", error=PeerError):
+        train(ddp, range(1, 2))
+    hierarchy._Started = real
+    assert len(started) == 1 < len(sync.reducer.units)
+    train(ddp, range(2, 3))
+    assert same_everywhere(flat(ddp))
+    sync.close()
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_comparison_that_fails_is_heard_of():
+    """The replicas of shard 0 cannot compare: those of shard 1, whose own are equal, are told."""
+    net, sync = shards(sentinel=Sentinel(period=2))
+    train(net, range(1))
+    real = sync.reducer.channel
+
+    async def allgather(mine, phase):
+        return await Failing()
+
+    def channel(use):
+        found = real(use)
+        if use == "weights":
+            found.allgather = allgather
+        return found
+
+    if dist.get_rank() % 2 == 0:
+        sync.reducer.channel = channel
+    with refused("the other rank is gone", error=PeerError):
+        train(net, range(1, 2))
     sync.close()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from sparsync import AdaptiveDensity
 from sparsync.errors import NonFiniteGradientError
-from sparsync.integrations.shards import local_of
+from sparsync.units import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
 from .small_model import attach, flat, residuals, resumes_exactly

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.residual import Residual
 from sparsync.feedback.scaling import check_scale, rescale_
 from sparsync.feedback.shares import SharesState
 from sparsync.state import Stateful, fits
@@ -93,16 +92,12 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
 class ParsedState:
     """A saved state that was found to fit a reducer."""
 
-    step: int
-    skipped: int
-    scale: float
+    saved: Mapping[str, Any]
     density: float
     shares: SharesState
-    previous_norm: float | None
     residuals: list[Tensor | None]
     velocities: list[Tensor | None]
-    selectors: list[Any]
-    collectives: list[Any]
+    parts: list[Any]  # of all selectors, then of all collectives
 
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
@@ -114,19 +109,15 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     """
     check_fields(state)
     _check_setup(reducer, state)
-    pairs = list(zip(reducer.units, reducer.residuals, strict=True))
-    density, memories = _saved_density(state, reducer), _saved_memories(reducer, state)
+    check_scale(state["scale"])
+    density = _saved_density(state, reducer)
     return ParsedState(
-        step=state["step"],
-        skipped=state["skipped"],
-        scale=check_scale(state["scale"]),
+        saved=state,
         density=density,
         shares=_saved_shares(state, reducer, density),
-        previous_norm=state["previous_norm"],
-        residuals=[_saved(state, "residual", unit, kept) for unit, kept in pairs],
-        velocities=[_saved(state, "velocity", unit, kept) for unit, kept in pairs],
-        selectors=memories[: len(reducer.units)],
-        collectives=memories[len(reducer.units) :],
+        residuals=[_saved(state, "residual", unit) for unit in reducer.units],
+        velocities=[_saved(state, "velocity", unit) for unit in reducer.units],
+        parts=_saved_parts(reducer, state),
     )
 
 
@@ -177,17 +168,18 @@ async def apply_state(
     Raises:
         PeerError: the ranks' states are of different steps, or other ranks of a part's were.
     """
-    shared = [parsed.step, parsed.scale, parsed.density, parsed.shares, *parsed.collectives]
-    await _agree(reducer.comm, parts, parsed.step, shared)
-    wanted = reducer.scale
-    for unit, residual in enumerate(reducer.residuals):
-        residual.load(parsed.residuals[unit])
-        reducer.selectors[unit].state = parsed.selectors[unit]
-        reducer.collectives[unit].state = parsed.collectives[unit]
+    saved, wanted, units = parsed.saved, reducer.scale, len(reducer.units)
+    scale = float(saved["scale"])
+    shared = [saved["step"], scale, parsed.density, parsed.shares, *parsed.parts[units:]]
+    await _agree(reducer.comm, parts, saved["step"], shared)
+    for residual, value in zip(reducer.residuals, parsed.residuals, strict=True):
+        residual.load(value)
+    for part, state in zip((*reducer.selectors, *reducer.collectives), parsed.parts, strict=True):
+        part.state = state
     if reducer.corrector:
-        reducer.corrector.load(parsed.velocities, parsed.previous_norm)
-        reducer.corrector.scale = parsed.scale
-    reducer.step, reducer.skipped, reducer.scale = parsed.step, parsed.skipped, parsed.scale
+        reducer.corrector.load(parsed.velocities, saved["previous_norm"])
+        reducer.corrector.scale = scale
+    reducer.step, reducer.skipped, reducer.scale = saved["step"], saved["skipped"], scale
     reducer.plan.density, reducer.plan.shares = parsed.density, parsed.shares
     reducer.open()
     if not keep_scale:
@@ -242,26 +234,26 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "sizes": [unit.layers for unit in reducer.units],
     }
     for name, value in expected.items():
-        if state.get(name) != value:
-            advice = (
-                "sparsync.load, or sparsync.reshard, brings states to another number of ranks"
-                if name == "world_size"
-                else "load each rank's own state into the same set-up"
-            )
+        if state[name] != value:
+            advice = "load each rank's own state into the same set-up"
+            if name == "world_size":
+                advice = (
+                    "sparsync.load, or sparsync.reshard, brings states to another number of ranks"
+                )
             raise ConfigurationError(
-                f"the saved state has {name} {_brief(state.get(name))}, this run has "
-                f"{_brief(value)}; {advice}"
+                f"the saved state has {name} {_brief(state[name])}, this run has {_brief(value)}; "
+                f"{advice}"
             )
 
 
-def _saved_memories(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
+def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
     """Return the states of all selectors and collectives; fresh ones after a resharding."""
-    parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
     saved = [state.get("selectors", ()), state.get("collectives", ())]
     if saved == [None, None]:
         pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
-        return [part.state for part in (*(s for s, _ in pairs), *(c for _, c in pairs))]
-    flat = [part for parts in saved if isinstance(parts, list | tuple) for part in parts]
+        return [part.state for kind in zip(*pairs, strict=True) for part in kind]
+    parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
+    flat = [its for kind in saved if isinstance(kind, list | tuple) for its in kind]
     if len(flat) != len(parts):
         raise ConfigurationError(
             f"the saved state has {len(flat)} selectors and collectives, this run has "
@@ -270,22 +262,20 @@ def _saved_memories(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
     return [part.parsed_state(its) for part, its in zip(parts, flat, strict=True)]
 
 
-def _saved(state: Mapping[str, Any], what: str, unit: Unit, kept: Residual) -> Tensor | None:
-    """Put a unit's residual or velocity together from the parameters' pieces; None if all are zero."""
-    found = {slot.name: state[what].get(slot.name) for slot in unit.slots}
-    if all(piece is None for piece in found.values()):
+def _saved(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
+    """Put a unit's residual or velocity together from its parameters; None if all are zero."""
+    found = [state[what].get(slot.name) for slot in unit.slots]
+    if all(piece is None for piece in found):
         return None
-    pieces = []
-    for slot in unit.slots:
-        piece = found[slot.name]
+    for slot, piece in zip(unit.slots, found, strict=True):
         if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
+            shape = tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)
             raise ConfigurationError(
-                f"the saved {what} of '{slot.name}' is "
-                f"{tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)}, expected a "
-                f"tensor of {slot.size} elements; was it saved from this model?"
+                f"the saved {what} of '{slot.name}' is {shape}, expected a tensor of {slot.size} "
+                "elements; was it saved from this model?"
             )
-        pieces.append(piece.to(kept.accumulated))
-    whole = torch.cat(pieces)
+    wide = torch.promote_types(unit.dtype, torch.float32)
+    whole = torch.cat([piece.to(unit.device, wide) for piece in found])
     if not bool(torch.isfinite(whole).all()):
         at = int(torch.isfinite(whole).logical_not().nonzero()[0])
         raise ConfigurationError(

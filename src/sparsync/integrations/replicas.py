@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.ddp_guard import averages_left
-from sparsync.integrations.options import Monitoring, Options
+from sparsync.integrations.options import Options
 from sparsync.integrations.shards import (
     Fsdp,
     Shard,
@@ -51,7 +51,7 @@ def attach_replicas(
 ) -> ReplicaSync:
     """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
     _check_free(model)
-    microbatches = _microbatches(schedule)
+    _microbatches(schedule)
     ranks = ranks_of(replicate)
     shards = shards_of(model, ranks)
     fsdp = Fsdp(model)
@@ -69,36 +69,23 @@ def attach_replicas(
     except BaseException:
         groups.close()
         raise
-    guard = StepGuard(model, fsdp, [p.parameter for p in shards], options.correction)
-    overlap = options.compression.overlap
-    return ReplicaSync(
-        model,
-        reducer,
-        shards,
-        fsdp,
-        guard,
-        consensus,
-        groups,
-        options.monitoring,
-        microbatches,
-        overlap,
-    )
+    return ReplicaSync(model, reducer, shards, fsdp, consensus, groups, options, schedule)
 
 
-def _microbatches(schedule: Any) -> _Microbatches | None:
-    """Return what a schedule does to gradients in a step.
+def _microbatches(schedule: Any) -> tuple[int, float]:
+    """Return how often a pipeline goes backward per step, and by what its gradients are multiplied.
 
-    It scales them when all have come; those that are under way then are scaled here.
+    A schedule scales them when all have come; those that are under way then are scaled here.
     """
     if schedule is None:
-        return None
+        return 1, 1.0
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
             f"schedule is {type(schedule).__name__}; give the schedule of torch.distributed.pipelining "
             "that runs this stage, e.g. ScheduleGPipe or Schedule1F1B"
         )
-    return _Microbatches(count, 1 / count if scales else 1.0)
+    return count, 1 / count if scales else 1.0
 
 
 def _check_free(model: nn.Module) -> None:
@@ -163,13 +150,6 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
     return units
 
 
-class _Microbatches(NamedTuple):
-    """How often a pipeline goes backward per step, and by what its gradients are to be multiplied."""
-
-    passes: int
-    scale: float
-
-
 @final
 class _GradientHook:
     """Called by parameters; must not keep a handle, which keeps parameters, which keep it."""
@@ -193,12 +173,10 @@ class ReplicaSync(Sync):
         reducer: over the replicas.
         shards: the parameters.
         fsdp: the switches of FSDP2.
-        guard: looks at the model.
         consensus: of the ranks that hold the other shards and stages of this replica.
         groups: made for it.
-        monitoring: what is watched.
-        microbatches: of a pipeline: then ``step()`` closes the step, not ``backward()``.
-        overlap: exchange a unit as soon as it is complete; else at the end.
+        options: of ``attach``.
+        schedule: of a pipeline: then ``step()`` closes the step, not ``backward()``.
     """
 
     def __init__(
@@ -207,35 +185,31 @@ class ReplicaSync(Sync):
         reducer: Reducer,
         shards: Sequence[Shard],
         fsdp: Fsdp,
-        guard: StepGuard,
         consensus: PartsConsensus,
         groups: Groups,
-        monitoring: Monitoring,
-        microbatches: _Microbatches | None,
-        overlap: bool,
+        options: Options,
+        schedule: Any,
     ) -> None:
         pieces = {p.name: p.piece for p in shards if p.piece is not None}
-        super().__init__(model, reducer, groups, monitoring, (), consensus, pieces)
-        self._fsdp, self._guard, self._overlap = fsdp, guard, overlap
-        self._parts = consensus
+        super().__init__(model, reducer, groups, options.monitoring, (), consensus, pieces)
+        self._fsdp, self._parts, self._overlap = fsdp, consensus, options.compression.overlap
         self._parameters = {p.name: p.parameter for p in shards}
         self._unit = {
             self._parameters[slot.name]: i
             for i, unit in enumerate(reducer.units)
             for slot in unit.slots
         }
-        self._scheduled = microbatches is not None
-        passes, self._scale = microbatches or _Microbatches(1, 1.0)
+        self._scheduled = schedule is not None
+        passes, self._scale = _microbatches(schedule)
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
-        self._compared = (
-            False  # the weights of replicas, before anything of the first step is committed
-        )
+        self._compared = False  # replicas' weights, before anything of the first step is committed
         self._open: OpenStep | None = None
         self._last: OpenStep | None = None
         hook = _GradientHook(self)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._unit]  # type: ignore[no-untyped-call]
-        guard.owner = self  # the model keeps this handle, as DDP keeps its own
+        # the model keeps its guard, and so this handle, as DDP keeps its own
+        self._guard = StepGuard(model, fsdp, self._unit, options.correction, owner=self)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -284,14 +258,14 @@ class ReplicaSync(Sync):
             return
         this = self._present_step()
         unit = self._unit[parameter]
-        if unit in this.launched:
+        if unit not in this.order:
             self._discard()
             raise ConfigurationError(self._late(parameter))
         if this.count(parameter) == self._passes[parameter]:
             this.ready[unit] += 1
         if self._overlap and not self._measures:
-            for unit in this.next_complete():
-                this.launch(unit, self._scale)
+            while this.order and this.is_complete(this.order[0]):
+                this.launch(this.order[0], self._scale)
 
     @property
     def _measures(self) -> bool:
@@ -354,8 +328,8 @@ class ReplicaSync(Sync):
         self._last = this
         if self.reducer.corrector and self._measures:
             self.reducer.corrector.measure(this.local_gradients())
-        for unit in this.missing():
-            this.launch(unit, 1.0)
+        while this.order:
+            this.launch(this.order[0], 1.0)
         if not self._compared:  # after the units: jobs start in one order on all ranks
             this.jobs.append(self._engine.submit(self._check_first_weights()))
         used = self._parts.share_used(self.reducer.channel("used"), this.came)
@@ -412,8 +386,8 @@ class OpenStep:
     Attributes:
         task: of autograd, in which the step was opened.
         came: names of parameters that had a gradient here.
+        order: of the units that have not started.
         ready: complete parameters, per unit.
-        launched: units under way.
         spans: begin and end of their exchanges, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
         jobs: what the engine runs.
@@ -427,8 +401,7 @@ class OpenStep:
         self.task = task
         self._passes: Counter[Tensor] = Counter()
         self.ready = [0] * len(reducer.units)
-        self.launched: set[int] = set()
-        self._order = list(reversed(range(len(reducer.units))))
+        self.order = list(reversed(range(len(reducer.units))))
         self.came: set[str] = set()
         self._taken: dict[str, Tensor] = {}
         self._gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in reducer.units]
@@ -442,15 +415,9 @@ class OpenStep:
         self._passes[parameter] += 1
         return self._passes[parameter]
 
-    def next_complete(self) -> Iterator[int]:
-        """Yield the units that may start: complete, and all before them in the order are under way."""
-        units = self._reducer.units
-        while self._order and self.ready[self._order[0]] == len(units[self._order[0]].slots):
-            yield self._order[0]
-
-    def missing(self) -> list[int]:
-        """Return the units that have not started, in their order."""
-        return list(self._order)
+    def is_complete(self, unit: int) -> bool:
+        """Tell whether all gradients of a unit have come."""
+        return self.ready[unit] == len(self._reducer.units[unit].slots)
 
     def local_gradients(self) -> list[Tensor]:
         """Return what of the gradients lies here, where they are still in ``parameter.grad``."""
@@ -463,8 +430,7 @@ class OpenStep:
             unit: the first of the order.
             scale: by which gradients are multiplied.
         """
-        self._order.remove(unit)
-        self.launched.add(unit)
+        self.order.remove(unit)
         for slot in self._reducer.units[unit].slots:
             parameter = self._parameters[slot.name]
             local = local_of(self._take(slot.name, parameter))
@@ -545,9 +511,9 @@ class StepGuard:
         fsdp: knows the parameters of FSDP2.
         exchanged: the parameters whose gradients are exchanged.
         correction: done to them before: with momentum or decay, a gradient must not come twice.
+        owner: kept alive by the model.
 
     Attributes:
-        owner: kept alive by the model.
         left: averages lie in the gradients, and no backward pass has begun since.
     """
 
@@ -557,9 +523,9 @@ class StepGuard:
         fsdp: Fsdp,
         exchanged: Iterable[Tensor],
         correction: Correction | None,
+        owner: object,
     ) -> None:
-        self._fsdp, self._exchanged = fsdp, set(exchanged)
-        self.owner: Any = None
+        self._fsdp, self._exchanged, self._owner = fsdp, set(exchanged), owner
         self.left = False
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
@@ -599,4 +565,4 @@ class StepGuard:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
-        self.owner = None
+        self._owner = None

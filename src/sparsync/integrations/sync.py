@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +12,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -31,7 +31,6 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
-from sparsync.transports.process_group import TorchCommunicator
 from sparsync.transports.store import gather, store_of
 from sparsync.units import Slot, Unit, replicated_tensors
 
@@ -240,13 +239,17 @@ class Sync(ABC):
         if sentinel is None or model is None or not sentinel.due(done):
             return
         tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
-        replicas, units = self.reducer.channel("weights"), len(self.reducer.units)
-        parts = None if self._inner is None else channel_of(self._inner, units, "weights")
-        check = check_replicas(sentinel, replicas, tensors, done, parts, rank)
-        self._engine.submit(check).result()
-        if alike and parts is not None:  # after the others: then all nodes find the same
-            check = check_replicas(sentinel, parts, tensors, done, None, rank)
-            self._engine.submit(check).result()
+        units, parts = len(self.reducer.units), None
+        if self._inner is not None:
+            parts = channel_of(self._inner, units, "weights")
+
+        async def compare() -> None:
+            replicas = self.reducer.channel("weights")
+            await check_replicas(sentinel, replicas, tensors, done, parts, rank)
+            if alike and parts is not None:  # after the others: then all nodes find the same
+                await check_replicas(sentinel, parts, tensors, done, None, rank)
+
+        self._engine.submit(compare()).result()
 
     def _discard(self) -> None:
         """Undo what a broken backward pass has begun."""
@@ -272,16 +275,30 @@ class Groups:
     Args:
         world: the ranks that call everything here together; None: all.
         timeout: seconds that any wait may take.
-
-    Raises:
-        DeadlineError: from the constructor: names the ranks that have not come here in time.
     """
 
     def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
         self.world, self.timeout = world, timeout
         self._all = dist.get_world_size(world) == dist.get_world_size()
         self._made: list[dist.ProcessGroup] = []
-        self._meet()
+
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank of the world, in the order of ranks.
+
+        They meet through the store: gloo would not say which rank is missing.
+
+        Raises:
+            DeadlineError: names the ranks that have not come here in time.
+        """
+        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+        card = json.dumps(list(numbers)).encode()
+        try:
+            return [*map(json.loads, gather(store_of(self.world), rank, size, card, self.timeout))]
+        except CommunicationError as error:
+            raise type(error)(
+                f"attach, which all ranks of a model call together: {error}; raise the timeout if "
+                "they are only slow"
+            ) from error
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
         """Return a group of this rank and others; ranks of the world call it for disjoint groups.
@@ -291,27 +308,19 @@ class Groups:
             backend: None for that of the default group.
 
         Raises:
-            PeerError: a rank of the group is gone.
+            CommunicationError: a rank of the group is gone, or has not come here in time.
         """
         own: Any = None
-        if not self._all:
-            own = self._connect(ranks, backend, use_local_synchronization=True)
-        else:
-            for members in sorted({tuple(theirs) for theirs in self.gathered(list(ranks))}):
+        groups = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
+        if self._all:
+            for members in groups:
                 group = self._connect(members, backend)
-                if dist.get_rank() in members:
-                    own = group
+                own = group if dist.get_rank() in members else own
+        else:  # ranks that are not in the world do not call it
+            own = self._connect(ranks, backend, use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
         self._made.append(own)
         return own
-
-    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every rank of the world, at most one per rank, in the order of ranks."""
-        comm = TorchCommunicator(self.world, timeout=self.timeout)
-        mine = torch.full((dist.get_world_size() + 1,), -1)
-        mine[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-        everyone = [theirs.tolist() for theirs in run(comm.allgather(mine, "groups"))]
-        return [theirs[1 : 1 + theirs[0]] for theirs in everyone]
 
     def close(self) -> None:
         """End the groups."""
@@ -326,21 +335,6 @@ class Groups:
                 # torch numbers such groups by how many there are: a name that came back would find the
                 # old addresses in the store
                 names[_Reserved()] = name  # type: ignore[index]
-
-    def _meet(self) -> None:
-        """Wait for all ranks through the store, of which gloo would not say which are missing."""
-        try:
-            store = store_of(self.world)
-        except KeyError:  # a group of MPI has none
-            return
-        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
-        try:
-            gather(store, rank, size, b"", self.timeout)
-        except CommunicationError as error:
-            raise type(error)(
-                f"attach, which all ranks of a model call together: {error}; raise the timeout if "
-                "they are only slow"
-            ) from error
 
     def _connect(self, ranks: Sequence[int], backend: str | None, **options: Any) -> Any:
         """Return a group, or nothing of use on a rank that is not in it."""

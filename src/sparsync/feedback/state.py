@@ -29,26 +29,25 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 2
-FIELDS: Final[
-    Mapping[str, Any]
-] = {  # of a saved state, by type; selectors and collectives are next
-    "version": int,
-    "algorithm": str,
-    "world_size": int,
-    "momentum": float,
-    "scale": float,
-    "step": int,
-    "skipped": int,
-    "density": float,
-    "rank": int,
-    "units": Sequence[Sequence[str]],
-    "sizes": Sequence[Sequence[int]],
-    "quotas": Sequence[int],
-    "quota_key": int | None,
-    "residual": Mapping,
-    "velocity": Mapping,
-    "previous_norm": float | None,
-}
+# of a saved state, by type; those of selectors and collectives are their own affair
+_FIELDS: Final[tuple[tuple[str, Any], ...]] = (
+    ("version", int),
+    ("algorithm", str),
+    ("world_size", int),
+    ("momentum", float),
+    ("scale", float),
+    ("step", int),
+    ("skipped", int),
+    ("density", float),
+    ("rank", int),
+    ("units", Sequence[Sequence[str]]),
+    ("sizes", Sequence[Sequence[int]]),
+    ("quotas", Sequence[int]),
+    ("quota_key", int | None),
+    ("residual", Mapping),
+    ("velocity", Mapping),
+    ("previous_norm", float | None),
+)
 _COUNTS: Final = ("world_size", "step", "skipped", "rank")
 
 
@@ -127,7 +126,7 @@ def check_fields(state: object) -> None:
     Raises:
         ConfigurationError: names the first.
     """
-    for name, kind in FIELDS.items():
+    for name, kind in _FIELDS:
         if not isinstance(state, Mapping) or name not in state:
             raise ConfigurationError(
                 f"a saved state has no '{name}'; give what state_dict() of every rank returned"

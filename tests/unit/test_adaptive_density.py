@@ -131,7 +131,9 @@ def test_a_state_of_another_density_is_refused():
         reducer = make(comm)
         for density in (0.5, None, "0.02"):
             state = {**reducer_state(reducer), "density": density}
-            with pytest.raises(ConfigurationError, match=r"expected (one from 0\.005 to 0\.1|float)"):
+            with pytest.raises(
+                ConfigurationError, match=r"expected (one from 0\.005 to 0\.1|float)"
+            ):
                 await restore_reducer(make(comm), state)
         state = {**reducer_state(reducer), "density": 0.05}
         with pytest.raises(ConfigurationError, match="this run 300"):

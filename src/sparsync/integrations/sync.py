@@ -31,7 +31,7 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
-from sparsync.transports.store import gather, store_of
+from sparsync.transports.rendezvous import meet, store_of
 from sparsync.units import Slot, Unit, replicated_tensors
 
 __all__ = ["Gradients", "Groups", "Sync", "call_after_backward", "write_"]
@@ -292,13 +292,8 @@ class Groups:
         """
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
         card = json.dumps(list(numbers)).encode()
-        try:
-            return [*map(json.loads, gather(store_of(self.world), rank, size, card, self.timeout))]
-        except CommunicationError as error:
-            raise type(error)(
-                f"attach, which all ranks of a model call together: {error}; raise the timeout if "
-                "they are only slow"
-            ) from error
+        cards = meet(store_of(self.world), rank, size, card, self.timeout, "attach")
+        return [json.loads(card) for card in cards]
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
         """Return a group of this rank and others; ranks of the world call it for disjoint groups.
@@ -343,7 +338,7 @@ class Groups:
         except RuntimeError as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise PeerError(
-                f"rank {dist.get_rank()}: attach, phase 'connect': ranks {list(ranks)} did not connect "
+                f"rank {dist.get_rank()}, phase 'attach': ranks {list(ranks)} did not connect "
                 f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
             ) from error
 

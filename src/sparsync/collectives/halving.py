@@ -163,8 +163,9 @@ class _Walk:
     def _note_rounding(self, before: SparseVector, after: SparseVector, first: int) -> None:
         """Note what rounding took from joined blocks, the first of which is ``blocks[first]``."""
         errors = rounded_off(before, after)
-        cuts = range(0, before.size + 1, self.width)
-        for i, part in enumerate(errors.split(cuts) if errors.nnz else ()):
+        if not errors.nnz:
+            return
+        for i, part in enumerate(errors.split(range(0, before.size + 1, self.width))):
             owner = (self.comm.rank + first + i) % self.comm.world_size
             self.dropped.append(self._placed(part, owner))
 

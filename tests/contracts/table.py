@@ -42,6 +42,7 @@ from sparsync.selection import (
     Trimmed,
 )
 from sparsync.transports.communicator import Communicator
+from sparsync.wire import CODECS as CODEC_ROWS
 from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec
 
 # these do not promise exactly min(k, nnz) entries
@@ -67,23 +68,25 @@ INEXACT_SELECTORS = {
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
+# unbiased, but their error may exceed the vector: nobody may keep it
+EXPANSIVE_CODECS = {"qsgd": CODEC_ROWS["qsgd"], "qsgd, 2 bits": SparseQsgd(2)}
+
+# NaN and Inf spread over their layer
+SPREADING_CODECS = {
+    "sign-mean": CODEC_ROWS["sign-mean"],
+    "sign-mean, packed": SignMean("packed"),
+}
+
+# every other row whose vectors are sparse
+_ELSEWHERE = {*EXPANSIVE_CODECS, *SPREADING_CODECS, "streams"}
 CODECS = {
-    "coo": Coo(),
-    "packed": Packed(),
-    "packed, int8": Packed("int8"),
+    **{n: c for n, c in CODEC_ROWS.items() if not c.is_dense and n not in _ELSEWHERE},
     "packed, int8, blocks of 7": Packed("int8", block=7),
-    "packed, fp32": Packed("fp32"),
     "qsgd, 8 bits": SparseQsgd(8),
     "qsgd, max": SparseQsgd(4, scale="max"),
     "qsgd, shrunk": SparseQsgd(4, shrink=True),
     "qsgd, 2 bits, shrunk": SparseQsgd(2, shrink=True),
 }
-
-# unbiased, but their error may exceed the vector: nobody may keep it
-EXPANSIVE_CODECS = {"qsgd, 2 bits": SparseQsgd(2), "qsgd, 4 bits": SparseQsgd(4)}
-
-# NaN and Inf spread over their layer
-SPREADING_CODECS = {"sign-mean": SignMean(), "sign-mean, packed": SignMean("packed")}
 
 # their collectives are variants of another row's: they are checked as whole algorithms
 _WHOLE_ONLY = ("auto", "gaussiank", "redsync", "redsync-quantized", "sparcml")

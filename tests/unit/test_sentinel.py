@@ -229,7 +229,7 @@ def test_other_tensors_are_refused_not_compared():
         names = ["a", "b"] if comm.rank else ["a"]
         await divergences(comm, {name: torch.ones(2) for name in names})
 
-    with pytest.raises(PeerError, match="compares 1 tensors, but ranks 1, 2 others than that"):
+    with pytest.raises(PeerError, match="compares 1 tensors, but ranks 1, 2 a different set"):
         simulate(program, 3)
 
 
@@ -290,7 +290,7 @@ def test_bad_settings_are_refused(settings, words):
 
 
 def test_an_unknown_buffer_is_named():
-    with pytest.raises(ConfigurationError, match="'place', which is no name of a buffer"):
+    with pytest.raises(ConfigurationError, match="'place', which is not a buffer of this model"):
         Sentinel(buffers=["place"]).tensors(Mixed())
 
 

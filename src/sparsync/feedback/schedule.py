@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from sparsync.errors import ConfigurationError
 from sparsync.monitoring import Measured
-from sparsync.presets import check_density
 
-__all__ = ["DGC_RAMP", "AdaptiveDensity", "Warmup", "as_density"]
+__all__ = ["DGC_RAMP", "AdaptiveDensity", "Warmup"]
 
 DGC_RAMP = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
@@ -76,11 +75,6 @@ class AdaptiveDensity:
         # a quarter of the way on a logarithmic scale; roots are correctly rounded everywhere, powers not
         step = min(max(math.sqrt(math.sqrt(wanted / density)), 1 / self.pace), self.pace)
         return min(max(density * step, self.low), self.high)
-
-
-def as_density(density: float | AdaptiveDensity) -> float | AdaptiveDensity:
-    """Return a density, or the rule that adapts it; refuse a number outside (0, 1]."""
-    return density if isinstance(density, AdaptiveDensity) else check_density(density)
 
 
 @dataclass(frozen=True)

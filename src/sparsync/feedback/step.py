@@ -68,7 +68,7 @@ class UnitPlan(NamedTuple):
 
 @final
 class Plan:
-    """Says of every step how many entries each unit selects, by what and from where on.
+    """Decides for every step each unit's k, selector and collective, and what is collected on the way.
 
     Args:
         units: all units.

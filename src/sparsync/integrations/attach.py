@@ -44,8 +44,8 @@ def attach(
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook; with ``replicate`` any
             other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).
-        optimizer: the one that will be used.  It is checked: it must not repeat what the correction
-            does, and Adam is warned of.
+        optimizer: the one that will be used.  It is only checked: an error if it repeats what the
+            correction does, a warning for Adam.
         algorithm: a preset's name ("budgeted", "auto", "oktopk", ...), or an ``Algorithm``, e.g. a preset
             with options: ``sparsync.presets.resolve("oktopk", threshold_period=128)``.
         density: fraction k / n of every unit that is exchanged, in (0, 1]; an ``AdaptiveDensity``
@@ -139,9 +139,9 @@ def check_optimizer(
     adaptive = not kinds.isdisjoint(_ADAPTIVE) or "betas" in optimizer.defaults
     if adaptive and sparse:
         warnings.warn(
-            f"{name} divides by its second moment, which entries that arrive rarely break: expect 20 "
-            "to 28 % more loss at 1 %. sparsync.OuterStep(model, residual='weights') keeps up with "
-            "dense training; see docs/optimizers.md",
+            f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
+            "expect 20 to 28 % more loss at 1 %. sparsync.OuterStep(model, residual='weights') keeps up "
+            "with dense training; see docs/optimizers.md",
             stacklevel=3,  # the caller of attach
         )
     if correction is None:

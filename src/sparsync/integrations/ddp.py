@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.ddp_guard import StepGuard, check_join, deliver_to_unused_
+from sparsync.integrations.ddp_guard import DdpGuard, check_join, deliver_to_unused_
 from sparsync.integrations.hierarchy import NodeReducer, node_reducer
 from sparsync.integrations.options import Monitoring, Options
 from sparsync.integrations.sync import Groups, Sync, call_after_backward, write_
 from sparsync.units import Slot, Unit
 
-__all__ = ["DdpSync", "OpenStep", "attach_ddp"]
+__all__ = ["BucketStep", "DdpSync", "attach_ddp"]
 
 Arrived = tuple[Tensor, Tensor]  # a parameter, and its gradient: a view of a bucket
 
@@ -111,8 +111,8 @@ class DdpSync(Sync):
             for i, unit in enumerate(self._whole.units)
             for slot in unit.slots
         }
-        self._open = OpenStep(self._whole.units)
-        self._guard = StepGuard(model, trained, reducer.correction)
+        self._open = BucketStep(self._whole.units)
+        self._guard = DdpGuard(model, trained, reducer.correction)
         hook = _Hook.closed_of(model)
         if hook is None:
             hook = _Hook(model)
@@ -133,7 +133,7 @@ class DdpSync(Sync):
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the units that it completes."""
         if bucket.index() == 0:
-            self._open = OpenStep(self._whole.units)
+            self._open = BucketStep(self._whole.units)
             self._guard.exchanging()
             self._begin_step()
             if (model := self._model()) is not None and model._join_config.enable:
@@ -144,9 +144,8 @@ class DdpSync(Sync):
             unit, slot = self._find(parameter)
             this.gradients[unit][slot] = (parameter, gradient)
         corrector = self.reducer.corrector
-        if (
-            corrector and corrector.waits
-        ):  # for the norm of all gradients: nothing overlaps with the backward pass
+        if corrector and corrector.waits:
+            # for the norm of all gradients: nothing overlaps with the backward pass
             this.waiting += gradients
             gradients = this.waiting if bucket.is_last() else []
             if gradients:
@@ -161,13 +160,12 @@ class DdpSync(Sync):
             this.jobs.append(self._engine.submit(self._share(this)))
             in_backward = call_after_backward(lambda: self._after(this))
             this.finished = self._engine.submit(lambda: self._finish(this))
-            if (
-                not in_backward
-            ):  # a rank that is done, under join(): its residual is still delivered
+            if not in_backward:
+                # a rank that is done, under join(): its residual is still delivered
                 self._after(this)
         return future
 
-    def _accumulate(self, this: OpenStep, gradients: Sequence[Arrived]) -> list[int]:
+    def _accumulate(self, this: BucketStep, gradients: Sequence[Arrived]) -> list[int]:
         """Accumulate gradients; return the units that they complete."""
         complete = []
         for parameter, gradient in gradients:
@@ -190,7 +188,7 @@ class DdpSync(Sync):
 
     # ---- on the engine's thread ------------------------------------------------------------------
 
-    async def _exchange(self, this: OpenStep, unit: int) -> None:
+    async def _exchange(self, this: BucketStep, unit: int) -> None:
         if this.failed:  # the group is broken: do not wait for every unit's deadline
             if self._nodes is not None:
                 await self._nodes.follow(unit)
@@ -201,11 +199,11 @@ class DdpSync(Sync):
             this.failed = True
             raise
 
-    async def _share(self, this: OpenStep) -> None:
+    async def _share(self, this: BucketStep) -> None:
         if not this.failed:
             await self._whole.share()
 
-    def _finish(self, this: OpenStep) -> None:
+    def _finish(self, this: BucketStep) -> None:
         try:
             self._wait(this.jobs)
             averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
@@ -224,7 +222,7 @@ class DdpSync(Sync):
 
     # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
 
-    def _after(self, this: OpenStep) -> None:
+    def _after(self, this: BucketStep) -> None:
         try:
             assert this.finished is not None
             this.finished.result()
@@ -270,7 +268,7 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects str
 
 
 @final
-class OpenStep:
+class BucketStep:
     """One backward pass: its buckets, and where each unit's averages go."""
 
     def __init__(self, units: Sequence[Unit]) -> None:

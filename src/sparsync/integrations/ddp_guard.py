@@ -16,11 +16,11 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.units import check_same_parameters
 
-__all__ = ["StepGuard", "averages_left", "check_join", "deliver_to_unused_"]
+__all__ = ["DdpGuard", "averages_left", "check_join", "deliver_to_unused_"]
 
 
 @final
-class StepGuard:
+class DdpGuard:
     """Refuses changes of the model, and backward passes, of which DDP's hook does not learn.
 
     DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
@@ -142,7 +142,7 @@ def averages_left() -> ConfigurationError:
     )
 
 
-def _before_gradient(guard: weakref.ref[StepGuard], parameter: Tensor) -> Callable[[Tensor], None]:
+def _before_gradient(guard: weakref.ref[DdpGuard], parameter: Tensor) -> Callable[[Tensor], None]:
     at = weakref.ref(parameter)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
@@ -154,7 +154,7 @@ def _before_gradient(guard: weakref.ref[StepGuard], parameter: Tensor) -> Callab
     return hook  # type: ignore[no-any-return]
 
 
-def _after_gradient(guard: weakref.ref[StepGuard], name: str) -> Callable[[Tensor], None]:
+def _after_gradient(guard: weakref.ref[DdpGuard], name: str) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         here = guard()
         if here is not None:

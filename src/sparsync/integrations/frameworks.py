@@ -99,9 +99,7 @@ def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     """
     save_state(sync, folder, weights=_weights(model))
     for seat, file in states_in(folder).items():
-        if (
-            seat.ranks != sync.reducer.comm.world_size
-        ):  # of an older run: what is there is of one step
+        if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
             file.unlink(missing_ok=True)
 
 

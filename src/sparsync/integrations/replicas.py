@@ -43,7 +43,7 @@ from sparsync.transports.driver import Engine, run
 from sparsync.transports.process_group import TorchCommunicator
 from sparsync.units import Slot, Unit, check_same_parameters, local_of
 
-__all__ = ["OpenStep", "ReplicaSync", "StepGuard", "attach_replicas"]
+__all__ = ["ReplicaGuard", "ReplicaStep", "ReplicaSync", "attach_replicas"]
 
 
 def attach_replicas(
@@ -204,12 +204,12 @@ class ReplicaSync(Sync):
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
         self._compared = False  # replicas' weights, before anything of the first step is committed
-        self._open: OpenStep | None = None
-        self._last: OpenStep | None = None
+        self._open: ReplicaStep | None = None
+        self._last: ReplicaStep | None = None
         hook = _GradientHook(self)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._unit]  # type: ignore[no-untyped-call]
         # the model keeps its guard, and so this handle, as DDP keeps its own
-        self._guard = StepGuard(model, fsdp, self._unit, options.correction, owner=self)
+        self._guard = ReplicaGuard(model, fsdp, self._unit, options.correction, owner=self)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -272,18 +272,17 @@ class ReplicaSync(Sync):
         """Whether the norm of all gradients is waited for."""
         return self.reducer.corrector is not None and self.reducer.corrector.waits
 
-    def _present_step(self) -> OpenStep:
+    def _present_step(self) -> ReplicaStep:
         """Return the open step, or open one."""
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         this = self._open
-        if (
-            this is not None and this.task != task
-        ):  # that backward pass broke off, or goes on around
+        if this is not None and this.task != task:
+            # that backward pass broke off, or goes on around this one
             self._discard()
             this = None
         if this is None:
             self._begin_step()
-            this = self._open = OpenStep(self.reducer, self._engine, self._parameters, task)
+            this = self._open = ReplicaStep(self.reducer, self._engine, self._parameters, task)
             if not self._scheduled:
                 self._close_after_backward()
         return this
@@ -323,7 +322,7 @@ class ReplicaSync(Sync):
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is None:
             self._begin_step()
-        this = self._open or OpenStep(self.reducer, self._engine, self._parameters, task)
+        this = self._open or ReplicaStep(self.reducer, self._engine, self._parameters, task)
         self._open = None
         self._last = this
         if self.reducer.corrector and self._measures:
@@ -351,7 +350,7 @@ class ReplicaSync(Sync):
         self._guard.left = True
         self._end_step()
 
-    def _finish(self, this: OpenStep) -> None:
+    def _finish(self, this: ReplicaStep) -> None:
         """Commit, or refuse; on the engine's thread, when everything has landed."""
         try:
             self._wait(this.jobs)
@@ -377,7 +376,7 @@ class ReplicaSync(Sync):
 
 
 @final
-class OpenStep:
+class ReplicaStep:
     """Takes gradients out of ``parameter.grad``, so that nobody scales or clips what is under way.
 
     Units start in one order on all ranks, the last first, as gradients mostly come: a rank in which they
@@ -503,7 +502,7 @@ class _ModuleHook:
 
 
 @final
-class StepGuard:
+class ReplicaGuard:
     """Refuses changes of a model, and averages that stay in its gradients, at every forward pass.
 
     Args:

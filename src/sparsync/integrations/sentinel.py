@@ -95,7 +95,7 @@ class Sentinel:
         unknown = [name for name in self.buffers if name not in buffers]
         if unknown:
             raise ConfigurationError(
-                f"Sentinel: buffers has {unknown[0]!r}, which is no name of a buffer; the model has "
+                f"Sentinel: buffers has {unknown[0]!r}, which is not a buffer of this model; it has "
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
@@ -124,8 +124,8 @@ async def check_replicas(
         comm: the replicas; for FSDP those of this shard.
         tensors: by name, plain tensors (of a DTensor its local one).
         step: for the message.
-        parts: ranks that compare with other peers than this one; what one of them finds, all do
-            and say.  They call it together as well.
+        parts: ranks that compare with other peers than this one; all of them report and act
+            on what any of them finds.  They call it together as well.
         rank: what messages call this rank; None: its number in ``comm``.
 
     Raises:

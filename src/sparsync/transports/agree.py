@@ -194,7 +194,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
     if others:
         raise PeerError(
-            f"rank {comm.rank} compares {len(tensors)} tensors, but {_ranks(others)} others than that; "
+            f"rank {comm.rank} compares {len(tensors)} tensors, but {_ranks(others)} a different set; "
             "give all ranks the same model, and the same optimizer in the same state"
         )
     if all(torch.equal(theirs, sums) for theirs in everyone):

@@ -316,7 +316,9 @@ class RollCall:
 
         self._aside(call)
         if self._rank in missing:
-            return "which rank is to blame is unknown: the store does not answer, whose host may be gone"
+            return (
+                "which rank is to blame is unknown: the store does not answer; its host may be down"
+            )
         if not missing:
             return "all ranks are there: a connection between them is lost, or too slow"
         return f"no word from rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"

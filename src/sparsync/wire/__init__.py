@@ -27,7 +27,7 @@ __all__ = [
     "Whole",
 ]
 
-# what the contracts check: a row per codec
+# a row per codec: the contracts check each of them
 CODECS: Final[Mapping[str, Codec[Any]]] = MappingProxyType(
     {
         "coo": Coo(),

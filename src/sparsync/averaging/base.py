@@ -102,6 +102,10 @@ class Averager(Stateful):
             step: 0-based; what closes a period p does so when ``(step + 1) % p == 0``.
         """
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether ``average`` acts after local step ``step``; otherwise the model is not read."""
+        return True
+
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the model that all ranks share after ``step`` steps: by default the mean."""
         return await mean(comm, vector)
@@ -115,11 +119,12 @@ class Averager(Stateful):
     def step(self) -> None:
         """Average, if it is time; call it after ``optimizer.step()``.  Blocks until that is done."""
         binding = self._bound()
-        vector = binding.read()
-        averaged = run(self.average(binding.comm, vector, self.steps))
-        if averaged is not vector:
-            binding.write_(averaged)
-            binding.reset_moments()
+        if self.is_due(self.steps):
+            vector = binding.read()
+            averaged = run(self.average(binding.comm, vector, self.steps))
+            if averaged is not vector:
+                binding.write_(averaged)
+                binding.reset_moments()
         self.steps = max(self.steps + 1, self.resume_at)
         binding.comm.ledger.begin_step(self.steps)
 

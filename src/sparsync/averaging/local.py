@@ -58,6 +58,10 @@ class LocalSgd(Averager):
         self.period = period
         super().__init__(model, **binding)
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether the period closes with local step ``step``."""
+        return (step + 1) % self.period == 0
+
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean when the period closes, the model itself otherwise."""
-        return await mean(comm, vector) if (step + 1) % self.period == 0 else vector
+        return await mean(comm, vector) if self.is_due(step) else vector

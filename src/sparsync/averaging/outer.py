@@ -189,9 +189,15 @@ class OuterStep(Averager):
         if saved is not None:
             await restore_reducer(self._reducer, saved)
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether the period closes with local step ``step``."""
+        if step < self.warmup_steps:
+            return step in self._warm
+        return (step - max(self._warm, default=-1)) % self.period == 0
+
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the new shared weights when the period closes, the model itself otherwise."""
-        if not self._closes(step):
+        if not self.is_due(step):
             return vector
         reducer = self.reducer
         deltas = self._divided(self._moved(vector))
@@ -289,11 +295,6 @@ class OuterStep(Averager):
                 last = step
                 ends.append(step)
         return tuple(ends)
-
-    def _closes(self, step: int) -> bool:
-        if step < self.warmup_steps:
-            return step in self._warm
-        return (step - max(self._warm, default=-1)) % self.period == 0
 
     def _base(self) -> Tensor:
         """Return what this rank's weights are after an exchange."""

@@ -6,12 +6,13 @@ Each figure comes from fresh processes.  They train a tiny model first, which pa
 and sockets, then a large one; what counts is the kernel's peak (VmHWM) less what was in use between.
 
 glibc raises the size from which it asks the kernel for memory to that of what was last freed; from
-then on gradients and temporaries share a heap with holes in it.  ``MALLOC_MMAP_THRESHOLD_`` fixes the
-size, and the peak is what the program asked for.  Both are measured.
+then on gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the size, and the
+peak is what the program asked for.  Both are measured.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -33,8 +34,9 @@ CASES = {
         {"compression": sparsync.Compression(warmup_steps=9)},
     ),
 }
-FIXED = str(1 << 20)  # bytes
-MALLOC = {"glibc's default": None, "fixed": FIXED}  # MALLOC_MMAP_THRESHOLD_
+FIXED = 1 << 20  # bytes
+MALLOC = {"glibc's default": None, "fixed": FIXED}
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 WIDTH, LAYERS = 2048, 5  # 21 M parameters
 TINY = 64
 DENSITY = 0.01
@@ -82,8 +84,11 @@ def train(width: int, algorithm: str | None, options: dict, attached: dict) -> N
         sync.close()
 
 
-def peak(algorithm: str | None, options: dict, attached: dict) -> int:
+def peak(algorithm: str | None, options: dict, attached: dict, malloc: int | None) -> int:
     """Return the bytes that the large model took at the worst moment, the most of all ranks."""
+    # not by an environment variable: ranks are forked from a process that has read it already
+    if malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, malloc) != 1:
+        raise OSError(f"mallopt(M_MMAP_THRESHOLD, {malloc}) failed; run with glibc")
     train(TINY, algorithm, options, attached)
     before = status_bytes("VmRSS")
     train(WIDTH, algorithm, options, attached)
@@ -93,18 +98,10 @@ def peak(algorithm: str | None, options: dict, attached: dict) -> int:
 
 
 def measure(
-    world_size: int, algorithm: str | None, options: dict, attached: dict, malloc: str | None
+    world_size: int, algorithm: str | None, options: dict, attached: dict, malloc: int | None
 ) -> int:
     """Return ``peak`` of fresh processes; algorithm None is plain DDP."""
-    before = os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
-    if malloc is not None:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = malloc  # read when a process starts
-    try:
-        return launch(peak, world_size, algorithm, options, attached, timeout=60.0)
-    finally:
-        os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
-        if before is not None:
-            os.environ["MALLOC_MMAP_THRESHOLD_"] = before
+    return launch(peak, world_size, algorithm, options, attached, malloc, timeout=60.0)
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:

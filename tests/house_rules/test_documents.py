@@ -1,8 +1,6 @@
 """What the documents show is run, and what they promise is compared with the code."""
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from sparsync import DenseVector, SparseVector
 from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
 from sparsync.wire import Coo, SignMean, Signs, SparseQsgd
+from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -56,13 +55,7 @@ def run(directory: Path, *code: str) -> None:
     """Run a script in a process of its own, as a user would: a group of one rank, a model, data."""
     script = directory / "train.py"
     script.write_text("\n".join([BEFORE, *code, "dist.destroy_process_group()"]))
-    process = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = run_python(script, folder=directory)
     assert process.returncode == 0, process.stderr
 
 

@@ -1,10 +1,9 @@
 """What users may rely on is listed; a change of it is seen, and is a choice."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import sparsync
+from tests.fresh import run_python
 from tests.packaging import interface
 
 HEAVY = {
@@ -20,8 +19,7 @@ def test_the_interface_is_what_is_listed():
 
 def test_what_only_some_users_need_is_loaded_when_they_need_it():
     code = f"import sys, sparsync; print({HEAVY} & sys.modules.keys() or 'nothing')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "nothing\n"
+    assert run_python(code).stdout == "nothing\n"
 
 
 def test_types_are_for_users_too():

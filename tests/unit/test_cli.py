@@ -1,6 +1,5 @@
 """The command line before anything starts: help, and one clear line for bad input."""
 
-import subprocess
 import sys
 
 import pytest
@@ -150,11 +149,3 @@ def test_the_optimizer_is_torchs_with_these_settings(options, kind, expected):
     optimizer = TrainSettings(**options).make_optimizer(torch.nn.Linear(2, 2))
     assert type(optimizer) is kind
     assert {key: optimizer.defaults[key] for key in expected} == expected
-
-
-def test_importing_the_library_is_light():
-    heavy = "{'typer', 'rich', 'matplotlib'}"
-    subprocess.run(
-        [sys.executable, "-c", f"import sys, sparsync; sys.exit(bool({heavy} & set(sys.modules)))"],
-        check=True,
-    )

@@ -20,6 +20,7 @@ from sparsync.transports.launchers import (
     init_process_group,
     slurm_port,
 )
+from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "examples" / "slurm.sbatch"
@@ -237,5 +238,4 @@ def test_leaving_ends_the_threads_of_gloo(tmp_path):
         "names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "print('gloo' in ''.join(names))\n"
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert run_python(program).stdout == "False\n"

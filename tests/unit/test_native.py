@@ -3,8 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +12,7 @@ import torch
 from sparsync import ConfigurationError, kernels
 from sparsync.kernels import native
 from sparsync.kernels import reference as specification
+from tests.fresh import run_python
 
 built = pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
 
@@ -32,26 +31,16 @@ def test_make_test_asan_tests_the_sanitized_extension():
         assert native.EXTENSION.sanitized
 
 
-def ask(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 PRINT_CHOICE = "from sparsync.kernels import native; print(native.chosen())"
 
 
 @pytest.mark.parametrize("name", [*native.instruction_sets(), "torch"])
 def test_the_environment_names_the_instruction_set(name):
-    assert ask(PRINT_CHOICE, SPARSYNC_KERNELS=name).stdout.strip() == name
+    assert run_python(PRINT_CHOICE, SPARSYNC_KERNELS=name).stdout.strip() == name
 
 
 def test_an_unknown_instruction_set_is_refused():
-    complaint = ask(PRINT_CHOICE, SPARSYNC_KERNELS="mmx").stderr.splitlines()[-1]
+    complaint = run_python(PRINT_CHOICE, SPARSYNC_KERNELS="mmx").stderr.splitlines()[-1]
     assert "SPARSYNC_KERNELS is 'mmx'" in complaint
     assert "torch" in complaint
 
@@ -65,7 +54,7 @@ from sparsync import kernels
 
 
 def test_native_kernels_of_other_sources_are_refused_in_one_line():
-    complaint = ask(STALE).stderr.splitlines()[-1]
+    complaint = run_python(STALE).stderr.splitlines()[-1]
     assert (
         "_native.so were built from other sources" in complaint and "install it again" in complaint
     )
@@ -85,7 +74,7 @@ for _ in range(3):
 
 
 def test_without_the_extension_it_works_and_says_so_once():
-    process = ask(WITHOUT, SPARSYNC_KERNELS="")
+    process = run_python(WITHOUT, SPARSYNC_KERNELS="")
     assert process.stdout.split() == ["3"] * 3
     before, after = process.stderr.split("small")
     assert before == ""

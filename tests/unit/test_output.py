@@ -1,14 +1,12 @@
 """Reports of the commands: tables of 80 columns with whole words in their heads, JSON, progress."""
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from sparsync.cli.output import Columns, progress
+from tests.fresh import run_python
 
 WORDS = st.text("abcdef", min_size=1, max_size=14)
 HEADS = st.lists(st.lists(WORDS, min_size=1, max_size=4).map(" ".join), min_size=2, max_size=12)
@@ -85,4 +83,4 @@ def test_help_imports_no_other_command(arguments, heavy):
         f"make_app({arguments[0]!r})({arguments!r}, standalone_mode=False)\n"
         f"sys.exit(bool({heavy!r} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert run_python(code).returncode == 0

@@ -3,11 +3,8 @@
 import contextlib
 import doctest
 import io
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from site_pages import algorithms, choosing, docstrings, examples, reference, sc
 import sparsync
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.presets import PRESETS
+from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -65,14 +63,7 @@ def printed_by(code):
 
 def run(script, directory, **environment):
     (directory / "script.py").write_text(script)
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "script.py"],
-        cwd=directory,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    process = run_python(directory / "script.py", folder=directory, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

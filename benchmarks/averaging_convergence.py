@@ -27,7 +27,7 @@ from torch import Tensor
 from sparsync.averaging.base import Averager
 from sparsync.averaging.binding import Binding
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.cli.output import RowBar, progress
+from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.transports.sim import Links, SimCommunicator, simulate
@@ -106,7 +106,7 @@ WHY = """
 # ---- one run ---------------------------------------------------------------------------------------
 
 
-def train(spec: dict, bar: RowBar) -> dict:
+def train(spec: dict, bar: Bar) -> dict:
     """Train one scheme on all virtual ranks; return what came of it."""
     settings = TrainSettings(
         ranks=RANKS,
@@ -163,7 +163,7 @@ def train(spec: dict, bar: RowBar) -> dict:
     }
 
 
-def play(spec: dict, bar: RowBar) -> dict:
+def play(spec: dict, bar: Bar) -> dict:
     """Run a scheme without a model: what it costs, and what becomes of the ranks' updates."""
     late = lateness(spec["delay"], spec["seed"])
 

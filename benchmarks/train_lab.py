@@ -22,10 +22,11 @@ from statistics import median
 
 import torch
 
-from sparsync.cli.output import format_bytes, write_json
+from sparsync.cli.output import write_json
 from sparsync.cli.train.command import train
 from sparsync.cli.train.results import TrainResult
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.cost.wording import format_bytes
 
 HERE = Path(__file__).parent
 SETTINGS = TrainSettings(

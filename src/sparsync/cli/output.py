@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -32,7 +31,6 @@ __all__ = [
     "Columns",
     "check_outputs",
     "check_writable",
-    "format_bytes",
     "format_ms",
     "format_ratio",
     "progress",
@@ -48,10 +46,10 @@ _PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 @final
 class Columns:
-    """A table whose heads keep their words whole: they wrap at spaces, as far as the cells allow.
+    """A table whose heads are wrapped at spaces only.
 
-    A table wider than the terminal is shown as several, one below the other, each with the first
-    column.
+    A table that is still wider than the terminal is shown as several, one below the other, each with
+    the first column.
 
     Args:
         heads: of the columns; the first column is aligned to the left, the others to the right.
@@ -63,63 +61,43 @@ class Columns:
         self, heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
     ) -> None:
         self.heads, self.rows, self.title = list(heads), [list(row) for row in rows], title
-        columns = zip(heads, *self.rows, strict=True)
-        self.cells = [max((len(cell) for cell in cells), default=0) for _, *cells in columns]
+
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Columns:
+        """Make a table of rows of cells by head; a column of which all cells are "-" is left out."""
+        heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
+        return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one table, or as many as the width of the terminal needs."""
         if self.title is not None:
             yield Text(self.title)
-        for lines in (2, 3, 9):  # of a head: many make a narrow table
-            widths = [_width(h, c, lines) for h, c in zip(self.heads, self.cells, strict=True)]
-            if sum(widths) + len(widths) - 1 <= options.max_width:
-                break
+        columns = [
+            (head, [" ", *cells]) for head, *cells in zip(self.heads, *self.rows, strict=True)
+        ]
+        widths = [max(map(len, [head, *cells])) for head, cells in columns]
+        if sum(widths) + len(widths) - 1 > options.max_width:
+            widths = [max(map(len, [*head.split(), *cells])) for head, cells in columns]
         left = list(range(1, len(widths)))
         while left:
             room, shown = options.max_width - widths[0], [0]
             while left and (len(shown) == 1 or room > widths[left[0]]):
                 room -= widths[left[0]] + 1
                 shown.append(left.pop(0))
-            yield self._table(shown, widths)
-
-    def _table(self, chosen: Sequence[int], widths: Sequence[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-        heads = [_wrapped(self.heads[column], widths[column]) for column in chosen]
-        height = max(map(len, heads))
-        for column, head in zip(chosen, heads, strict=True):
-            justify: Literal["left", "right"] = "right" if column else "left"
-            text = "\n".join([""] * (height - len(head)) + head)
-            table.add_column(text, justify=justify, no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(Text(row[column]) for column in chosen))
-        return table
-
-
-def _wrapped(head: str, width: int) -> list[str]:
-    """Wrap a head at its spaces."""
-    return textwrap.wrap(head, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _width(head: str, cells: int, lines: int) -> int:
-    """Return the least width of a column whose head has at most ``lines`` lines of whole words."""
-    least = max(cells, 1, *map(len, head.split()))
-    return next(w for w in range(least, least + len(head) + 1) if len(_wrapped(head, w)) <= lines)
+            table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+            for column in shown:
+                table.add_column(
+                    Text(self.heads[column]),
+                    justify="right" if column else "left",
+                    vertical="bottom",
+                    width=widths[column],
+                )
+            for row in self.rows:
+                table.add_row(*(Text(row[column]) for column in shown))
+            yield table
 
 
 # ---- numbers ----------------------------------------------------------------------------------------
-
-
-def format_bytes(nbytes: float) -> str:
-    """Write a number of bytes with a decimal unit and three digits.
-
-    Example:
-        >>> format_bytes(0), format_bytes(238_291), format_bytes(7_943_040)
-        ('0 B', '238 kB', '7.94 MB')
-    """
-    exponent = 0
-    while nbytes >= 999.5 and exponent < 4:
-        nbytes, exponent = nbytes / 1000, exponent + 1
-    return f"{nbytes:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"
 
 
 def format_ratio(ratio: float | None) -> str:
@@ -216,20 +194,9 @@ def _plain(value: Any) -> Any:
 class Bar:
     """The progress of one row of a command; called after every step."""
 
-    def __init__(self, bar: Progress, text: str, lines: bool) -> None:
-        self.bar, self.text, self.lines, self.note = bar, text, lines, ""
-        self.task, self.started = bar.add_task(text, total=None, note=""), time.perf_counter()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self.bar.stop_task(self.task)
-        if self.lines and kind is None:
-            seconds = time.perf_counter() - self.started
-            self.bar.console.print(
-                f"{self.text}: {self.note} after {seconds:.1f} s", soft_wrap=True
-            )
+    def __init__(self, bar: Progress, text: str) -> None:
+        self.bar, self.text, self.note = bar, text, ""
+        self.task = bar.add_task(text, total=None, note="")
 
     def __call__(self, total: int | None = None, note: str = "") -> None:
         """Count a step.
@@ -243,7 +210,9 @@ class Bar:
 
 
 @contextmanager
-def progress(*, shown: bool = True, keep: bool = False) -> Iterator[Callable[[str], Bar]]:
+def progress(
+    *, shown: bool = True, keep: bool = False
+) -> Iterator[Callable[[str], AbstractContextManager[Bar]]]:
     """Show a bar per row on standard error; yields the function that opens a row.
 
     Args:
@@ -253,15 +222,21 @@ def progress(*, shown: bool = True, keep: bool = False) -> Iterator[Callable[[st
     """
     console = Console(stderr=True)
     bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.fields[note]}"),
         console=console,
         transient=not keep,
         disable=not shown or not console.is_terminal,
     )
-    lines = keep and shown and not console.is_terminal
+
+    @contextmanager
+    def row(text: str) -> Iterator[Bar]:
+        started, mine = time.perf_counter(), Bar(bar, text)
+        yield mine
+        bar.stop_task(mine.task)
+        if keep and shown and not console.is_terminal:
+            seconds = time.perf_counter() - started
+            console.print(f"{text}: {mine.note} after {seconds:.1f} s", soft_wrap=True)
+
     with bar:
-        yield lambda text: Bar(bar, text, lines)
+        yield row

@@ -1,14 +1,11 @@
-"""One row of a bench: its gradients, its watched reducer, and the verification of every step.
-
-Verified are the sum, its equality on all ranks, and the law of conservation.
-"""
+"""One row of a bench: its gradients, its watched reducer, and the verification of every step."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,7 +20,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links
 from sparsync.units import Slot, Unit
 
-__all__ = ["VECTORS", "Case", "Evidence", "Verdict", "Verification", "WatchedReducer", "digest"]
+__all__ = ["VECTORS", "Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 VECTORS = 6  # that make up a rank's evidence
 
@@ -79,80 +76,20 @@ class Case:
 
 
 @final
-class WatchedReducer:
-    """A rank's reducer, and a look at its last step.
+class _Watched(Collective):
+    """Passes calls on to a collective, and keeps the vectors and the times of the last one.
 
     Attributes:
-        reducer: a real one; only its collective is wrapped.
-        fence: called when the entries are selected and before they are exchanged; returns the time
-            from which the exchange counts.  None: the exchange follows at once and is not timed.
-        keep: copy the vectors that pass by, as evidence; ``copying`` has the time of the copies.
-        copying: seconds that the last step spent on copies for the evidence.
-        exchanged: when the last exchange ended, by ``time.perf_counter``.
-        exchange_started: what ``fence`` returned.
+        fence: called before the exchange; returns the time from which it counts.  None: the exchange
+            follows at once and is not timed.
+        keep: copy the vectors: the reducer may overwrite its buffers later in the step.
+        copying: seconds that the copies took.
     """
 
-    def __init__(self, case: Case, comm: Communicator) -> None:
-        algorithm = resolve(case.collective)
-        watched = Algorithm(
-            algorithm.name,
-            algorithm.make_selector,
-            lambda: _Watched(algorithm.make_collective(), self),
-            average=algorithm.average,
-        )
-        self.case = case
+    def __init__(self, inner: Collective) -> None:
+        self.inner, self.keep = inner, True
         self.fence: Callable[[], float] | None = None
-        self.keep = True
-        self.copying = self.exchanged = self.exchange_started = 0.0
-        self._accumulated: Tensor | None = None
-        self.reducer = Reducer(comm, [case.unit], watched, case.density)
-
-    def feed(self) -> Tensor:
-        """Return the step's gradient; keep the sum that it will accumulate to, worked out apart."""
-        mine = self.case.draw(self.reducer.comm.rank, self.reducer.step)
-        self._accumulated = mine + self._residual() if self.keep else None
-        return mine
-
-    def evidence(self) -> Evidence:
-        """Return the evidence of the last step, which must have been kept."""
-        assert self._accumulated is not None, "this step was not kept"
-        nothing = SparseVector.empty(self.case.size, self._accumulated)
-        return Evidence(
-            self._accumulated,
-            self._residual(),
-            self.selected,
-            self.reduced.delivered,
-            self.reduced.total,
-            self.reduced.lost or nothing,
-        )
-
-    def _residual(self) -> Tensor:
-        kept = self.reducer.residuals[0].value
-        return torch.zeros(self.case.size) if kept is None else kept
-
-    def saw(self, selected: Vector, reduced: Reduced) -> None:
-        """Keep the vectors of an exchange; the reducer may overwrite its buffers later in the step."""
-        self.exchanged = time.perf_counter()
-        if self.keep:
-            selected = _copy(selected)
-            lost = None if reduced.lost is None else _copy(reduced.lost)
-            reduced = Reduced(_copy(reduced.total), _copy(reduced.delivered), lost)
-        self.selected, self.reduced = selected, reduced
-        self.copying = time.perf_counter() - self.exchanged
-
-
-def _copy(vector: Vector) -> Vector:
-    if isinstance(vector, SparseVector):
-        return SparseVector(vector.indices.clone(), vector.values.clone(), vector.size)
-    return DenseVector(vector.values.clone())
-
-
-@final
-class _Watched(Collective):
-    """A collective whose calls a ``WatchedReducer`` sees."""
-
-    def __init__(self, inner: Collective, watcher: WatchedReducer) -> None:
-        self.inner, self.watcher = inner, watcher
+        self.started = self.ended = self.copying = 0.0
 
     @property
     def state(self) -> Any:
@@ -167,12 +104,61 @@ class _Watched(Collective):
         return self.inner.whole
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        if self.watcher.fence is not None:
+        if self.fence is not None:
             with comm.stage("fence"):  # waiting for the others is no communication
-                self.watcher.exchange_started = self.watcher.fence()
+                self.started = self.fence()
         reduced = await self.inner.reduce(comm, selected, k, step)
-        self.watcher.saw(selected, reduced)
+        self.ended = time.perf_counter()
+        self.selected, self.reduced = selected, reduced
+        if self.keep:
+            self.selected = _copy(selected)
+            lost = reduced.lost and _copy(reduced.lost)
+            self.reduced = Reduced(_copy(reduced.total), _copy(reduced.delivered), lost)
+        self.copying = time.perf_counter() - self.ended
         return reduced
+
+
+def _copy(vector: Vector) -> Vector:
+    if isinstance(vector, SparseVector):
+        return SparseVector(vector.indices.clone(), vector.values.clone(), vector.size)
+    return DenseVector(vector.values.clone())
+
+
+@final
+class WatchedReducer:
+    """A rank's real reducer; ``seen`` is its collective, and has the last step's vectors and times."""
+
+    def __init__(self, case: Case, comm: Communicator) -> None:
+        algorithm = resolve(case.collective)
+        self.case, self.seen = case, _Watched(algorithm.make_collective())
+        watched = replace(algorithm, make_collective=lambda: self.seen)
+        self.reducer = Reducer(comm, [case.unit], watched, case.density)
+        self._accumulated: Tensor | None = None
+
+    def feed(self, *, keep: bool) -> Tensor:
+        """Return the step's gradient; ``keep`` the evidence of this step."""
+        self.seen.keep = keep
+        mine = self.case.draw(self.reducer.comm.rank, self.reducer.step)
+        self._accumulated = mine + self._residual() if keep else None
+        return mine
+
+    def evidence(self) -> Evidence:
+        """Return the evidence of the last step, which must have been kept."""
+        assert self._accumulated is not None, "this step was not kept"
+        reduced = self.seen.reduced
+        lost = reduced.lost or SparseVector.empty(self.case.size, self._accumulated)
+        return Evidence(
+            self._accumulated,
+            self._residual(),
+            self.seen.selected,
+            reduced.delivered,
+            reduced.total,
+            lost,
+        )
+
+    def _residual(self) -> Tensor:
+        kept = self.reducer.residuals[0].value
+        return torch.zeros(self.case.size) if kept is None else kept
 
 
 # ---- verification ----------------------------------------------------------------------------------
@@ -226,19 +212,59 @@ class Verdict(NamedTuple):
     law_error: float
     entries: float
 
-    @staticmethod
-    def of_totals(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-        """Judge a step by its totals alone: no law; ``wrong`` counts at least one if they differ.
 
-        Args:
-            k: number of entries asked for.
-            selected: the most entries that any rank selected: as many has the sum, barring sums of 0.
-            total: any rank's.
-            digests: of all ranks' totals.
-        """
-        wanted = min(k, selected)
-        full = not isinstance(total, SparseVector) or not wanted
-        return Verdict(len(digests) - 1, 0.0, 1.0 if full else total.values.numel() / wanted)
+def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
+    """Judge a step by the evidence of all ranks, in O(n) memory.
+
+    Totals must be equal on all ranks, and equal to the sum of what was delivered to the law's
+    tolerance: the tree of additions, and where a codec rounds, are the collective's own.
+
+    Example:
+        >>> one, zeros = DenseVector(torch.tensor([1.0, 0.0])), torch.zeros(2)
+        >>> judge(2, [Evidence(one.values, zeros, one, one, one, DenseVector(zeros))])
+        Verdict(wrong=0, law_error=0.0, entries=1.0)
+    """
+    total: Vector | None = None
+    ranks = 0
+    for mine in everyone:
+        ranks += 1
+        given, lost = mine.delivered.to_dense(), mine.lost.to_dense().double()
+        if total is None:
+            total, dense = mine.total, mine.total.to_dense()
+            accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
+            selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
+        accumulated += mine.accumulated
+        # a codec may deliver more than an entry has (a mean): roundings are relative to that
+        magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
+        residual += mine.residual + lost
+        delivered += given - lost
+        selected += mine.selected.to_dense()
+        differs |= mine.total.to_dense() != dense
+    assert total is not None, "no rank gave evidence"
+    tolerance = (ranks + 2) * _ROUNDING * magnitude
+    wrong = differs | ~((dense.double() - delivered).abs() <= tolerance)
+    errors = (accumulated - dense.double() - residual).abs() / tolerance.clamp(min=_TINY)
+    worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not know
+    errors = errors.nan_to_num(nan=worst, posinf=worst)
+    law_error = float(errors.max()) if errors.numel() else 0.0
+    return Verdict(int(wrong.sum()), law_error, _entries(k, int(selected.count_nonzero()), total))
+
+
+def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
+    """Judge a step by its totals alone: no law; ``wrong`` counts at least one if they differ.
+
+    Args:
+        k: number of entries asked for.
+        selected: the most entries that any rank selected: as many has the sum, barring sums of 0.
+        total: any rank's.
+        digests: of all ranks' totals.
+    """
+    return Verdict(len(digests) - 1, 0.0, _entries(k, selected, total))
+
+
+def _entries(k: int, selected: int, total: Vector) -> float:
+    wanted = min(k, selected)
+    return total.nnz / wanted if isinstance(total, SparseVector) and wanted else 1.0
 
 
 def digest(total: Vector) -> int:
@@ -254,67 +280,3 @@ def digest(total: Vector) -> int:
         state.update(total.indices.contiguous().numpy().data)
     state.update(total.values.contiguous().numpy().data)
     return int.from_bytes(state.digest()[:8], "little") >> 1
-
-
-class Verification:
-    """Collects the evidence of all ranks, in rank order, in O(n) memory.
-
-    Totals must be equal on all ranks, and equal to the sum of what was delivered to the law's
-    tolerance: the tree of additions, and where a codec rounds, are the collective's own.
-
-    Args:
-        size: number of elements n.
-        world_size: number of ranks P.
-        k: number of entries asked for.
-
-    Example:
-        >>> one = DenseVector(torch.tensor([1.0, 0.0]))
-        >>> check = Verification(size=2, world_size=1, k=2)
-        >>> zeros = torch.zeros(2)
-        >>> check.add(Evidence(one.values, zeros, one, one, one, DenseVector(zeros)))
-        >>> check.verdict()
-        Verdict(wrong=0, law_error=0.0, entries=1.0)
-    """
-
-    def __init__(self, size: int, world_size: int, k: int) -> None:
-        self.k, self.unit = k, (world_size + 2) * _ROUNDING
-        self.accumulated = torch.zeros(size, dtype=torch.float64)
-        self.magnitude = torch.zeros(size, dtype=torch.float64)
-        self.residual = torch.zeros(size, dtype=torch.float64)
-        self.delivered = torch.zeros(size, dtype=torch.float64)
-        self.selected = torch.zeros(size)
-        self.differs = torch.zeros(size, dtype=torch.bool)
-        self.total: Vector | None = None
-
-    def add(self, evidence: Evidence) -> None:
-        """Add the next rank's evidence."""
-        lost = evidence.lost.to_dense().double()
-        self.accumulated += evidence.accumulated
-        delivered = evidence.delivered.to_dense()
-        # a codec may deliver more than an entry has (a mean): roundings are relative to that
-        self.magnitude += evidence.accumulated.abs().maximum(delivered.abs()) + lost.abs()
-        self.residual += evidence.residual + lost
-        self.delivered += delivered - lost
-        self.selected += evidence.selected.to_dense()
-        if self.total is None:
-            self.total = evidence.total
-        else:
-            self.differs |= evidence.total.to_dense() != self.total.to_dense()
-
-    def verdict(self) -> Verdict:
-        """Judge the step."""
-        assert self.total is not None
-        total, tolerance = self.total.to_dense().double(), self.unit * self.magnitude
-        wrong = self.differs | ~((total - self.delivered).abs() <= tolerance)
-        difference = (self.accumulated - total - self.residual).abs()
-        errors = difference / tolerance.clamp(min=_TINY)
-        worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not know
-        errors = errors.nan_to_num(nan=worst, posinf=worst)
-        law_error = float(errors.max()) if errors.numel() else 0.0
-        return Verdict(int(wrong.sum()), law_error, self._entries())
-
-    def _entries(self) -> float:
-        wanted = min(self.k, int(self.selected.count_nonzero()))
-        if isinstance(self.total, SparseVector) and wanted:
-            return self.total.nnz / wanted
-        return 1.0

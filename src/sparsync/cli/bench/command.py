@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -14,9 +14,9 @@ from typer import Option
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.inputs import INPUTS, input_named
 from sparsync.cli.bench.kernels import KernelRow, bench_kernels, kernel_table
-from sparsync.cli.bench.measure import Measured, Pace, check_verify, measure_simulated
+from sparsync.cli.bench.measure import VERIFY, Measured, Pace, measure_simulated, verified_in_full
 from sparsync.cli.bench.processes import Team
-from sparsync.cli.bench.rows import Row, Wire, entry, summarize, tables
+from sparsync.cli.bench.rows import Row, entry, summarize, tables
 from sparsync.cli.bench.selectors import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
@@ -27,6 +27,7 @@ from sparsync.cli.bench.selectors import (
     selector_tables,
     write_plot,
 )
+from sparsync.cli.lab import parse_rate
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.network import Connection, parse_network
 from sparsync.cli.options import (
@@ -112,7 +113,10 @@ class BenchSettings:
         for density in self.densities:
             check_density(density)
         input_named(self.input)
-        check_verify(self.verify)
+        if self.verify not in VERIFY:
+            raise ConfigurationError(
+                f"unknown verification {self.verify!r}; choose {', '.join(VERIFY)}"
+            )
         self.connection()
 
     def connection(self) -> Connection:
@@ -238,32 +242,28 @@ def bench(settings: BenchSettings) -> list[Row] | None:
     connection = settings.connection()
     if connection.simulated:
         connection.prepare()
-        measured = on_one_thread(lambda: _simulate_all(settings))
+        measured = on_one_thread(lambda: _measure_all(settings, measure_simulated))
     else:
-        measured = connection.start(_measure_all, settings.ranks, settings)
+        measured = connection.start(_measure_on_rank, settings.ranks, settings)
     if measured is None:
         return None
-    wire = None if settings.lab is None else Wire.of(settings.lab)
-    return [summarize(c, m, wire) for c, m in zip(settings.cases(), measured, strict=True)]
+    rate = None if settings.lab is None else parse_rate(settings.lab)
+    return [summarize(c, m, rate) for c, m in zip(settings.cases(), measured, strict=True)]
 
 
-def _simulate_all(settings: BenchSettings) -> list[Measured]:
-    """Measure every case on virtual ranks."""
-    pace, rows = settings.pace(), []
-    steps, warmup = pace.timed([]), pace.warmup or 0
-    with progress() as row:
-        for case in settings.cases():
-            with row(case.title) as advance:
-                rows.append(measure_simulated(case, steps, warmup, settings.verify, advance))
-    return rows
-
-
-def _measure_all(settings: BenchSettings) -> list[Measured]:
+def _measure_on_rank(settings: BenchSettings) -> list[Measured]:
     """Measure every case on this rank of a process group."""
-    team = Team(settings.ranks, max(settings.sizes), settings.connection(), settings.verify)
-    rows = []
-    with progress(shown=dist.get_rank() == 0) as row:
+    team = Team(settings.ranks, max(settings.sizes), settings.connection())
+    return _measure_all(settings, team.measure, shown=dist.get_rank() == 0)
+
+
+def _measure_all(
+    settings: BenchSettings, measure: Callable[..., Measured], *, shown: bool = True
+) -> list[Measured]:
+    rows, pace = [], settings.pace()
+    with progress(shown=shown) as row:
         for case in settings.cases():
+            verified = verified_in_full(settings.verify, case.size, case.ranks)
             with row(case.title) as advance:
-                rows.append(team.measure(case, settings.pace(), advance))
+                rows.append(measure(case, pace, verified, advance))
     return rows

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, final
 
-from sparsync.cli.bench.cases import Case, Evidence, Verdict, Verification, WatchedReducer, digest
-from sparsync.errors import ConfigurationError
+from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
 from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.sim import SimCommunicator, Simulation, simulate
 
 __all__ = [
-    "Case",
+    "VERIFY",
     "Measured",
     "Outcome",
     "Pace",
     "SimulatedRanks",
-    "Verify",
-    "check_verify",
+    "Step",
+    "measure",
     "measure_simulated",
     "verified_in_full",
 ]
 
-Verify = Literal["auto", "every", "ends", "digest"]
-
-
-def check_verify(mode: str) -> None:
-    """Refuse an unknown mode."""
-    if mode not in get_args(Verify):
-        known = ", ".join(get_args(Verify))
-        raise ConfigurationError(f"unknown verification {mode!r}; choose {known}")
+VERIFY = ("auto", "every", "ends", "digest")
 
 
 def verified_in_full(
@@ -47,8 +39,7 @@ def verified_in_full(
             these that is cheap.
         size: number of elements n.
         ranks: world size P.
-        every_up_to: elements n P up to which "auto" means every step: 0.4 s of work on one
-            core.
+        every_up_to: elements n P up to which "auto" means every step: 0.4 s of work on one core.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
@@ -97,10 +88,7 @@ class Pace:
         return len(durations) >= self.most_warmup or sum(durations) >= self.warmup_seconds
 
     def timed(self, durations: Sequence[float]) -> int:
-        """Return how many steps to time, given the seconds of the warm-up's steps.
-
-        Each is done twice: once as a whole, once with its exchange timed alone.
-        """
+        """Return how many steps to time, given the seconds of the warm-up's steps."""
         if self.steps is not None:
             return self.steps
         if not durations:
@@ -136,7 +124,7 @@ class Outcome:
     kernel: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """All steps of a row.
 
@@ -146,7 +134,7 @@ class Measured:
         whole: those that were timed as a whole.
         alone: those whose exchange was timed alone.
         warmup: number of steps before the timed ones.
-        stages: seconds per step of every stage of ``ledger.STAGES``, on rank 0, over all steps.
+        stages: seconds of every stage of ``ledger.STAGES``, on rank 0, summed over all steps.
         add_seconds: ``residual.add_(gradient)``, of the slowest rank, per repetition; may be empty.
     """
 
@@ -155,14 +143,62 @@ class Measured:
     whole: list[Outcome]
     alone: list[Outcome]
     warmup: int
-    add_seconds: list[float]
-    stages: dict[str, float] = field(default_factory=dict)
+    stages: Mapping[str, float] = field(default_factory=dict)
+    add_seconds: Sequence[float] = ()
 
 
+class Step(Protocol):
+    """Does a step on all ranks; ``alone``: with the exchange timed alone, from a common start."""
+
+    def __call__(self, *, in_full: bool, alone: bool) -> Outcome: ...
+
+
+def measure(
+    step: Step,
+    transport: str,
+    pace: Pace,
+    verified: tuple[bool, bool],
+    advance: Callable[[int | None], None],
+) -> Measured:
+    """Measure a row: a warm-up; then timed steps by turns, one as a whole, one with its exchange alone.
+
+    The virtual clock times both in one step.
+
+    Args:
+        step: does one.
+        transport: "sim": the clock is virtual.
+        pace: how many steps.
+        verified: every step in full, the first and the last one; see ``verified_in_full``.
+        advance: called after every step with the number of steps, None while that is open.
+    """
+    every, ends = verified
+    turns = (False,) if transport == "sim" else (False, True)
+    outcomes: list[Outcome] = []
+
+    def do(total: int | None, *, alone: bool = False, last: bool = False) -> Outcome:
+        in_full = every or (ends and (last or not outcomes))
+        outcomes.append(step(in_full=in_full, alone=alone))
+        advance(total)
+        return outcomes[-1]
+
+    while not pace.warm([outcome.seconds for outcome in outcomes]):
+        do(None)
+    warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
+    closing = ends and not every  # copies would disturb the clock: one more step, not timed
+    total = warmup + len(turns) * steps + closing
+    timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
+    if closing:
+        do(total, last=True)
+    whole, alone = timed[:: len(turns)], timed[len(turns) - 1 :: len(turns)]
+    return Measured(transport, outcomes, whole, alone, warmup)
+
+
+@final
 class SimulatedRanks:
     """P virtual ranks, each with its own reducer, that live from step to step.
 
-    Every step runs on a fresh network: its clock starts at 0 and its ledgers hold this step alone.
+    Every step runs on a fresh network: its clock, which charges communication alone, starts at 0 and
+    its ledgers hold this step alone.
 
     Example:
         >>> ranks = SimulatedRanks(Case("oktopk", ranks=4, size=1000, density=0.01))
@@ -175,74 +211,49 @@ class SimulatedRanks:
         self.case = case
         self.ranks = [WatchedReducer(case, SoloCommunicator()) for _ in range(case.ranks)]
         self.reducers = [rank.reducer for rank in self.ranks]
+        self.stages = Counter[str]()  # seconds of rank 0
 
     def step(self) -> Simulation[Evidence]:
         """Run the next step of all ranks; return the evidence."""
-        simulation = self.run()
-        return Simulation(
-            [rank.evidence() for rank in self.ranks], simulation.seconds, simulation.ledgers
+        simulation = self.run(keep=True)
+        return replace(simulation, results=[rank.evidence() for rank in self.ranks])
+
+    def outcome(self, *, in_full: bool, alone: bool = False) -> Outcome:
+        """Run the next step of all ranks, and judge it."""
+        simulation, k = self.run(keep=in_full), self.case.k
+        if in_full:
+            verdict = judge(k, (rank.evidence() for rank in self.ranks))
+        else:
+            totals = [rank.seen.reduced.total for rank in self.ranks]
+            selected = max(rank.seen.selected.nnz for rank in self.ranks)
+            verdict = compare(k, selected, totals[0], {digest(total) for total in totals})
+        self.stages.update(simulation.ledgers[0].stages)
+        traffic = [ledger.total() for ledger in simulation.ledgers]
+        return Outcome(
+            simulation.seconds,
+            simulation.seconds,
+            max(t.sent for t in traffic),
+            max(t.received for t in traffic),
+            verdict,
+            in_full,
         )
 
-    def run(self, *, keep: bool = True) -> Simulation[None]:
-        """Run the next step of all ranks; keep the evidence if asked for."""
+    def run(self, *, keep: bool = True) -> Simulation[Any]:
+        """Run the next step of all ranks; ``keep`` its evidence."""
 
         async def program(comm: SimCommunicator) -> None:
             rank = self.ranks[comm.rank]
-            rank.reducer.comm, rank.keep = comm, keep
-            await rank.reducer.reduce([rank.feed()])
+            rank.reducer.comm = comm
+            await rank.reducer.reduce([rank.feed(keep=keep)])
 
         return simulate(program, self.case.ranks, links=self.case.links)
 
-    def verdict(self, *, in_full: bool) -> Verdict:
-        """Judge the last step; in full its evidence must have been kept."""
-        case = self.case
-        if in_full:
-            check = Verification(case.size, case.ranks, case.k)
-            for rank in self.ranks:
-                check.add(rank.evidence())
-            return check.verdict()
-        totals = [rank.reduced.total for rank in self.ranks]
-        selected = max(rank.selected.values.numel() for rank in self.ranks)
-        return Verdict.of_totals(case.k, selected, totals[0], {digest(t) for t in totals})
-
 
 def measure_simulated(
-    case: Case,
-    steps: int,
-    warmup: int,
-    verify: str = "auto",
-    advance: Callable[[int], None] = lambda total: None,
+    case: Case, pace: Pace, verified: tuple[bool, bool], advance: Callable[[int | None], None]
 ) -> Measured:
-    """Measure a row under the virtual clock, which charges communication alone.
-
-    Args:
-        case: the row.
-        steps: timed steps.
-        warmup: steps before them.
-        verify: which steps are verified in full; see ``verified_in_full``.
-        advance: called after every step with the number of steps.
-    """
+    """Measure a row under the virtual clock; see ``measure``."""
     ranks = SimulatedRanks(case)
-    outcomes: list[Outcome] = []
-    every, ends = verified_in_full(verify, case.size, case.ranks)
-    total = warmup + steps
-    stages = Counter[str]()
-    for step in range(total):
-        in_full = every or (ends and step in (0, total - 1))
-        simulation = ranks.run(keep=in_full)
-        traffic = [ledger.total() for ledger in simulation.ledgers]
-        stages.update(simulation.ledgers[0].stages)
-        outcomes.append(
-            Outcome(
-                simulation.seconds,
-                simulation.seconds,
-                max(t.sent for t in traffic),
-                max(t.received for t in traffic),
-                ranks.verdict(in_full=in_full),
-                in_full,
-            )
-        )
-        advance(total)
-    timed = outcomes[warmup:]
-    per_step = {stage: seconds / total for stage, seconds in stages.items()}
-    return Measured("sim", outcomes, timed, timed, warmup, [], per_step)
+    measured = measure(ranks.outcome, "sim", pace, verified, advance)
+    measured.stages = ranks.stages
+    return measured

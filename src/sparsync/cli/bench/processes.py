@@ -1,17 +1,13 @@
-"""Measurement of a row on real ranks and a real clock, through a real ``Reducer``.
-
-A row's steps: a warm-up; then timed steps by turns, one as a whole, one with its exchange timed alone,
-after a fence where all ranks meet with their entries selected; then ``residual.add_``.
+"""Steps of real ranks on a real clock, through a real ``Reducer``.
 
 A full verification needs six vectors of every rank.  At n = 14.7 M and P = 8 these are 2.4 GB: 20 s on a
-link of 1 Gbit/s, after every verified step.  Pages that the ranks of one machine map cost no link.
+link of 1 Gbit/s, after every verified step.  Memory that the ranks of one machine map costs no link.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +22,12 @@ from sparsync.cli.bench.cases import (
     Case,
     Evidence,
     Verdict,
-    Verification,
     WatchedReducer,
+    compare,
     digest,
+    judge,
 )
-from sparsync.cli.bench.measure import Measured, Outcome, Pace, verified_in_full
+from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
 from sparsync.cli.launch import StartLine, gather
 from sparsync.cli.network import Connection, link_bytes, transport_of
 from sparsync.errors import ConfigurationError
@@ -41,7 +38,6 @@ __all__ = ["EvidenceRoom", "Team"]
 
 _NANOSECONDS = 1e9
 _ITEM_BYTES = 4  # float32
-_IN_MEMORY = Path("/dev/shm")
 
 
 @final
@@ -52,88 +48,66 @@ class Team:
         ranks: the expected world size P.
         largest: the most elements n of any row.
         connection: carries the rows.
-        verify: see ``verified_in_full``.
 
     State: that process group, for messages that are neither timed nor booked.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        largest: int,
-        connection: Connection,
-        verify: str = "auto",
-    ) -> None:
+    def __init__(self, ranks: int, largest: int, connection: Connection) -> None:
         self.group = dist.new_group()
         self.rank, present = dist.get_rank(), dist.get_world_size()
         if present != ranks:
             raise ConfigurationError(
                 f"the bench has {ranks} ranks, this job {present}; give --ranks {present}"
             )
-        self.connection, self.verify = connection, verify
+        self.connection = connection
         self.room = EvidenceRoom(self.group, largest)
         self.line = StartLine(self.group, one_machine=self.room.one_machine)
 
-    def measure(self, case: Case, pace: Pace, advance: Callable[[int | None], None]) -> Measured:
-        """Measure a row.
+    def measure(
+        self,
+        case: Case,
+        pace: Pace,
+        verified: tuple[bool, bool],
+        advance: Callable[[int | None], None],
+    ) -> Measured:
+        """Measure a row; every rank calls it, and decides alike, by the slowest rank's clock.
 
-        Every rank calls it, and decides alike when to go on: by the slowest rank's clock.  Verdicts
-        on the sum and the law are rank 0's; the other ranks' are on the equality of the totals.
-
-        Args:
-            case: the row.
-            pace: how many steps.
-            advance: called after every step with the number of steps, None while that is open.
+        Verdicts on the sum and the law are rank 0's; the other ranks' are on the equality of the totals.
         """
-        every, ends = verified_in_full(self.verify, case.size, case.ranks)
-        closing = ends and not every  # copies would disturb the clock: one more step, not timed
-        outcomes: list[Outcome] = []
-        durations: list[float] = []
         with self.connection.open(case.name) as comm:
             rank = WatchedReducer(case, comm)
-            while not pace.warm(durations):
-                outcomes.append(self._step(rank, in_full=every or (ends and not outcomes)))
-                durations.append(outcomes[-1].seconds)
-                advance(None)
-            warmup, steps = len(outcomes), pace.timed(durations)
-            total = warmup + 2 * steps + closing
-            for turn in range(2 * steps):
-                in_full = every or (ends and not outcomes)
-                outcomes.append(self._step(rank, in_full=in_full, alone=turn % 2 == 1))
-                advance(total)
-            whole, alone = outcomes[warmup::2], outcomes[warmup + 1 :: 2]
-            if closing:
-                outcomes.append(self._step(rank, in_full=True))
-                advance(total)
-            slowest = torch.tensor(_seconds_of_add(case.size, self.line), dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
-            stages = {s: t / total for s, t in comm.ledger.stages.items()}
-        adds = slowest.tolist()
-        return Measured(transport_of(comm), outcomes, whole, alone, warmup, adds, stages)
 
-    def _step(self, rank: WatchedReducer, *, in_full: bool, alone: bool = False) -> Outcome:
+            def step(*, in_full: bool, alone: bool) -> Outcome:
+                return self._step(rank, in_full=in_full, alone=alone)
+
+            measured = measure(step, transport_of(comm), pace, verified, advance)
+            measured.stages = dict(comm.ledger.stages)
+            measured.add_seconds = self._seconds_of_add(case.size)
+        return measured
+
+    def _step(self, rank: WatchedReducer, *, in_full: bool, alone: bool) -> Outcome:
         """Do one step: as a whole, or with a fence before the exchange."""
-        rank.keep, rank.fence = in_full, self.line.wait if alone else None
-        mine = rank.feed()
+        seen = rank.seen
+        seen.fence = self.line.wait if alone else None
+        mine = rank.feed(keep=in_full)
         ledger, before = rank.reducer.comm.ledger, link_bytes() or (0, 0)
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
-        end = time.perf_counter() - rank.copying
+        end = time.perf_counter() - seen.copying
         dist.barrier(group=self.group)  # what was sent has arrived, when the kernel is asked
         after = link_bytes() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
-        total, last = rank.reduced.total, ledger.last_step
+        total, last = seen.reduced.total, ledger.last_step
         facts = self._gather(
-            *(round(t * _NANOSECONDS) for t in (start, end)),
-            *(round(t * _NANOSECONDS) for t in (rank.exchange_started, rank.exchanged)),
+            *(round(t * _NANOSECONDS) for t in (start, end, seen.started, seen.ended)),
             last.sent,
             last.received,
             counted,
-            rank.selected.nnz if isinstance(rank.selected, SparseVector) else rank.case.size,
+            seen.selected.nnz if isinstance(seen.selected, SparseVector) else rank.case.size,
             digest(total),
         )
         most = facts.amax(0).tolist()
-        verdict = Verdict.of_totals(rank.case.k, most[7], total, set(facts[:, 8].tolist()))
+        verdict = compare(rank.case.k, most[7], total, set(facts[:, 8].tolist()))
         if in_full:
             verdict = self._verify(rank) or verdict
         return Outcome(
@@ -146,7 +120,7 @@ class Team:
             kernel=most[6] if self.connection.lab else None,
         )
 
-    def _gather(self, *facts: int) -> torch.Tensor:
+    def _gather(self, *facts: int) -> Tensor:
         """Return `[P, facts]`: every rank's, on all ranks."""
         mine = torch.tensor(facts)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -155,32 +129,24 @@ class Team:
 
     def _verify(self, rank: WatchedReducer) -> Verdict | None:
         """Judge the step on rank 0."""
-        case = rank.case
-        check = Verification(case.size, case.ranks, case.k) if self.rank == 0 else None
-        for evidence in self.room.collect(rank.evidence()):
-            assert check is not None
-            check.add(evidence)
-        return None if check is None else check.verdict()
+        everyone = self.room.collect(rank.evidence())
+        if self.rank == 0:
+            return judge(rank.case.k, everyone)
+        for _ in everyone:
+            pass
+        return None
 
-
-def _seconds_of_add(size: int, line: StartLine, *, repetitions: int = 10) -> list[float]:
-    """Time ``residual.add_(gradient)`` on this rank, while all ranks do it; float32.
-
-    Args:
-        size: number of elements n.
-        line: where each repetition starts.
-        repetitions: how often; one more before them is not timed.
-    """
-    residual, gradient = torch.zeros(size), torch.ones(size)
-    seconds = []
-    for _ in range(repetitions + 1):
-        start = line.wait()
-        residual.add_(gradient)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
-
-
-# ---- evidence --------------------------------------------------------------------------------------
+    def _seconds_of_add(self, size: int, *, repetitions: int = 10) -> list[float]:
+        """Time ``residual.add_(gradient)`` while all ranks do it: the slowest's, per repetition."""
+        residual, gradient = torch.zeros(size), torch.ones(size)
+        seconds = []
+        for _ in range(repetitions + 1):  # the first is not timed
+            start = self.line.wait()
+            residual.add_(gradient)
+            seconds.append(time.perf_counter() - start)
+        slowest = torch.tensor(seconds[1:], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        return list(slowest.tolist())
 
 
 @final
@@ -192,76 +158,58 @@ class EvidenceRoom:
         size: the most elements n of any vector.
 
     Attributes:
-        one_machine: all ranks map the same pages, and thus share a clock, too.
+        one_machine: rank 0 and the others map the same memory, and thus share a clock, too.
 
-    State: the pages' files are deleted as soon as all have mapped them: nothing remains, however the
-    ranks end.
+    State: unnamed memory, held by those who map it: nothing remains, however the ranks end.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        pages = self._map(size)
-        self.one_machine, self.pages = pages is not None, pages or []
+        self.group, self.rank = group, dist.get_rank(group)
+        self.pages = self._map(VECTORS * size)
+        self.one_machine = bool(self.pages)
 
     def collect(self, mine: Evidence) -> Iterator[Evidence]:
         """Yield every rank's evidence, in rank order, on rank 0; nothing elsewhere; all call it."""
-        size = mine.accumulated.numel()
-        if not self.one_machine:
-            yield from self._over_the_network(mine)
-            return
-        if self.rank != 0:
-            mine.write_(_view(self.pages[self.rank], size))
-        dist.barrier(group=self.group)
+        shape = VECTORS, mine.accumulated.numel()
         if self.rank == 0:
             yield mine
-            for page in self.pages[1:]:
-                yield Evidence.unpack(_view(page, size))
-        dist.barrier(group=self.group)  # the pages may be written again
-
-    def _over_the_network(self, mine: Evidence) -> Iterator[Evidence]:
-        packed = torch.empty(VECTORS, mine.accumulated.numel())
+        if self.one_machine:
+            pages = [page[: shape[0] * shape[1]].view(shape) for page in self.pages]
+            if self.rank != 0:
+                mine.write_(pages[self.rank])
+            dist.barrier(group=self.group)
+            if self.rank == 0:
+                yield from map(Evidence.unpack, pages[1:])
+            dist.barrier(group=self.group)  # the pages may be written again
+            return
+        packed = torch.empty(shape)
         if self.rank != 0:
             mine.write_(packed)
             dist.send(packed, dst=0, group=self.group)
             return
-        yield mine
-        for source in range(1, self.ranks):
+        for source in range(1, dist.get_world_size()):
             dist.recv(packed, src=source, group=self.group)
             yield Evidence.unpack(packed)
 
-    def _map(self, size: int) -> list[Tensor] | None:
-        """Map a file per rank, in memory where there is room; None where ranks share no folder."""
-        made = ""
-        if self.rank == 0:
-            in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-            made = tempfile.mkdtemp(prefix="sparsync-bench-", dir=in_memory)
-        folder, elements = Path(gather(made)[0]), VECTORS * size
+    def _map(self, elements: int) -> list[Tensor]:
+        """Map unnamed memory of every rank; an empty list where ranks cannot map each other's."""
+        file, mine = -1, ("", "")
+        if hasattr(os, "memfd_create"):  # Linux
+            name = f"sparsync-bench-{secrets.token_hex(8)}"
+            file = os.memfd_create(name)
+            os.ftruncate(file, elements * _ITEM_BYTES)
+            mine = (name, f"/proc/{os.getpid()}/fd/{file}")
+        pages = []
         try:
-            try:
-                with (folder / str(self.rank)).open("xb") as file:
-                    # reserved at once: a full disk must not end in SIGBUS
-                    os.posix_fallocate(file.fileno(), 0, elements * _ITEM_BYTES)
-                there = True
-            except (OSError, AttributeError):  # no such folder here, no room, or another system
-                there = False
-            files = [folder / str(rank) for rank in range(self.ranks)]
-            # a folder of that name may be on another machine
-            mapped = self._all(there) and self._all(all(file.exists() for file in files))
-            if not mapped:
-                return None
-            pages = [torch.from_file(str(f), shared=True, size=elements) for f in files]
-            self._all(True)  # all have mapped them: the files may go
-            return pages
-        finally:
-            if self.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _all(self, mine: bool) -> bool:
-        """Tell whether it is true on all ranks."""
-        everyone = torch.tensor([int(mine)])
-        dist.all_reduce(everyone, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(everyone)
-
-
-def _view(page: Tensor, size: int) -> Tensor:
-    return page[: VECTORS * size].view(VECTORS, size)
+            for name, path in gather(mine):
+                # on another machine that path may be anybody's
+                if not name or name not in str(Path(path).readlink()):
+                    raise FileNotFoundError(path)
+                pages.append(torch.from_file(path, shared=True, size=elements))
+            there = torch.tensor([1])
+        except (OSError, RuntimeError):
+            there = torch.tensor([0])
+        dist.all_reduce(there, op=dist.ReduceOp.MIN, group=self.group)  # all have mapped them
+        if file >= 0:
+            os.close(file)
+        return pages if bool(there) else []

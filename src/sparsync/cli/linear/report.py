@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from sparsync.cli.linear.settings import DENSE
-from sparsync.cli.output import Columns, format_bytes, format_ratio
-from sparsync.cost.wording import format_seconds
+from sparsync.cli.output import Columns, format_ratio
+from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["LinearResult", "tables", "with_ratios"]
 

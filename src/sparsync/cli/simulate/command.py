@@ -83,7 +83,7 @@ def command(
     )
     check_outputs(plot=plot)
     with progress() as row:
-        rows = simulate_training(settings, lambda contender: row(contender.name))
+        rows = simulate_training(settings, row)
     if plot is not None:
         write_plot(rows, plot)
     if json:

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.output import Columns, format_bytes, format_ratio, to_json
+from sparsync.cli.output import Columns, format_ratio, to_json
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep
-from sparsync.cost.wording import format_seconds
+from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["as_json", "tables", "write_plot"]
 

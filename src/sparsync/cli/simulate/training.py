@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from types import MappingProxyType
@@ -97,16 +98,20 @@ class SimulatedRow:
         return fmean(getattr(step, field) for step in self.steps)
 
 
+def _silent(name: str) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda total: None)
+
+
 def simulate_training(
     settings: SimulationSettings,
-    advance: Callable[[Contender], Callable[[int], None]] = lambda row: lambda total: None,
+    show: Callable[[str], AbstractContextManager[Callable[[int], None]]] = _silent,
 ) -> list[SimulatedRow]:
     """Simulate every algorithm, the baselines first.
 
     Args:
         settings: what is simulated.
-        advance: called with every row; what it returns is called when a rank ends a step, with the
-            number of such ends.
+        show: opens the progress of the row of this name, which is called when a rank ends a step,
+            with the number of such ends.
 
     Example:
         >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)
@@ -116,7 +121,15 @@ def simulate_training(
         >>> rows[2].mean("seconds") < rows[0].mean("seconds"), rows[2].mean("seconds_computation")
         (True, 0.01)
     """
-    return on_one_thread(lambda: [_row(c, settings, advance(c)) for c in settings.contenders()])
+
+    def simulate_all() -> list[SimulatedRow]:
+        rows = []
+        for contender in settings.contenders():
+            with show(contender.name) as advance:
+                rows.append(_row(contender, settings, advance))
+        return rows
+
+    return on_one_thread(simulate_all)
 
 
 def _row(

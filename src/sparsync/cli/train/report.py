@@ -10,10 +10,10 @@ from statistics import fmean, median
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.output import Columns, format_bytes, format_ratio
+from sparsync.cli.output import Columns, format_ratio
 from sparsync.cli.train.results import TrainResult, smoothed
 from sparsync.cli.workloads import workload_class
-from sparsync.cost.wording import format_seconds
+from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["comparison", "write_plot"]
 

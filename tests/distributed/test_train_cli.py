@@ -55,6 +55,7 @@ def assert_ended(group, seconds=60.0):
 def test_two_algorithms_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--algorithm", "dense,oktopk", "--ranks", "2", "--steps", "3"]
+    options += ["--layers", "1", "--width", "64"]
     files = ["--json", f"{tmp_path}/new/t.json", "--plot", f"{tmp_path}/new/loss.png"]
     code, out, err = run("-m", "sparsync", "train", *options, *files)
     assert code == 0, err

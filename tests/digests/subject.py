@@ -27,11 +27,8 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.linear.exchanges import gradient_exchange, update_exchange
-from sparsync.linear.problem import LOSSES, Penalty, Problem
-from sparsync.linear.scd import Scd
-from sparsync.linear.sgd import Sgd
-from sparsync.linear.solver import Schedule
+from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.solvers import Scd, Sgd
 from sparsync.presets import PRESETS, resolve
 from sparsync.selection import (
     BinarySearch,
@@ -117,7 +114,7 @@ def linear_solver(
 ) -> Any:
     """Return a solver of one rank's rows."""
     kind = np.dtype(dtype)
-    problem = Problem(features, labels, LOSSES[model], Penalty(l1, l2), dtype=kind)
+    problem = Problem(features, labels, model, Penalty(l1, l2), dtype=kind)
     if solver == "scd":
-        return Scd(comm, problem, update_exchange(exchange, kind), coordinates=4)
-    return Sgd(comm, problem, gradient_exchange(exchange, kind), schedule=Schedule("1/t", 0.5))
+        return Scd(comm, problem, exchange, coordinates=4)
+    return Sgd(comm, problem, exchange, lr=0.5, schedule="1/t")

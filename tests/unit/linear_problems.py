@@ -6,11 +6,8 @@ import numpy as np
 from scipy.sparse import csr_matrix, random
 
 from sparsync import simulate
-from sparsync.linear.exchanges import gradient_exchange, update_exchange
-from sparsync.linear.problem import LOSSES, Penalty, Problem
-from sparsync.linear.scd import Scd
-from sparsync.linear.sgd import Sgd
-from sparsync.linear.solver import Schedule
+from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.solvers import Sgd
 
 
 def make_data(rows=60, dimensions=40, density=0.15, seed=0):
@@ -27,7 +24,7 @@ def make_data(rows=60, dimensions=40, density=0.15, seed=0):
 
 def make_problem(data, model="logistic", dtype=np.float64, **options):
     penalty = Penalty(options.pop("l1", 0.0), options.pop("l2", 0.0))
-    return Problem(*data, LOSSES[model], penalty, dtype=np.dtype(dtype), **options)
+    return Problem(*data, model, penalty, dtype=np.dtype(dtype), **options)
 
 
 def shares(data, world_size):
@@ -37,13 +34,8 @@ def shares(data, world_size):
     return [(features[a:b], labels[a:b]) for a, b in pairwise(cuts)]
 
 
-def sgd(comm, problem, exchange="split-allgather", lr=0.5, schedule="constant", **options):
-    make = gradient_exchange(exchange, problem.dtype)
-    return Sgd(comm, problem, make, schedule=Schedule(schedule, lr), **options)
-
-
-def scd(comm, problem, exchange="allgather", **options):
-    return Scd(comm, problem, update_exchange(exchange, problem.dtype), **options)
+def sgd(comm, problem, exchange="split-allgather", lr=0.5, **options):
+    return Sgd(comm, problem, exchange, lr=lr, **options)
 
 
 def train(make_solver, parts, epochs=3, **options):
@@ -54,7 +46,7 @@ def train(make_solver, parts, epochs=3, **options):
         await solver.start()
         objectives = [(await solver.evaluate()).objective]
         for epoch in range(epochs):
-            await solver.epoch(epoch, lambda steps: None)
+            await solver.epoch(epoch)
             objectives.append((await solver.evaluate()).objective)
         accuracy = (await solver.evaluate()).accuracy
         return objectives, solver.weights.to_dense(), solver.weights.intercept, accuracy

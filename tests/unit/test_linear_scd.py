@@ -8,9 +8,9 @@ import torch
 from scipy.optimize import minimize
 
 from sparsync import simulate
-from sparsync.linear.exchanges import EXCHANGES
+from sparsync.linear.solvers import EXCHANGES, Scd
 from sparsync.wire.packed import Packed
-from tests.unit.linear_problems import make_data, make_problem, scd, shares, train
+from tests.unit.linear_problems import make_data, make_problem, shares, train
 
 DATA = make_data()
 
@@ -34,7 +34,7 @@ def never_rises(objectives):
 @pytest.mark.parametrize("exchange", ["allgather", "dense"])
 def test_scd_never_rises_and_reaches_the_optimum(world_size, exchange):
     def solver(comm, problem):
-        return scd(comm, problem, exchange, coordinates=4)
+        return Scd(comm, problem, exchange, coordinates=4)
 
     objectives = train(solver, shares(DATA, world_size), 150, l2=0.05)[0]
     assert never_rises(objectives)
@@ -43,7 +43,7 @@ def test_scd_never_rises_and_reaches_the_optimum(world_size, exchange):
 
 def test_scd_with_l1_never_rises_and_makes_exact_zeros():
     objectives, weights, *_ = train(
-        lambda c, p: scd(c, p, coordinates=5), shares(DATA, 2), 60, l1=0.03
+        lambda c, p: Scd(c, p, coordinates=5), shares(DATA, 2), 60, l1=0.03
     )
     assert never_rises(objectives)
     assert 5 < (weights[:-3] == 0).sum() < 37
@@ -52,7 +52,7 @@ def test_scd_with_l1_never_rises_and_makes_exact_zeros():
 def test_scd_exchanges_give_the_same_bits():
     """Slices do not overlap, so nothing is rounded in any sum."""
     results = [
-        train(lambda c, p, name=name: scd(c, p, name, coordinates=4), shares(DATA, 3))
+        train(lambda c, p, name=name: Scd(c, p, name, coordinates=4), shares(DATA, 3))
         for name in EXCHANGES
     ]
     for other in results[1:]:
@@ -61,11 +61,11 @@ def test_scd_exchanges_give_the_same_bits():
 
 def test_scd_sends_what_it_changes():
     async def program(comm):
-        solver = scd(comm, make_problem(parts[comm.rank], dtype=np.float32), coordinates=4)
+        solver = Scd(comm, make_problem(parts[comm.rank], dtype=np.float32), coordinates=4)
         await solver.start()
         comm.ledger.begin_step(1)
         solver.steps = 1
-        await solver.epoch(0, lambda steps: None)
+        await solver.epoch(0)
         return {phase: traffic.sent for phase, traffic in comm.ledger.phases.items()}
 
     parts = shares(DATA, 2)

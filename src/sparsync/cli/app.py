@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
 from sparsync import __version__
 from sparsync.errors import ConfigurationError, SparsyncError
@@ -111,7 +112,11 @@ def _options(
 def main() -> None:
     """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
     arguments = sys.argv[1:] or ["--help"]
-    sys.exit(exit_code(lambda: make_app(arguments[0])(arguments, standalone_mode=False)))
+    code = exit_code(lambda: make_app(arguments[0])(arguments, standalone_mode=False))
+    Console(
+        stderr=True
+    ).show_cursor()  # a rank that was ended may have left its progress bar without
+    sys.exit(code)
 
 
 def exit_code(run: Callable[[], object]) -> int:

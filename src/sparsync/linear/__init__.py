@@ -22,10 +22,8 @@ if None in (importlib.util.find_spec("scipy"), importlib.util.find_spec("sklearn
     )
 
 from sparsync.linear.data import Shard, load_shard
-from sparsync.linear.problem import Penalty, Problem, loss_named
-from sparsync.linear.scd import Scd
-from sparsync.linear.sgd import Sgd
-from sparsync.linear.solver import Evaluation, Schedule
+from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.solvers import Evaluation, Scd, Sgd
 from sparsync.linear.trigrams import trigram_shard
 
 if TYPE_CHECKING:
@@ -36,12 +34,10 @@ __all__ = [
     "Penalty",
     "Problem",
     "Scd",
-    "Schedule",
     "Sgd",
     "Shard",
     "SparseLinearClassifier",
     "load_shard",
-    "loss_named",
     "trigram_shard",
 ]
 

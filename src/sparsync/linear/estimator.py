@@ -17,12 +17,8 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError
-from sparsync.linear.exchanges import gradient_exchange, update_exchange
-from sparsync.linear.problem import Penalty, Problem, loss_named
-from sparsync.linear.products import Products
-from sparsync.linear.scd import Scd
-from sparsync.linear.sgd import Sgd
-from sparsync.linear.solver import Schedule, Solver
+from sparsync.linear.problem import LazyWeights, Penalty, Problem, Products
+from sparsync.linear.solvers import make_solver
 from sparsync.transports.communicator import Communicator, SoloCommunicator
 from sparsync.transports.driver import run
 
@@ -45,10 +41,10 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         epochs: passes over the data.
         batch_size: rows per rank and step of sgd.
         coordinates: per rank and step of scd.
-        lr: first learning rate of sgd; None: ``suggested_lr``.
-        schedule: see ``Schedule``; one period is an epoch.
+        lr: first learning rate of sgd; None: see ``Sgd``.
+        schedule: one of ``SCHEDULES``.
         fit_intercept: the model has an intercept, not penalised.
-        exchange: among ranks; one of ``exchanges.EXCHANGES``.
+        exchange: among ranks; one of ``EXCHANGES``.
         threads: of this rank.
         dtype: of weights and of what travels, "float64" or "float32".
         random_state: of the order of rows or coordinates; equal on all ranks, so no generator there.
@@ -118,14 +114,11 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
                 f"the labels have {len(self.classes_)} class; give rows of at least two classes"
             )
         targets = self.classes_[1:] if len(self.classes_) == 2 else self.classes_
-        rows, products = csr_matrix(X), Products(self.threads)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        try:
-            models = [self._fit_one(comm, rows, y == target, products, seed) for target in targets]
-        finally:
-            products.close()
-        self.coef_ = np.stack([solver.weights.to_dense() for solver in models])
-        self.intercept_ = np.array([solver.weights.intercept for solver in models])
+        rows, products = csr_matrix(X), Products(self.threads)
+        models = [self._fit_one(comm, rows, y == target, products, seed) for target in targets]
+        self.coef_ = np.stack([weights.to_dense() for weights in models])
+        self.intercept_ = np.array([weights.intercept for weights in models])
         self.n_iter_ = self.epochs
         return self
 
@@ -136,50 +129,31 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         is_positive: NDArray[np.bool_],
         products: Products,
         seed: int,
-    ) -> Solver:
+    ) -> LazyWeights:
         """Tell one class from the rest."""
-        problem = Problem(
-            rows,
-            np.where(is_positive, 1.0, -1.0),
-            loss_named(self.model),
-            Penalty(self.l1, self.l2),
-            bool(self.fit_intercept),
-            np.dtype(self.dtype),
+        labels = np.where(is_positive, 1.0, -1.0)
+        penalty, dtype = Penalty(self.l1, self.l2), np.dtype(self.dtype)
+        problem = Problem(rows, labels, self.model, penalty, bool(self.fit_intercept), dtype)
+        solver = make_solver(
+            self.solver,
+            comm,
+            problem,
+            self.exchange,
+            coordinates=self.coordinates,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            schedule=self.schedule,
+            products=products,
+            seed=seed,
         )
-        solver = self._solver(comm, problem, products, seed)
 
         async def train() -> None:
             await solver.start()
             for epoch in range(self.epochs):
-                await solver.epoch(epoch, lambda steps: None)
+                await solver.epoch(epoch)
 
         run(train())
-        return solver
-
-    def _solver(
-        self, comm: Communicator, problem: Problem, products: Products, seed: int
-    ) -> Solver:
-        if self.solver == "scd":
-            return Scd(
-                comm,
-                problem,
-                update_exchange(self.exchange, problem.dtype),
-                products=products,
-                coordinates=self.coordinates,
-                seed=seed,
-            )
-        if self.solver != "sgd":
-            raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
-        return Sgd(
-            comm,
-            problem,
-            gradient_exchange(self.exchange, problem.dtype),
-            products=products,
-            batch_size=self.batch_size,
-            schedule=Schedule(self.schedule, 1.0 if self.lr is None else self.lr),
-            lr_is_factor=self.lr is None,
-            seed=seed,
-        )
+        return solver.weights
 
     def decision_function(self, X: Any) -> NDArray[Any]:
         """Return scores: `[rows]` for two classes (positive: the second), else `[rows, classes]`."""

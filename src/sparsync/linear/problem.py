@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -23,8 +25,6 @@ from scipy.special import expit  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
-from sparsync.transports.agree import agree
-from sparsync.transports.communicator import Communicator
 
 __all__ = [
     "LOSSES",
@@ -34,14 +34,16 @@ __all__ = [
     "Loss",
     "Penalty",
     "Problem",
-    "loss_named",
+    "Products",
+    "even_cuts",
     "soft",
-    "suggested_lr",
-    "sum_over_ranks",
 ]
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
+T = TypeVar("T")
+
+_COMPACT = 30  # columns per stored element from which sorting is faster than dense sums
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class Loss:
     """A convex loss of the margin ``y f(x)``.
 
     Attributes:
-        name: as on the command line.
         value: `[m]` margins to `[m]` losses; exact for margins of any size.
         slope: `[m]` margins to `[m]` derivatives of the loss (a subgradient where it has a corner).
         curvature: a bound of the second derivative; None where there is none.
@@ -63,34 +64,18 @@ class Loss:
         ([1001.0, 1.0, 0.0], [-1.0, -1.0, -0.0])
     """
 
-    name: str
     value: Callable[[Floats], Floats]
     slope: Callable[[Floats], Floats]
     curvature: float | None
 
 
-def _hinge_slope(margins: Floats) -> Floats:
-    return -(margins < 1).astype(margins.dtype)
-
-
 LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
     {
         # log(1 + e^-m) and its derivative, neither of which overflows in these forms
-        "logistic": Loss("logistic", lambda m: np.logaddexp(0, -m), lambda m: -expit(-m), 0.25),
-        "svm": Loss("svm", lambda m: np.maximum(0, 1 - m), _hinge_slope, None),
+        "logistic": Loss(lambda m: np.logaddexp(0, -m), lambda m: -expit(-m), 0.25),
+        "svm": Loss(lambda m: np.maximum(0, 1 - m), lambda m: -(m < 1).astype(m.dtype), None),
     }
 )
-
-
-def loss_named(name: str) -> Loss:
-    """Return the loss of a model's name.
-
-    Raises:
-        ConfigurationError: unknown name (lists the known ones).
-    """
-    if name not in LOSSES:
-        raise ConfigurationError(f"unknown model {name!r}; choose one of {', '.join(LOSSES)}")
-    return LOSSES[name]
 
 
 def soft(values: Floats, threshold: Floats | float) -> Floats:
@@ -106,17 +91,11 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
 
 @dataclass(frozen=True)
 class Penalty:
-    """L1 and L2 penalties of the weights.
-
-    Attributes:
-        l1: factor of the sum of magnitudes; makes weights exactly zero.
-        l2: factor of half the sum of squares.
+    """L1 and L2 penalties of the weights: factors of the sum of magnitudes, and of half the squares'.
 
     Example:
         >>> Penalty(l1=1.0, l2=0.5).value(np.array([2.0, -1.0]))
         4.25
-        >>> Penalty(l1=1.0).step(np.array([2.0, -1.0]), np.array([0.0, -5.0]), 0.5).tolist()
-        [1.5, 1.0]
     """
 
     l1: float = 0.0
@@ -132,26 +111,16 @@ class Penalty:
         exact = weights.astype(np.float64, copy=False)
         return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
 
-    def decay(self, lr: float) -> float:
-        """Return the factor by which a step shrinks all weights; a step longer than 1/l2 stops at 0."""
-        return max(1 - lr * self.l2, 0.0)
-
-    def step(self, weights: Floats, gradient: Floats, lr: float) -> Floats:
-        """Return all weights after one step: gradient and L2, then the proximal step of L1.
-
-        This is the specification; ``LazyWeights`` does the same to the entries of a sparse gradient.
-        """
-        return soft(self.decay(lr) * weights - lr * gradient, lr * self.l1)
-
 
 @final
 class LazyWeights:
-    """Weights and an intercept under ``Penalty.step``, at a cost of what the gradients store.
+    """Weights and an intercept under proximal steps, at a cost of what the gradients store.
 
-    The weights are ``scale * soft(values, shrunk - seen)``: L2 shrinks ``scale`` alone, L1 adds to
-    ``shrunk`` alone, and a weight takes its part when a gradient changes it (``soft`` of a after
-    ``soft`` of b is ``soft`` of a + b, so nothing is lost by waiting).  What is only *read* is not
-    written back: ranks read different weights, and all must hold the same bits.
+    A step is ``w = soft(max(1 - lr l2, 0) w - lr gradient, lr l1)``.  The weights are stored as
+    ``scale * soft(values, shrunk - seen)``: L2 shrinks ``scale`` alone, L1 adds to ``shrunk`` alone,
+    and a weight takes its part when a gradient changes it (``soft`` of a after ``soft`` of b is
+    ``soft`` of a + b, so nothing is lost by waiting).  What is only *read* is not written back: ranks
+    read different weights, and all must hold the same bits.
 
     Args:
         size: number of weights n; vectors have one element more, the intercept's.
@@ -199,7 +168,7 @@ class LazyWeights:
     def apply_(self, gradient: Vector, lr: float) -> None:
         """Take one step with a gradient of ``size + 1`` elements, sparse or dense."""
         where, slopes, slope = self._parts(gradient)
-        decay = self.penalty.decay(lr)
+        decay = max(1 - lr * self.penalty.l2, 0.0)
         if decay == 0:
             self._values[:], self._scale = 0, 1.0
         else:
@@ -246,7 +215,7 @@ class Problem:
     Attributes:
         features: `[rows, dimensions]`, sparse rows.
         labels: `[rows]`, -1 or +1.
-        loss: of the margins.
+        model: "logistic" or "svm".
         penalty: of the weights.
         intercept: the model has one.
         dtype: of weights and gradients, float32 or float64; the features are converted.
@@ -254,12 +223,16 @@ class Problem:
 
     features: csr_matrix
     labels: Floats
-    loss: Loss
+    model: str = "logistic"
     penalty: Penalty = field(default_factory=Penalty)
     intercept: bool = True
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
 
     def __post_init__(self) -> None:
+        if self.model not in LOSSES:
+            raise ConfigurationError(
+                f"unknown model {self.model!r}; choose one of {', '.join(LOSSES)}"
+            )
         if self.dtype not in (np.float32, np.float64):
             raise ConfigurationError(f"dtype is {self.dtype}; give float32 or float64")
         if len(self.labels) != self.features.shape[0]:
@@ -273,6 +246,11 @@ class Problem:
         object.__setattr__(self, "labels", np.asarray(self.labels, self.dtype))
 
     @property
+    def loss(self) -> Loss:
+        """The loss of the model."""
+        return LOSSES[self.model]
+
+    @property
     def rows(self) -> int:
         """Number of rows of this rank."""
         return len(self.labels)
@@ -282,34 +260,81 @@ class Problem:
         """Number of weights n."""
         return int(self.features.shape[1])
 
-    def weights(self) -> LazyWeights:
-        """Make a model of zeros."""
-        return LazyWeights(self.dimensions, self.penalty, self.dtype, intercept=self.intercept)
 
-    async def agree(self, comm: Communicator, **more: object) -> None:
-        """Return when all ranks are about to solve the same problem.
+def even_cuts(size: int, parts: int) -> list[int]:
+    """Return the boundaries of contiguous parts, whose sizes differ by at most one.
 
-        Raises:
-            PeerError: names what differs.
-        """
-        own = {"dimensions": self.dimensions, "dtype": self.dtype, "model": self.loss.name}
-        await agree(comm, {**own, "penalty": self.penalty, "intercept": self.intercept, **more})
-
-
-async def sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
-    """Sum a few numbers in rank order: equal to the last bit on all ranks and transports."""
-    everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64), phase)
-    return torch.stack(everyone).cumsum(0)[-1].tolist()
-
-
-async def suggested_lr(comm: Communicator, problem: Problem) -> float:
-    """Return a learning rate with which gradient descent surely descends: 1 / a bound of the curvature.
-
-    The bound is ``c (mean |x_i|^2 + intercept) + l2``, c being the loss's curvature (1 for the hinge,
-    which has none: a choice, not a bound).  Well-conditioned data bear more.
+    Example:
+        >>> even_cuts(10, 4)
+        [0, 2, 5, 7, 10]
     """
-    squares = float((problem.features.data.astype(np.float64) ** 2).sum())
-    total, rows = await sum_over_ranks(comm, [squares, problem.rows], "lr")
-    mean = total / max(rows, 1) + problem.intercept
-    bound = (problem.loss.curvature or 1.0) * mean + problem.penalty.l2
-    return 1 / bound if bound else 1.0
+    return [size * part // parts for part in range(parts + 1)]
+
+
+@final
+class Products:
+    """Multiplies sparse rows on several threads (SciPy leaves Python's lock while it does).
+
+    Rows are cut into one block per thread, whose sums are added in the order of the blocks: a result
+    depends on the number of threads (to rounding), never on which of them is first.
+
+    Args:
+        threads: at least 1; 1 starts none.
+
+    Example:
+        >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
+        >>> Products(threads=2).transposed(rows, np.array([1.0, 10.0])).to_dense().tolist()
+        [1.0, 0.0, 32.0, 11.0]
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        if threads < 1:
+            raise ConfigurationError(f"threads is {threads}; give at least 1")
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def scores(self, rows: csr_matrix, weights: LazyWeights) -> Floats:
+        """Return ``rows w + intercept``, `[rows]`; reads the weights of the stored columns alone."""
+
+        def block(start: int, stop: int) -> Floats:
+            part = rows[start:stop]
+            stored = np.arange(part.nnz, dtype=part.indices.dtype)
+            # every stored element its own column: the product gathers, then adds row by row
+            gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
+            result: Floats = gathered @ weights.at(part.indices)
+            return result
+
+        products = np.concatenate(self._blocks(block, rows.shape[0]))
+        scores: Floats = products + weights.dtype.type(weights.intercept)
+        return scores
+
+    def transposed(self, rows: csr_matrix, coefficients: Floats) -> SparseVector:
+        """Return ``rows^T coefficients`` and, as the last element, the coefficients' sum.
+
+        Where no row stores anything, nothing is stored here.
+
+        Cost: O(nnz + columns): the sums are added up in dense vectors; O(nnz log nnz) where rows store
+        much less than there are columns.  The bits are the same.
+        """
+        size, stored = rows.shape[1], None
+        if rows.nnz * _COMPACT < size:
+            stored, places = np.unique(rows.indices, return_inverse=True)
+            rows = csr_matrix((rows.data, places, rows.indptr), (rows.shape[0], len(stored)))
+
+        def block(start: int, stop: int) -> Floats:
+            product: Floats = rows[start:stop].T @ coefficients[start:stop]
+            return product
+
+        first, *others = self._blocks(block, rows.shape[0])
+        total = sum(others, start=first)
+        at = np.flatnonzero(total)
+        indices = np.append(at if stored is None else stored[at], size).astype(np.int64)
+        values = np.append(total[at], coefficients.sum(dtype=total.dtype))
+        return SparseVector(torch.from_numpy(indices), torch.from_numpy(values), size + 1)
+
+    def _blocks(self, function: Callable[[int, int], T], rows: int) -> list[T]:
+        """Call ``function(start, stop)`` for every block of rows."""
+        cuts = even_cuts(rows, self.threads)
+        if self._pool is None:
+            return [function(start, stop) for start, stop in pairwise(cuts)]
+        return list(self._pool.map(function, cuts[:-1], cuts[1:]))

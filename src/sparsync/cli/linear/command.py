@@ -12,7 +12,7 @@ from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Json, Network, names, takes
+from sparsync.cli.options import Json, Network, check, names, takes
 from sparsync.cli.output import check_outputs, write_json
 from sparsync.errors import ConfigurationError
 
@@ -71,35 +71,27 @@ def command(
     Messages are as sparse as the data are; nothing is dropped, so the losses are those of the
     dense exchange (--compare dense).  Starts local ranks, or runs inside a launcher's.
     """
+    check("aggregation", aggregation, aggregation in ("sync", "async"), "sync or async")
+    if aggregation == "sync" and staleness:
+        raise ConfigurationError(
+            f"staleness is {staleness} with --aggregation sync; choose async, or leave it out"
+        )
+    late = 1 if staleness is None and aggregation == "async" else staleness or 0
     exchange = exchange or ("allgather" if fields["solver"] == "scd" else "split-allgather")
     exchanges = [name for name in names(f"{exchange},{compare or ''}") if name]
     settings = LinearSettings(
         exchanges=tuple(dict.fromkeys(exchanges)),
         links=parse_network(network),
-        staleness=_steps_late(aggregation, staleness),
+        staleness=late,
         **fields,
     )
     if leads():
         check_outputs(json)
     settings.connection().prepare()
-    try:
-        results = train_linear(settings)
-    finally:  # an interrupted rank 0 may have left its progress bar without showing the cursor again
-        Console(stderr=True).show_cursor()
+    results = train_linear(settings)
     if results is None:
         return
     write_json(json, results)
     Console().print(tables(results), highlight=False)
     if not all(result.replicas_equal for result in results):
         raise typer.Exit(1)
-
-
-def _steps_late(aggregation: str, staleness: int | None) -> int:
-    """Return the staleness: 0 if synchronous."""
-    if aggregation not in ("sync", "async"):
-        raise ConfigurationError(f"unknown aggregation {aggregation!r}; choose sync or async")
-    if aggregation == "sync" and staleness:
-        raise ConfigurationError(
-            f"staleness is {staleness} with --aggregation sync; choose async, or leave it out"
-        )
-    return 0 if aggregation == "sync" else 1 if staleness is None else staleness

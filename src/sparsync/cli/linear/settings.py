@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from typer import Option
 
 from sparsync.cli.network import Connection
@@ -96,7 +94,6 @@ class LinearSettings:
         at_least_one = ("ranks", "epochs", "steps", "batch_size", "coordinates", "threads", "rows")
         check_at_least(self, 1, *at_least_one, "dimensions")
         check_at_least(self, 0, "staleness", "seed", "held_out_every")
-        check("lr", self.lr, self.lr is None or 0 < self.lr < math.inf, "a number > 0")
         if self.held_out_every == 1:
             raise ConfigurationError(
                 "held_out_every is 1, which leaves no row; give 0 or at least 2"
@@ -107,15 +104,15 @@ class LinearSettings:
 
     def _check_solver(self) -> None:
         # SciPy is not loaded for the help, nor for the other commands
-        from sparsync.linear.exchanges import gradient_exchange
-        from sparsync.linear.problem import Penalty, loss_named
-        from sparsync.linear.solver import Schedule
+        from sparsync.linear.problem import LOSSES, Penalty
+        from sparsync.linear.solvers import check_exchange, check_schedule
 
         for name in self.exchanges:
-            gradient_exchange(name, np.dtype(np.float32))
-        loss_named(self.model), Penalty(self.l1, self.l2), Schedule(self.schedule)
-        if self.solver not in ("sgd", "scd"):
-            raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
+            check_exchange(name)
+        check_schedule(self.schedule, self.lr)
+        Penalty(self.l1, self.l2)
+        check("model", self.model, self.model in LOSSES, " or ".join(LOSSES))
+        check("solver", self.solver, self.solver in ("sgd", "scd"), "sgd or scd")
         if self.solver == "scd" and self.model != "logistic":
             raise ConfigurationError(f"scd needs a smooth loss, not {self.model}; choose logistic")
         if self.solver == "scd" and self.staleness:

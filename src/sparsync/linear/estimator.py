@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 
 from sparsync.errors import ConfigurationError
 from sparsync.linear.problem import LazyWeights, Penalty, Problem, Products
-from sparsync.linear.solvers import make_solver
+from sparsync.linear.solvers import SOLVERS
 from sparsync.transports.communicator import Communicator, SoloCommunicator
 from sparsync.transports.driver import run
 
@@ -134,17 +134,14 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         labels = np.where(is_positive, 1.0, -1.0)
         penalty, dtype = Penalty(self.l1, self.l2), np.dtype(self.dtype)
         problem = Problem(rows, labels, self.model, penalty, bool(self.fit_intercept), dtype)
-        solver = make_solver(
-            self.solver,
-            comm,
-            problem,
-            self.exchange,
-            coordinates=self.coordinates,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            schedule=self.schedule,
-            products=products,
-            seed=seed,
+        own: dict[str, dict[str, Any]] = {
+            "scd": {"coordinates": self.coordinates},
+            "sgd": {"batch_size": self.batch_size, "lr": self.lr, "schedule": self.schedule},
+        }
+        if self.solver not in own:
+            raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
+        solver = SOLVERS[self.solver](
+            comm, problem, self.exchange, products=products, seed=seed, **own[self.solver]
         )
 
         async def train() -> None:

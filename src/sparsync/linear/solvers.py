@@ -53,6 +53,7 @@ from sparsync.wire.streams import StreamCodec
 __all__ = [
     "EXCHANGES",
     "SCHEDULES",
+    "SOLVERS",
     "DenseSlices",
     "Evaluation",
     "Meter",
@@ -61,7 +62,6 @@ __all__ = [
     "Solver",
     "check_exchange",
     "check_schedule",
-    "make_solver",
 ]
 
 
@@ -437,15 +437,6 @@ async def _end_of(job: Future[Reduced]) -> Reduced:
 # ---- coordinate descent -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """The coordinates of one step, of all ranks."""
-
-    owned: list[Integers]  # per rank, ascending; ascending from rank to rank, too
-    coordinates: Integers  # all of them
-    columns: csc_matrix  # `[rows, len(coordinates)]` of this rank's rows
-
-
 @final
 class Scd(Solver):
     """Minimises by exact steps in a few coordinates per rank, all ranks at once.
@@ -523,37 +514,39 @@ class Scd(Solver):
         ]
         for turn in range(self.epoch_steps):
             with self.meter.computing():
-                block = self._block(orders, turn)
-                partial_sums = self._derivatives(block)
+                owned = self._owned(orders, turn)
+                coordinates = np.concatenate(owned)
+                columns = self.columns[:, coordinates]
+                partial_sums = self._derivatives(owned, columns)
             with self.meter.exchanging(self.DERIVATIVES):
                 derivatives = await self._sum(partial_sums)
             with self.meter.computing():
-                update = self._update(block.owned[self.comm.rank], derivatives)
+                update = self._update(owned[self.comm.rank], derivatives)
             with self.meter.exchanging("updates"):
                 k = self.coordinates + 1
                 reduced = await self.collective.reduce(self.comm, update, k, self.step)
             with self.meter.computing():
-                self._apply(block, reduced.total)
+                self._apply(coordinates, columns, reduced.total)
             self.step += 1
             advance(self.epoch_steps)
 
-    def _block(self, orders: Sequence[Integers], turn: int) -> _Block:
+    def _owned(self, orders: Sequence[Integers], turn: int) -> list[Integers]:
+        """Return every rank's coordinates of a step, ascending, also from rank to rank."""
         part = slice(turn * self.coordinates, (turn + 1) * self.coordinates)
         owned = [np.sort(order[part]) for order in orders]
         if self.problem.intercept:
             owned[-1] = np.append(owned[-1], self.problem.dimensions)
-        coordinates = np.concatenate(owned)
-        return _Block(owned, coordinates, self.columns[:, coordinates])
+        return owned
 
-    def _derivatives(self, block: _Block) -> list[Floats]:
+    def _derivatives(self, owned: Sequence[Integers], columns: csc_matrix) -> list[Floats]:
         """Return, per rank, `[2, its coordinates]`: first derivatives and bounds of the second ones."""
-        columns, labels = block.columns, self.problem.labels
+        labels = self.problem.labels
         slopes = labels * self.problem.loss.slope(labels * self.scores)
         meeting = np.bincount(columns.indices, minlength=self.problem.rows)
         first = columns.T @ slopes.astype(np.float64)
         second = self.curvature * (columns.power(2).T @ meeting.astype(np.float64))
         both = np.stack([first, second]) / max(sum(self.rows), 1)
-        return np.split(both, np.cumsum([len(owned) for owned in block.owned])[:-1], axis=1)
+        return np.split(both, np.cumsum([len(mine) for mine in owned])[:-1], axis=1)
 
     async def _sum(self, partial_sums: list[Floats]) -> Floats:
         """Return the sums over ranks of the derivatives of this rank's coordinates, in rank order."""
@@ -586,42 +579,16 @@ class Scd(Solver):
         stored = values.nonzero().flatten()
         return SparseVector(indices[stored], values[stored], self.problem.dimensions + 1)
 
-    def _apply(self, block: _Block, total: Vector) -> None:
+    def _apply(self, coordinates: Integers, columns: csc_matrix, total: Vector) -> None:
         """Change the weights, and the scores of this rank's rows."""
         self.weights.add_(total)
         if isinstance(total, SparseVector):
-            changes = np.zeros(len(block.coordinates))
-            places = np.searchsorted(block.coordinates, total.indices.numpy())
+            changes = np.zeros(len(coordinates))
+            places = np.searchsorted(coordinates, total.indices.numpy())
             changes[places] = total.values.numpy()
         else:
-            changes = total.values.numpy()[block.coordinates].astype(np.float64)
-        self.scores += block.columns @ changes
+            changes = total.values.numpy()[coordinates].astype(np.float64)
+        self.scores += columns @ changes
 
 
-# ---- by name ----------------------------------------------------------------------------------------
-
-
-def make_solver(
-    kind: str,
-    comm: Communicator,
-    problem: Problem,
-    exchange: str,
-    *,
-    coordinates: int,
-    seed: int,
-    products: Products,
-    steps: int | None = None,
-    meter: Meter | None = None,
-    **of_sgd: Any,
-) -> Solver:
-    """Make ``Sgd`` ("sgd") or ``Scd`` ("scd"), which leaves the options of the other.
-
-    Raises:
-        ConfigurationError: there is no such solver.
-    """
-    shared: dict[str, Any] = {"seed": seed, "products": products, "steps": steps, "meter": meter}
-    if kind == "scd":
-        return Scd(comm, problem, exchange, coordinates=coordinates, **shared)
-    if kind == "sgd":
-        return Sgd(comm, problem, exchange, **of_sgd, **shared)
-    raise ConfigurationError(f"unknown solver {kind!r}; choose sgd or scd")
+SOLVERS: MappingProxyType[str, type[Solver]] = MappingProxyType({"sgd": Sgd, "scd": Scd})

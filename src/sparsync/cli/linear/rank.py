@@ -6,6 +6,7 @@ import hashlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from sparsync.cli.network import transport_of
 from sparsync.cli.output import Bar, progress
 from sparsync.linear.data import Shard, load_shard, row_range
 from sparsync.linear.problem import Penalty, Problem, Products
-from sparsync.linear.solvers import Meter, Scd, Solver, make_solver
+from sparsync.linear.solvers import SOLVERS, Meter, Scd, Solver
 from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
@@ -144,21 +145,25 @@ def _solver(
     meter: Meter,
     engine: Engine | None = None,
 ) -> Solver:
-    return make_solver(
-        settings.solver,
+    own: dict[str, dict[str, Any]] = {
+        "scd": {"coordinates": settings.coordinates},
+        "sgd": {
+            "batch_size": settings.batch_size,
+            "lr": settings.lr,
+            "schedule": settings.schedule,
+            "staleness": settings.staleness,
+            "background": engine,
+        },
+    }
+    return SOLVERS[settings.solver](
         comm,
         problem,
         name,
-        coordinates=settings.coordinates,
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        schedule=settings.schedule,
-        staleness=settings.staleness,
-        background=engine,
         products=products,
         seed=settings.seed,
         steps=settings.steps,
         meter=meter,
+        **own[settings.solver],
     )
 
 

@@ -105,14 +105,14 @@ class LinearSettings:
     def _check_solver(self) -> None:
         # SciPy is not loaded for the help, nor for the other commands
         from sparsync.linear.problem import LOSSES, Penalty
-        from sparsync.linear.solvers import check_exchange, check_schedule
+        from sparsync.linear.solvers import SOLVERS, check_exchange, check_schedule
 
         for name in self.exchanges:
             check_exchange(name)
         check_schedule(self.schedule, self.lr)
         Penalty(self.l1, self.l2)
         check("model", self.model, self.model in LOSSES, " or ".join(LOSSES))
-        check("solver", self.solver, self.solver in ("sgd", "scd"), "sgd or scd")
+        check("solver", self.solver, self.solver in SOLVERS, " or ".join(SOLVERS))
         if self.solver == "scd" and self.model != "logistic":
             raise ConfigurationError(f"scd needs a smooth loss, not {self.model}; choose logistic")
         if self.solver == "scd" and self.staleness:

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from sparsync.errors import ConfigurationError
 from sparsync_papers.reproduce import (
+    Comparison,
     Outcome,
     Panel,
     Settings,
-    Stated,
     Table,
     Unavailable,
     artifact,
@@ -25,7 +25,7 @@ from sparsync_papers.reproduce.command import command, find, reproduce
 from sparsync_papers.reproduce.drawing import png
 from sparsync_papers.reproduce.report import page, shown, write_files
 
-HALF = Stated("half <of> 1", "0.5 & more", "section 1", (0.5,))
+HALF = ("half <of> 1", "0.5 & more", "section 1", "0.4", False)  # of a Comparison
 KINDS = ("curves", "bars", "stacks")
 
 
@@ -35,7 +35,7 @@ def works(settings):
     rows = Table({"P": p, "seconds": settings.seed + 1 / p} for p in settings.track((1, 2)))
     curve = {"ours": rows.points("P", "seconds"), "theirs": [(1, 2.0), (2, 1.0)]}
     panels = [Panel(kind, "P", "s", curve, kind=kind, log="y") for kind in KINDS]
-    return Outcome(rows, [HALF.compare("0.4", False, "[it] is less")], {"n": 5}, "a lot", panels)
+    return Outcome(rows, [Comparison(*HALF, "[it] is less")], {"n": 5}, "a lot", panels)
 
 
 @artifact("oktopk-breaks", "conclusion", minutes=0.1)
@@ -66,7 +66,7 @@ def test_files_hold_rows_comparisons_and_pictures(tmp_path):
     assert rows == [{"P": "1", "seconds": "1.0"}, {"P": "2", "seconds": "0.5"}]
     content = json.loads(paths[".json"].read_text())
     (compared,) = content["comparisons"]
-    assert compared["stated"]["numbers"] == [0.5] and compared["same"] is False
+    assert compared["stated"]["what"] == "half <of> 1" and compared["same"] is False
     assert content["settings"] == {"n": 5} and content["differs"] == "a lot"
     assert paths[".png"].read_bytes().startswith(b"\x89PNG")
 
@@ -96,7 +96,7 @@ def test_a_quick_run_says_so_everywhere():
 
 def test_another_conclusion_needs_a_reason():
     with pytest.raises(ConfigurationError, match=r"half <of> 1: .*say why"):
-        HALF.compare("0.4", same=False)
+        Comparison(*HALF)
 
 
 @pytest.mark.parametrize("kind", KINDS)

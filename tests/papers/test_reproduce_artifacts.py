@@ -26,7 +26,6 @@ from sparsync_papers.reproduce.training import (
 
 FAST = {
     "sparcml-fig7",
-    "redsync-fig5",
     "redsync-fig7",
     "redsync-fig8-9",
     "redsync-fig10",

@@ -1,13 +1,9 @@
 """WAGMA's artifacts: virtual time, training in it, and what is compared."""
 
-import importlib.util
-import math
-
 import pytest
 import torch
 
 from sparsync_papers.reproduce import Settings
-from sparsync_papers.reproduce.wagma_imbalance import figure_9
 from sparsync_papers.reproduce.wagma_throughput import (
     BETA,
     COMPUTE,
@@ -68,17 +64,6 @@ def test_the_control_is_within_7_percent():
     assert max(rates) == pytest.approx(1.61, rel=1e-3)
 
 
-def test_a_heavy_tail_has_the_paper_s_three_figures(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no Gymnasium
-    outcome = figure_9.run(Settings())
-    (row,) = outcome.rows
-    assert row["iterations"] == 5000
-    assert row["shortest"] == pytest.approx(1.7, abs=0.05) and row["median"] < 2
-    assert 20 < row["longest"] <= 43.5
-    for points in outcome.panels[0].series.values():
-        assert math.fsum(height for _, height in points) == pytest.approx(100)
-
-
 # ---- training in virtual time ---------------------------------------------------------------------
 
 
@@ -94,8 +79,8 @@ def constant_slopes(rank):
 
 
 def averaged(row, **more):
-    options = {"ranks": 4, "steps": 10, "pieces": 10, **more}
-    return average_models(constant_slopes, LATE_RANKS, ROWS[row], Settings(), **options)
+    options = {"ranks": 4, "steps": 10, **more}
+    return average_models(constant_slopes, LATE_RANKS, ROWS[row], 0, **options)
 
 
 def test_allreduce_averages_what_all_ranks_did():

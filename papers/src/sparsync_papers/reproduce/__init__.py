@@ -60,40 +60,25 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Stated:
-    """One figure of a paper, read from its text; what only a plot shows is not known."""
+class Comparison:
+    """A paper's figure, read from its text (what only a plot shows is not known), and this run's."""
 
     what: str  # of which it is a figure
     says: str  # in the paper's words or numbers
     where: str  # section, figure or table
-    numbers: tuple[float, ...] = ()  # those to compare with, in the unit of ``says``
-
-    def compare(
-        self, ours: str, same: bool, otherwise: str = "", *, remark: str = ""
-    ) -> Comparison:
-        """Compare it with this run's figure.
-
-        Args:
-            ours: this run's figure and its unit.
-            same: it leads to the conclusion that the paper draws.
-            otherwise: the reason, where it does not.
-            remark: what is worth knowing where it does.
-        """
-        return Comparison(self, ours, same, remark if same else otherwise)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A paper's figure and this run's; see ``Stated.compare``."""
-
-    stated: Stated
-    ours: str
-    same: bool
-    why: str = ""
+    ours: str  # this run's figure and its unit
+    same: bool  # it leads to the conclusion that the paper draws
+    otherwise: str = ""  # the reason where it does not
+    remark: str = ""  # what is worth knowing where it does
 
     def __post_init__(self) -> None:
-        if not self.same and not self.why:
-            raise ConfigurationError(f"{self.stated.what}: the conclusion is another one; say why")
+        if not self.same and not self.otherwise:
+            raise ConfigurationError(f"{self.what}: the conclusion is another one; say why")
+
+    @property
+    def why(self) -> str:
+        """The reason or the remark."""
+        return self.remark if self.same else self.otherwise
 
 
 @dataclass(frozen=True)
@@ -150,8 +135,8 @@ def artifact(
         >>> @artifact("oktopk-half", "a half is 0.5", minutes=0.1)
         ... def half(settings):
         ...     "Halves."
-        ...     stated = Stated("half of 1", "0.5", "section 1", (0.5,))
-        ...     return Outcome([{"half": 0.5}], [stated.compare("0.5", same=True)], {}, "nothing")
+        ...     found = Comparison("half of 1", "0.5", "section 1", "0.5", same=True)
+        ...     return Outcome([{"half": 0.5}], [found], {}, "nothing")
         >>> half.paper, half.title, half.run(Settings()).rows
         ('Ok-Topk', 'halves', [{'half': 0.5}])
     """

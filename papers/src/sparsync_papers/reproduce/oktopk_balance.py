@@ -14,7 +14,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync.wire import Coo
 from sparsync.wire.base import MessageFraming
-from sparsync_papers.reproduce import Outcome, Panel, Settings, Stated, Table, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 from sparsync_papers.reproduce.sparcml_fill_in import gradients
 
 _RANKS = (8, 16, 32, 64)  # the text does not say which
@@ -25,14 +25,10 @@ _LINKS = Links(alpha=1.5e-6, beta=1e-10)  # assumed: MPI on Aries, 10 GB/s
 _BERT_OVER_THIS = 100  # parameters: bandwidth is divided by it, so that times are BERT's
 _K = 8192  # entries of the second part
 
-_SPLIT = Stated(
-    "balanced over naive reduce, more on more GPUs", "1.13 to 1.75 x", "section 5.3", (1.13, 1.75)
-)
-_GATHER = Stated(
-    "balancing and allgatherv over direct allgatherv, more on more GPUs",
-    "1.12 to 1.43 x",
-    "section 5.3",
-    (1.12, 1.43),
+_WHERE = "section 5.3"
+_STATED = (  # least and most gain
+    ("balanced over naive reduce, more on more GPUs", 1.13, 1.75),
+    ("balancing and allgatherv over direct allgatherv, more on more GPUs", 1.12, 1.43),
 )
 
 
@@ -106,21 +102,20 @@ def figure_7(settings: Settings) -> Outcome:
             add(f"allgatherv, {name}", p, direct, even)
     gains = rows.curves("P", "gain", "phase")
     comparisons = []
-    for stated, points in zip((_SPLIT, _GATHER), gains.values(), strict=False):
+    for (what, low, high), points in zip(_STATED, gains.values(), strict=False):
         gain = [y for _, y in points]
-        low, high = stated.numbers
         near = low * 0.8 <= min(gain) and max(gain) <= high * 1.2
-        why = (
-            ""
-            if near
-            else "communication alone: no kernels, no reducing; supports of another model"
-        )
+        alone = "communication alone: no kernels, no reducing; supports of another model"
+        why = "" if near else alone
         comparisons.append(
-            stated.compare(
+            Comparison(
+                what,
+                f"{low} to {high} x",
+                _WHERE,
                 f"{min(gain):.2f} to {max(gain):.2f} x from the fewest to the most ranks",
                 min(gain) > 1 and gain[-1] >= gain[0],
                 f"it pays, but by no more on more ranks; {why}",
-                remark=why,
+                why,
             )
         )
     return Outcome(

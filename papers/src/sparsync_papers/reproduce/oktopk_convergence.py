@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsync_papers.reproduce import Outcome, Panel, Row, Settings, Stated, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, artifact
 from sparsync_papers.reproduce.oktopk_scaling import (
     BERT,
     DENSE_OVLP,
@@ -21,14 +21,15 @@ from sparsync_papers.reproduce.oktopk_scaling import (
     simulate_step,
 )
 from sparsync_papers.reproduce.training import (
+    RANKS,
     Recipe,
-    SimulatedTraining,
+    Way,
     digits_recipe,
     lstm_recipe,
     text_recipe,
+    train_all,
 )
 
-_RANKS = 4  # that train; the time is that of 32
 _POINTS = 25  # of a curve
 _ENTRIES = 32  # of a pair of ranks, at the scale of the simulated step: seconds, not minutes
 _LOSS_GAP = 0.05  # of dense's loss: "very close" (the paper's own is 2.43 over 2.33)
@@ -40,33 +41,23 @@ _FEW = (DENSE_OVLP, GAUSSIAN_K, OKTOPK, *OURS)
 def figure_9(settings: Settings) -> Outcome:
     """Convergence over time: accuracy (small model, simulated time of VGG-16)."""
     schemes = tuple(s for s in SCHEMES if s.name not in ("Dense", "TopkDSA"))
-    close = _close('accuracy "very close to dense allreduce"', "section 5.4.1, Figure 9")
-    fastest = _fastest("section 5.4.1")
-    return _outcome(settings, VGG, digits_recipe(), schemes, 300, close, fastest)
+    close, where = 'accuracy "very close to dense allreduce"', "section 5.4.1, Figure 9"
+    return _outcome(settings, VGG, digits_recipe(), schemes, 300, close, where)
 
 
 @artifact("oktopk-fig11", "values as dense's, in the shortest time", minutes=1.0)
 def figure_11(settings: Settings) -> Outcome:
     """Convergence over time: loss for WER (small model, simulated time of LSTM)."""
-    close = _close("WER 0.309, dense 0.308", "section 5.4.2, Figure 11")
-    return _outcome(settings, LSTM, lstm_recipe(), _FEW, 200, close, _fastest("section 5.4.2"))
+    close, where = "WER 0.309, dense 0.308", "section 5.4.2, Figure 11"
+    return _outcome(settings, LSTM, lstm_recipe(), _FEW, 200, close, where)
 
 
 @artifact("oktopk-fig13", "values as dense's, in the shortest time", minutes=1.0)
 def figure_13(settings: Settings) -> Outcome:
     """Convergence over time: loss (small model, simulated time of BERT)."""
-    close = _close("loss 2.43, dense 2.33", "section 5.4.3, Figure 13")
-    hours = "dense 150 h, Gaussiank 61 h, Ok-Topk 47 h"
-    fastest = Stated("400,000 steps on 32 GPUs", hours, "section 5.4.3")
-    return _outcome(settings, BERT, text_recipe(), _FEW, 300, close, fastest)
-
-
-def _close(says: str, where: str) -> Stated:
-    return Stated("Ok-Topk's final value and dense's", says, where)
-
-
-def _fastest(where: str) -> Stated:
-    return Stated("time to solution of Ok-Topk", '"the fastest time-to-solution"', where)
+    close, where = "loss 2.43, dense 2.33", "section 5.4.3, Figure 13"
+    hours = "400,000 steps: dense 150 h, Gaussiank 61 h, Ok-Topk 47 h"
+    return _outcome(settings, BERT, text_recipe(), _FEW, 300, close, where, hours)
 
 
 def seconds_to(
@@ -88,29 +79,25 @@ def _outcome(
     recipe: Recipe,
     schemes: Sequence[Scheme],
     steps: int,
-    close: Stated,
-    fastest: Stated,
+    close: str,
+    where: str,
+    fastest: str = '"the fastest time-to-solution"',
 ) -> Outcome:
     """Train a small model with all schemes; a step takes the simulated time of the paper's model."""
-    ranks, steps = settings.pick(_RANKS, 2), settings.pick(steps, 3)
+    ranks, steps = settings.pick(RANKS, 2), settings.pick(steps, 3)
     simulated, costs = settings.pick(FITTED_RANKS, 4), fit()
     rising = recipe.workload.classifies
     value = "accuracy" if rising else "loss"
-    final, step_seconds, curves = {}, {}, {}
-    for scheme in schemes:
-        training = SimulatedTraining(
-            recipe,
-            scheme.make(model.threshold_period),
-            ranks=ranks,
-            density=model.density,
-            steps=steps,
-            seed=settings.seed,
-        )
-        trained = training.run(settings, pieces=steps * len(schemes), evaluations=_POINTS)
-        seconds = simulate_step(costs, scheme, model, simulated, entries=_ENTRIES).seconds
-        final[scheme.name] = recipe.score(trained.evaluation)
-        step_seconds[scheme.name] = seconds
-        curves[scheme.name] = [(step * seconds, y) for step, y in trained.curve]
+    ways = {s.name: Way(s.make(model.threshold_period), model.density) for s in schemes}
+    found = train_all(recipe, ways, settings, steps, evaluations=_POINTS)
+    final = {name: recipe.score(trained.evaluation) for name, trained in found.items()}
+    seconds = {
+        s.name: simulate_step(costs, s, model, simulated, entries=_ENTRIES).seconds for s in schemes
+    }
+    curves = {
+        name: [(step * seconds[name], y) for step, y in trained.curve]
+        for name, trained in found.items()
+    }
     best, worst = (max, min) if rising else (min, max)
     target = worst(best(y for _, y in curve) for curve in curves.values())  # that all reach
     times = {name: seconds_to(curve, target, rising=rising) for name, curve in curves.items()}
@@ -118,8 +105,8 @@ def _outcome(
         {
             "scheme": name,
             f"final {value}": final[name],
-            "s per step": step_seconds[name],
-            "s in all": steps * step_seconds[name],
+            "s per step": seconds[name],
+            "s in all": steps * seconds[name],
             f"s to {value} {target:.3f}": times[name],
         }
         for name in curves
@@ -131,13 +118,21 @@ def _outcome(
     first = min(reached, key=lambda name: reached[name])
     spent = ", ".join(f"{name} {time:.3g} s" for name, time in times.items() if time)
     comparisons = [
-        close.compare(
+        Comparison(
+            "Ok-Topk's final value and dense's",
+            close,
+            where,
             f"{value} {ours:.3f}, dense {dense:.3f}",
             near,
             "residuals are still filling in after these few steps at this density",
         ),
-        fastest.compare(
-            f"to {value} {target:.3f}: {spent}", first == OKTOPK.name, f"{first} needs fewer steps"
+        Comparison(
+            "time to solution of Ok-Topk",
+            fastest,
+            where,
+            f"to {value} {target:.3f}: {spent}",
+            first == OKTOPK.name,
+            f"{first} needs fewer steps",
         ),
     ]
     return Outcome(

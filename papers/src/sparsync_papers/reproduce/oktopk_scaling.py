@@ -26,7 +26,15 @@ from sparsync.presets import (
     topkdsa,
 )
 from sparsync.transports.sim import Links
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Stated, Table, artifact
+from sparsync_papers.reproduce import (
+    Comparison,
+    Outcome,
+    Panel,
+    Settings,
+    Table,
+    artifact,
+    joined,
+)
 
 FITTED_RANKS = 32
 # assumed here: the first three, the shares of the models, ARIES and gTopk's selections
@@ -339,15 +347,14 @@ def simulate_step(
 def _outcome(
     settings: Settings,
     model: Model,
-    compare: Callable[[Times, Effective, Sequence[int]], list[Comparison]],
+    compare: Callable[[Times, Sequence[int]], list[Comparison]],
 ) -> Outcome:
     costs, ranks = fit(), settings.pick(model.ranks, (4,))
-    entries = settings.pick(_ENTRIES, 16)
-    times: dict[tuple[str, int], Parts] = {}
-    for p, scheme in settings.track([(p, scheme) for p in ranks for scheme in SCHEMES]):
-        times[scheme.name, p] = simulate_step(
-            costs, scheme, model, p, entries=entries, seed=settings.seed
-        )
+    entries, seed = settings.pick(_ENTRIES, 16), settings.seed
+    times = {
+        (scheme.name, p): simulate_step(costs, scheme, model, p, entries=entries, seed=seed)
+        for p, scheme in settings.track([(p, scheme) for p in ranks for scheme in SCHEMES])
+    }
     used = {
         "n": model.size,
         "density, %": 100 * model.density,
@@ -360,7 +367,7 @@ def _outcome(
         "sort, ns/element (fitted)": 1e9 * costs.sort,
         "computation, s (fitted)": costs.compute(model),
     }
-    alone = _on_aries(costs)
+    alone = on_aries(costs)
     rows = Table()
     panels = []
     for p in ranks:
@@ -380,14 +387,12 @@ def _outcome(
                     "Aries alone, s": alone.seconds(scheme, model, p),
                 }
             )
-        panels.append(
-            Panel(f"{model.name}, {p} ranks", "", "seconds per step", bars, kind="stacks")
-        )
+        title = f"{model.name}, {p} ranks"
+        panels.append(Panel(title, "", "seconds per step", bars, kind="stacks"))
     comparisons = [
         *_fitted(model, times),
-        *compare(times, costs, ranks),
+        *compare(times, ranks),
         *_ours(model, times, costs, ranks[-1]),
-        _bare(costs, model, ranks[-1]),
     ]
     return Outcome(rows, comparisons, used, _DIFFERS, panels)
 
@@ -405,8 +410,11 @@ def figure_8(settings: Settings) -> Outcome:
 @artifact("oktopk-fig10", "Ok-Topk scales better than its counterparts", minutes=1.0)
 def figure_10(settings: Settings) -> Outcome:
     """Weak scaling of LSTM: sparsification, communication, computation (simulated)."""
-    stated = Stated("over all others at P = 64", "1.34 to 7.71 x", "section 5.4.2", (1.34, 7.71))
-    return _outcome(settings, LSTM, lambda times, _, ranks: [_range(stated, times, ranks[-1])])
+
+    def compare(times: Times, ranks: Sequence[int]) -> list[Comparison]:
+        return [_range("P = 64", "1.34 to 7.71 x", "section 5.4.2", times, ranks[-1])]
+
+    return _outcome(settings, LSTM, compare)
 
 
 @artifact(
@@ -419,81 +427,70 @@ def figure_12(settings: Settings) -> Outcome:
     return _outcome(settings, BERT, _compare_bert)
 
 
-def _compare_vgg(times: Times, costs: Effective, ranks: Sequence[int]) -> list[Comparison]:
-    """Compare with section 5.4.1."""
+def _compare_vgg(times: Times, ranks: Sequence[int]) -> list[Comparison]:
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.1"
-    over = Stated("over all others at P = 32", "1.51 to 8.83 x", where, (1.51, 8.83))
-    found = [_range(over, times, many)]
+    found = [_range("P = 32", "1.51 to 8.83 x", where, times, many)]
     if few < many:
-        ratio = _communication(times, GAUSSIAN_K, many) / _communication(times, GAUSSIAN_K, few)
-        doubles = Stated("communication of Gaussiank, 32 over 16", '"almost doubles"', where)
-        why = "31 messages after 15"
-        found.append(doubles.compare(f"{ratio:.2f} x", ratio > 1.8, why, remark=why))
+        gaussian = [times[GAUSSIAN_K.name, p].communication for p in (few, many)]
+        ratio, why = gaussian[1] / gaussian[0], "31 messages after 15"
+        what = "communication of Gaussiank, 32 over 16"
+        doubles = Comparison(
+            what, '"almost doubles"', where, f"{ratio:.2f} x", ratio > 1.8, why, why
+        )
+        found.append(doubles)
     dense = times[DENSE_OVLP.name, many]
     sorting = [times[name, many] for name in ("TopkA", "TopkDSA")]
     shorter = max(s.communication for s in sorting) / dense.communication
     longer = min(s.seconds for s in sorting) / dense.seconds
-    stated = Stated(
+    eaten_up = Comparison(
         "TopkA and TopkDSA over DenseOvlp: communication, whole step",
         '"the benefit of lower communication" disappears',
         where,
+        f"at most {shorter:.2f} x, at least {longer:.2f} x",
+        shorter < 1 and longer > 0.9,
+        _QUICK,
+        "sorting makes up for it",
     )
-    ours = f"at most {shorter:.2f} x, at least {longer:.2f} x"
-    same = shorter < 1 and longer > 0.9
-    return [*found, stated.compare(ours, same, _QUICK, remark="sorting makes up for it")]
+    return [*found, eaten_up]
 
 
-def _compare_bert(times: Times, costs: Effective, ranks: Sequence[int]) -> list[Comparison]:
+def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
     """Compare with section 5.4.3: P = 32 is fitted, more ranks are predicted."""
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.3"
     found = []
-    over = Stated("over all others at P = 256", "3.29 to 12.95 x", where, (_BERT_LEAST, 12.95))
+    nearer = (
+        "DenseOvlp, fitted to 3.19 x at P = 32, grows as its volume does, whatever alpha is; the paper's "
+        # 47 hours of 400,000 steps at 76.3 %, times 3.29, over 150 hours
+        "by 35 % or more: contention, or a ring's 2 P messages per bucket; the text does not say"
+    )
     for scheme in (OKTOPK, *OURS):
         low, high = _over_others(scheme, times, many)
-        ours, why = f"{low:.2f} to {high:.2f} x", _why_nearer(times, costs, few, many)
-        found.append(_of(scheme, over).compare(ours, low >= _BERT_LEAST, why))
+        what = f"{scheme.name}: over all others at P = 256"
+        ours, same = f"{low:.2f} to {high:.2f} x", low >= _BERT_LEAST
+        why = nearer if many > few else _QUICK
+        found.append(Comparison(what, "3.29 to 12.95 x", where, ours, same, why))
     for baseline in ("Dense", DENSE_OVLP.name):
         gathered = [times[name, many].communication for name in ("TopkA", GAUSSIAN_K.name)]
         ratios = [seconds / times[baseline, many].communication for seconds in gathered]
         what = f"communication of TopkA and Gaussiank over {baseline} at P = 256"
         why = "Gaussiank sends 3 k / 4 entries here" if many > few else _QUICK
-        ours = f"{ratios[0]:.2f} and {ratios[1]:.2f} x"
-        found.append(Stated(what, '"even higher"', where).compare(ours, min(ratios) > 1, why))
-    stated = Stated("efficiency from 32 to 256", "76.3 %", where, (_EFFICIENCY,))
+        ours = f"{joined(ratios)} x"
+        found.append(Comparison(what, '"even higher"', where, ours, min(ratios) > 1, why))
     why = "no delays of computation, input or network, which more ranks have more of"
     for scheme in (OKTOPK, *OURS):
         efficiency = times[scheme.name, few].seconds / times[scheme.name, many].seconds
+        what = f"{scheme.name}: efficiency from 32 to 256"
         ours, same = f"{100 * efficiency:.1f} %", efficiency >= _EFFICIENCY
-        found.append(_of(scheme, stated).compare(ours, same, why, remark=why))
+        found.append(Comparison(what, "76.3 %", where, ours, same, why, why))
     return found
 
 
-def _communication(times: Times, scheme: Scheme, ranks: int) -> float:
-    return times[scheme.name, ranks].communication
-
-
-def _on_aries(costs: Effective) -> Effective:
+def on_aries(costs: Effective) -> Effective:
+    """Return the costs of the bare network, without copies to the host and sums there."""
     alpha, beta = ARIES
     return replace(costs, alpha=alpha, beta=beta, beta_dense=beta)
-
-
-def _bare(costs: Effective, model: Model, ranks: int) -> Comparison:
-    """Compare what the network would give without copies to the host and sums there (closed forms)."""
-    dense, own = (_on_aries(costs).seconds(s, model, ranks) for s in (DENSE_OVLP, OKTOPK))
-    (alpha, beta), gain = ARIES, dense / own
-    stated = Stated(f"Ok-Topk over DenseOvlp at P = {ranks}", "faster", "section 5.4")
-    return stated.compare(
-        f"{gain:.2f} x on Aries alone ({1e6 * alpha:g} us, {1e-9 / beta:g} GB/s)",
-        gain > 1,
-        "dense messages then hide behind the backward pass; selection does not",
-    )
-
-
-def _of(scheme: Scheme, stated: Stated) -> Stated:
-    """Say whose figure it is; this library's are held against what the paper says of its own."""
-    return replace(stated, what=f"{scheme.name}: {stated.what}")
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
@@ -502,12 +499,13 @@ def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float
     return min(ratios), max(ratios)
 
 
-def _range(stated: Stated, times: Times, ranks: int) -> Comparison:
+def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
     """Compare how far Ok-Topk is ahead of the best and the worst other."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
-    ours, same = f"{low:.2f} to {high:.2f} x", low > 1 and slowest is GTOPK
-    return _of(OKTOPK, stated).compare(ours, same, _QUICK, remark=f"{slowest.name} is the slowest")
+    what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"
+    same, remark = low > 1 and slowest is GTOPK, f"{slowest.name} is the slowest"
+    return Comparison(what, says, where, ours, same, _QUICK, remark)
 
 
 def _fitted(model: Model, times: Times) -> list[Comparison]:
@@ -516,41 +514,38 @@ def _fitted(model: Model, times: Times) -> list[Comparison]:
     for s in STATEMENTS:
         if s.model is model and (s.scheme.name, FITTED_RANKS) in times:
             ours = s.found(lambda scheme, _: times[scheme.name, FITTED_RANKS].seconds)
-            what = f"{s.scheme.name} over {s.over.name}" if s.over else f"{s.scheme.name}, s"
-            stated = Stated(f"P = 32, fitted: {what}", f"{s.value:.3f}: {s.says}", s.where)
-            same, why = (
-                abs(ours / s.value - 1) < _NEAR,
-                "the closed forms that were fitted are off here",
+            of = f"{s.scheme.name} over {s.over.name}" if s.over else f"{s.scheme.name}, s"
+            found.append(
+                Comparison(
+                    f"P = 32, fitted: {of}",
+                    f"{s.value:.3f}: {s.says}",
+                    s.where,
+                    f"{ours:.3f}",
+                    abs(ours / s.value - 1) < _NEAR,
+                    "the closed forms that were fitted are off here",
+                    "no prediction",
+                )
             )
-            found.append(stated.compare(f"{ours:.3f}", same, why, remark="no prediction"))
     return found
 
 
 def _ours(model: Model, times: Times, costs: Effective, ranks: int) -> list[Comparison]:
-    """Compare this library's own schemes with Ok-Topk."""
+    """Compare this library's own schemes with Ok-Topk, and Ok-Topk with dense on the bare network."""
     found = []
     for scheme in OURS:
         gain = times[OKTOPK.name, ranks].seconds / times[scheme.name, ranks].seconds
         queued = costs.seconds(OKTOPK, model, ranks) / costs.seconds(scheme, model, ranks)
+        what = f"{scheme.name} over Ok-Topk at P = {ranks}"
         ours = f"{gain:.3f} x; {queued:.3f} x if no two of its messages overlap"
-        stated = Stated(f"{scheme.name} over Ok-Topk at P = {ranks}", "(not in the paper)", "-")
-        found.append(stated.compare(ours, gain > 1, "latency outweighs bytes"))
-    return found
-
-
-def _why_nearer(times: Times, costs: Effective, few: int, many: int) -> str:
-    """Say why the best other is nearer than in the paper."""
-    if few == many:
-        return _QUICK
-    best = min(_OTHERS, key=lambda s: times[s.name, many].seconds)
-    growth = times[best.name, many].seconds / times[best.name, few].seconds
-    # what the paper implies: 47 hours of 400,000 steps at 76.3 %, times 3.29, over 150 hours
-    implied = 47 / _EFFICIENCY * _BERT_LEAST / 150
-    rounds = DENSE_OVLP.cost(BERT, many).messages - DENSE_OVLP.cost(BERT, few).messages
-    ring = costs.buckets * costs.alpha * (2 * (many - few) - rounds)
-    ringed = (times[DENSE_OVLP.name, many].seconds + ring) / times[OKTOPK.name, many].seconds
-    return (
-        f"{best.name}, fitted to 3.19 x at P = 32, grows by {100 * (growth - 1):.1f} % as its volume "
-        f"does, whatever alpha is; the paper's by {100 * (implied - 1):.0f} % or more: contention, or a "
-        f"ring's 2 P messages per bucket ({ringed:.2f} x with them); the text does not say"
+        why = "latency outweighs bytes"
+        found.append(Comparison(what, "(not in the paper)", "-", ours, gain > 1, why))
+    dense, own = (on_aries(costs).seconds(s, model, ranks) for s in (DENSE_OVLP, OKTOPK))
+    alone = Comparison(
+        f"Ok-Topk over DenseOvlp at P = {ranks}",
+        "faster",
+        "section 5.4",
+        f"{dense / own:.2f} x on Aries alone ({1e6 * ARIES[0]:g} us, {1e-9 / ARIES[1]:g} GB/s)",
+        dense > own,
+        "dense messages are then hidden by the backward pass; selection is not",
     )
+    return [*found, alone]

@@ -18,7 +18,6 @@ from sparsync_papers.reproduce import (
     Outcome,
     Panel,
     Settings,
-    Stated,
     Table,
     artifact,
     joined,
@@ -47,7 +46,7 @@ class _Seen:
 
 
 def _watch(
-    recipe: Recipe, settings: Settings, steps: int, pieces: int, *, published: bool = True
+    recipe: Recipe, settings: Settings, steps: int, *, published: bool = True
 ) -> Iterator[_Seen]:
     """Train with Ok-Topk; yield the selections of its threshold and of Gaussian-k on one vector."""
     algorithm = oktopk_paper(threshold_period=_PERIOD) if published else oktopk()
@@ -72,7 +71,6 @@ def _watch(
         assert isinstance(average, SparseVector)
         gaussian = unscaled.select(mine, k, step)
         yield _Seen(mine, k, local, gaussian, average.nnz, selector.state.threshold_key)
-        settings.advance(pieces)
 
 
 @artifact(
@@ -85,8 +83,8 @@ def figure_4(settings: Settings) -> Outcome:
     steps = settings.pick(4 * _PERIOD + _AGE, 1) + 1
     rows = Table()
     panels = []
-    for recipe in (digits_recipe(), text_recipe()):
-        *_, last = _watch(recipe, settings, steps, 2 * steps)
+    for recipe in settings.track((digits_recipe(), text_recipe())):
+        *_, last = _watch(recipe, settings, steps)
         assert last.key is not None
         magnitudes = last.accumulated.abs()
         accurate = float(magnitudes.topk(last.k).values.min())
@@ -106,24 +104,20 @@ def figure_4(settings: Settings) -> Outcome:
         panels.append(_distribution(recipe.name, last.accumulated, thresholds))
     reuse = rows.column("reused / accurate")
     gaussian = rows.column("Gaussian-k / accurate")
-    close = Stated(
-        "Ok-Topk's threshold, calculated more than 25 steps ago, over the accurate one",
-        '"still very close to the accurate threshold"',
-        "section 3.1.3",
-        (0.2,),
-    )
-    larger = Stated(
-        "Gaussian-k's threshold over the accurate one",
-        '"severely underestimates the value of k by predicting a larger threshold"',
-        "section 3.1.3",
-    )
+    where = "section 3.1.3"
     comparisons = [
-        close.compare(
+        Comparison(
+            "Ok-Topk's threshold, calculated more than 25 steps ago, over the accurate one",
+            '"still very close to the accurate threshold"',
+            where,
             joined(reuse),
             all(abs(ratio - 1) <= 0.2 for ratio in reuse),
             "gradients change faster in the first hundreds of steps",
         ),
-        larger.compare(
+        Comparison(
+            "Gaussian-k's threshold over the accurate one",
+            '"severely underestimates the value of k by predicting a larger threshold"',
+            where,
             joined(gaussian),
             all(ratio > 1 for ratio in gaussian),
             "with error feedback the residual is broader than a normal one here",
@@ -156,20 +150,20 @@ def figure_6(settings: Settings) -> Outcome:
     """Entries selected locally and globally over training, against Gaussian-k."""
     recipes, steps = (digits_recipe(), text_recipe()), settings.pick(_STEPS, 4)
     rows = Table()
-    for recipe in recipes:
-        for published in (True, False):
-            seen = _watch(recipe, settings, steps, 4 * steps, published=published)
-            rows += [
-                {
-                    "model": recipe.name,
-                    "scheme": _PUBLISHED if published else _EXACT,
-                    "step": step,
-                    "local / k": s.local.nnz / s.k,
-                    "global / k": s.total / s.k,
-                    "Gaussian-k / k": s.gaussian.nnz / s.k,
-                }
-                for step, s in enumerate(seen)
-            ]
+    cases = [(recipe, scheme) for recipe in recipes for scheme in (_PUBLISHED, _EXACT)]
+    for recipe, scheme in settings.track(cases):
+        seen = _watch(recipe, settings, steps, published=scheme == _PUBLISHED)
+        rows += [
+            {
+                "model": recipe.name,
+                "scheme": scheme,
+                "step": step,
+                "local / k": s.local.nnz / s.k,
+                "global / k": s.total / s.k,
+                "Gaussian-k / k": s.gaussian.nnz / s.k,
+            }
+            for step, s in enumerate(seen)
+        ]
     panels = []
     for recipe in recipes:
         where = {"model": recipe.name, "scheme": _PUBLISHED}
@@ -198,24 +192,26 @@ def _compare_counts(rows: Table, steps: int) -> list[Comparison]:
     found = []
     for kind in ("local", "global"):
         off = fmean(abs(ratio - 1) for ratio in published.column(f"{kind} / k"))
-        stated = Stated(f"mean deviation of the {kind} count from k", "below 11 %", where, (most,))
-        found.append(stated.compare(f"{100 * off:.0f} %", off < most, why))
-    gauss = Stated(
-        "Gaussian-k's count over k, after the first steps",
-        '"an order of magnitude lower than the accurate number"',
-        where,
-        (0.5,),
-    )
-    deviation = Stated(
-        "the same deviation, this library's own selection", "(not in the paper)", where, (0.02,)
-    )
+        what, ours = f"mean deviation of the {kind} count from k", f"{100 * off:.0f} %"
+        found.append(Comparison(what, "below 11 %", where, ours, off < most, why))
     why = "exactly k where enough entries were selected"
     return [
         *found,
-        gauss.compare(
+        Comparison(
+            "Gaussian-k's count over k, after the first steps",
+            '"an order of magnitude lower than the accurate number"',
+            where,
             f"{late:.2f} on average after a quarter of the steps",
             late < 0.5,
             "the residuals here are not narrower than a normal distribution",
         ),
-        deviation.compare(f"{100 * own:.2f} %", own < 0.02, why, remark=why),
+        Comparison(
+            "the same deviation, this library's own selection",
+            "(not in the paper)",
+            where,
+            f"{100 * own:.2f} %",
+            own < 0.02,
+            why,
+            why,
+        ),
     ]

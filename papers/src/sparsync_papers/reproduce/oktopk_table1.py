@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.costs import WORD_BYTES
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Stated, Table, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 
 _RANKS = (4, 8, 16, 32)
 _K, _DENSITY = 8192, 1 / 32  # k / P >= 256: headers and histograms are small next to k
@@ -110,9 +110,8 @@ def _compare(name: str, rows: Table) -> Comparison:
         for count, least, most in zip(words, low, high, strict=True)
     )
     of = "the formula" if low == high else "the upper end"
-    return Stated(f"words, {line.title}", line.formula, "Table 1").compare(
-        f"{min(shares):.2f} to {max(shares):.2f} of {of}", within, line.otherwise
-    )
+    what, ours = f"words, {line.title}", f"{min(shares):.2f} to {max(shares):.2f} of {of}"
+    return Comparison(what, line.formula, "Table 1", ours, within, line.otherwise)
 
 
 def _as_published(rows: Table) -> Comparison:
@@ -120,13 +119,10 @@ def _as_published(rows: Table) -> Comparison:
         max(rows.where({"algorithm": "oktopk-paper", "step": step}).column("words per k"))
         for step in (0, 1)
     )
-    stated = Stated(
+    return Comparison(
         "words, Ok-Topk as published, exact steps included",
         "less than 6 k",
         "abstract and Equation 3",
-        (6.0,),
-    )
-    return stated.compare(
         f"up to {exact:.1f} k on the exact step, {reused:.1f} k on the next",
         max(exact, reused) <= 6.0,
         "exact steps allgather all reduced entries, which Equation 3 omits; then a threshold that is "

@@ -14,7 +14,6 @@ from sparsync_papers.reproduce import (
     Outcome,
     Panel,
     Settings,
-    Stated,
     Table,
     artifact,
     joined,
@@ -65,21 +64,19 @@ def figure_5(settings: Settings) -> Outcome:
     recipes, steps = (digits_recipe(), text_recipe()), settings.pick(_STEPS, 4)
     ranks = settings.pick(_RANKS, 2)
     rows = Table()
-    for recipe in recipes:
-        for density in _DENSITIES:
-            training = SimulatedTraining(
-                recipe, oktopk(), ranks=ranks, density=density, steps=steps, seed=settings.seed
+    for recipe, density in settings.track([(r, d) for r in recipes for d in _DENSITIES]):
+        training = SimulatedTraining(
+            recipe, oktopk(), ranks=ranks, density=density, steps=steps, seed=settings.seed
+        )
+        k = training.units[0].entries(density)
+        for step in range(steps):
+            gradients = training.gradients()
+            accumulated = training.accumulated(gradients)
+            value = xi(accumulated, [g.clone() for (g,) in gradients], k)
+            training.apply(gradients)
+            rows.append(
+                {"model": recipe.name, "density, %": 100 * density, "step": step, "xi": value}
             )
-            k = training.units[0].entries(density)
-            for step in range(steps):
-                gradients = training.gradients()
-                accumulated = training.accumulated(gradients)
-                value = xi(accumulated, [g.clone() for (g,) in gradients], k)
-                training.apply(gradients)
-                settings.advance(4 * steps)
-                rows.append(
-                    {"model": recipe.name, "density, %": 100 * density, "step": step, "xi": value}
-                )
     panels = []
     for recipe in recipes:
         series = {f"density {100 * d:g} %": _curve(rows, recipe.name, d) for d in _DENSITIES}
@@ -116,25 +113,28 @@ def _compare_xi(rows: Table, steps: int, ranks: int, window: int) -> list[Compar
     low, high = ([mean(name, d, half, steps) for name in names] for d in _DENSITIES)
     sparser = _DENSITIES[0]
     growth = [mean(n, sparser, late, steps) / mean(n, sparser, half, late) for n in names]
-    below = Stated("xi", "below P for all three models", "section 5.1")
-    stable = Stated(
-        "xi over training",
-        '"increases quickly in the first few epochs [...] and then turns to be stable"',
-        "section 5.1",
-    )
-    says = '"generally smaller than that with a lower density"'
+    where = "section 5.1"
     return [
-        below.compare(
+        Comparison(
+            "xi",
+            "below P for all three models",
+            where,
             f"at most {largest:.2f} on average of {window} steps ({single:.2f} on one), P = {ranks}",
             largest < ranks,
             "P is small here, and xi grows little with P",
         ),
-        stable.compare(
+        Comparison(
+            "xi over training",
+            '"increases quickly in the first few epochs [...] and then turns to be stable"',
+            where,
             f"last quarter over the one before: {joined(growth)}",
             all(ratio < 1.25 for ratio in growth),
             f"still growing: {steps} steps, and the gradient shrinks",
         ),
-        Stated("xi at a higher density", says, "section 5.1").compare(
+        Comparison(
+            "xi at a higher density",
+            '"generally smaller than that with a lower density"',
+            where,
             f"1 %: {joined(low)}; 2 %: {joined(high)}",
             all(b <= a for a, b in zip(low, high, strict=True)),
             "the difference is within what single steps scatter",
@@ -148,10 +148,11 @@ def fill_in(settings: Settings) -> Outcome:
     steps = settings.pick(40, 2)
     rows = Table()
     comparisons = []
-    for recipe, model, ranks, density, paper in (
+    cases = (
         (digits_recipe(8), "VGG-16, 1 % on 16 ranks", 16, 0.01, 0.132),
         (lstm_recipe(2), "LSTM, 2 % on 32 ranks", 32, 0.02, 0.345),
-    ):
+    )
+    for recipe, model, ranks, density, paper in settings.track(cases):
         ranks = settings.pick(ranks, 2)
         training = SimulatedTraining(
             recipe, topkdsa(), ranks=ranks, density=density, steps=steps, seed=settings.seed
@@ -163,18 +164,19 @@ def fill_in(settings: Settings) -> Outcome:
             rows.append(
                 {"model": recipe.name, "P": ranks, "step": step, "density, %": 100 * found[-1]}
             )
-            settings.advance(2 * steps)
         mean = fmean(found)
         why = (
             f"{mean / density:.0f} times the local density; the paper's {paper / density:.0f} times"
         )
-        what = f"density of TopkDSA's output, {model}"
         comparisons.append(
-            Stated(what, f"{100 * paper:.1f} %", "section 5.2", (paper,)).compare(
+            Comparison(
+                f"density of TopkDSA's output, {model}",
+                f"{100 * paper:.1f} %",
+                "section 5.2",
                 f"{100 * mean:.1f} %",
                 mean > 3 * density and paper / 3 < mean < 3 * paper,
                 why,
-                remark=why,
+                why,
             )
         )
     series = rows.curves("step", "density, %", "model")

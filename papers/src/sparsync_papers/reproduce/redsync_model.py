@@ -1,10 +1,10 @@
-"""RedSync, Figures 5 and 7 to 10, by its own cost model: bandwidth, speedups, shares of a step."""
+"""RedSync, Figures 7 to 10, by its own cost model: speedups, shares of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sparsync.collectives.costs import WORD_BYTES, allreduce
+from sparsync.collectives.costs import WORD_BYTES
 from sparsync_papers.redsync_costs import equation_2
 from sparsync_papers.reproduce import (
     Comparison,
@@ -13,7 +13,6 @@ from sparsync_papers.reproduce import (
     Points,
     Row,
     Settings,
-    Stated,
     Table,
     artifact,
     joined,
@@ -31,14 +30,13 @@ from sparsync_papers.reproduce.redsync_phases import (
     resnet50,
 )
 
-_BACKWARD = 2 / 3  # of the computation: what communication of a CNN can hide behind
+_BACKWARD = 2 / 3  # of the computation: what can hide a CNN's communication
 _EFFICIENCY = 0.4  # of the peak that training reaches (assumed: cuDNN's usual third to half)
 _SCHEMES = ("SGD", RGC.name, QUANTISED_RGC.name)
-_KILOBYTES = tuple(2**power for power in range(4, 19, 2))
 _DIFFERS = (
     "A model, not a measurement: equations 1 and 2 layer by layer, kernels of 10 us, 3/4 of the GPU's "
-    "memory bandwidth, computation at 40 % of its peak; communication of CNNs hides behind the backward "
-    "pass, selection and unpacking do not. Network of section 6.1, density 0.1 %."
+    "memory bandwidth, computation at 40 % of its peak; the backward pass of CNNs hides "
+    "communication, not selection and unpacking. Network of section 6.1, density 0.1 %."
 )
 
 
@@ -111,54 +109,6 @@ SMALL = (
 )
 
 
-@artifact(
-    "redsync-fig5", "peaks of 1.5 and 3.5 GB/s, hardly dependent on the number of GPUs", minutes=0.1
-)
-def figure_5(settings: Settings) -> Outcome:
-    """Bandwidth of an allreduce between GPUs (model)."""
-    rows = Table()
-    panels, comparisons = [], []
-    for platform in (DAINT, MURADIN):
-        alpha, beta = platform.machine.alpha, platform.machine.beta
-        found: dict[str, list[tuple[float, float]]] = {}
-        for p in platform.ranks:
-            for size in _KILOBYTES:
-                seconds = allreduce(size * 1024 // WORD_BYTES, p).seconds(alpha, beta)
-                bandwidth = 1e-9 * (2 * (p - 1) / p * size * 1024 / seconds)
-                rows.append({"machine": platform.name, "P": p, "KB": size, "GB/s": bandwidth})
-                found.setdefault(f"{p} GPUs", []).append((size, bandwidth))
-        ends = {f"{p} GPUs": found[f"{p} GPUs"] for p in (platform.ranks[0], platform.ranks[-1])}
-        panels.append(Panel(platform.name, "KB", "GB/s", ends, log="x"))
-        most, peak = max(y for curve in found.values() for _, y in curve), platform.peak
-        what = f"peak of an allreduce, {platform.name}"
-        comparisons.append(
-            Stated(what, f"{peak} GB/s", "section 6.1", (peak,)).compare(
-                f"{most:.2f} GB/s",
-                abs(most / peak - 1) < 0.05,
-                "not reached",
-                remark="given to the model: the latency's share is what is shown",
-            )
-        )
-    settings.advance(1)
-    large = [y for _, y in rows.points("P", "GB/s", {"machine": DAINT.name, "KB": 2**16})]
-    spread = max(large) / min(large) - 1
-    less = Stated(
-        "its dependence on the number of GPUs, Piz Daint",
-        '"less affected"',
-        "section 6.1, Figure 5",
-    )
-    ours = f"{100 * spread:.1f} % between 2 and 128 GPUs at 64 MB"
-    comparisons.append(less.compare(ours, spread < 0.1, "latency of many rounds"))
-    return Outcome(
-        rows,
-        comparisons,
-        {"latency, us": 1.5},
-        "A model: S / t 2 (n - 1) / n with the time of Rabenseifner's allreduce (Equation 2), not of MPI "
-        "and NCCL; the latency of 1.5 us is an assumption.",
-        panels,
-    )
-
-
 # model, GPUs, and what the text says of RGC and quantised RGC over SGD; None: not said
 _FIGURE_7 = (
     ("VGG-16", 128, 1.42, 1.71),
@@ -220,14 +170,10 @@ def _compare(speedups: _Speedups, figure: str, rows: Table) -> list[Comparison]:
         says = ", ".join(f"{x:g}" if x else "-" for x in stated)
         why = "the model's exchange, ideal but for latency and bandwidth, takes less than was measured"
         what = f"{model}, {ranks} GPUs: RGC, quantised over SGD"
-        comparisons.append(
-            Stated(what, says, f"section 6.4, {figure}").compare(
-                ", ".join(f"{x:.2f}" for x in found),
-                all((mine > 1) == (theirs > 1) for theirs, mine in pairs),
-                why,
-                remark=why if far else "",
-            )
-        )
+        ours = ", ".join(f"{x:.2f}" for x in found)
+        same, remark = all((mine > 1) == (theirs > 1) for theirs, mine in pairs), why if far else ""
+        where = f"section 6.4, {figure}"
+        comparisons.append(Comparison(what, says, where, ours, same, why, remark))
     return comparisons
 
 
@@ -247,10 +193,13 @@ def figure_7(settings: Settings) -> Outcome:
     vgg = rows.points("P", "over one GPU", {"model": "VGG-16", "scheme": "RGC"})
     efficiency = [y / x for x, y in vgg]
     says = '"the speedup curve is a concave curve shape"'
-    concave = Stated("speedup over the number of GPUs", says, "section 6.4").compare(
+    concave = Comparison(
+        "speedup over the number of GPUs",
+        says,
+        "section 6.4",
         f"VGG-16, RGC: {100 * efficiency[0]:.0f} to {100 * efficiency[-1]:.0f} % of the ideal",
         efficiency == sorted(efficiency, reverse=True),
-        "communication hides behind computation at these sizes",
+        "computation hides communication at these sizes",
     )
     panels = []
     for name in dict.fromkeys(str(row["model"]) for row in rows):
@@ -313,19 +262,22 @@ def figure_10(settings: Settings) -> Outcome:
     unpack = [y for _, y in rows.points("P", "unpack, %", {"model": image.name, "P": 128})]
     plain, quantised = rows.curves("P", "ms", "scheme", {"model": text.name}).values()
     first = next((x for (x, a), (_, b) in zip(plain, quantised, strict=True) if b < a), 0.0)
-    unpacking = Stated(
-        "unpack in a step of ResNet-50, 128 GPUs: RGC, quantised",
-        "69 and 67 %",
-        "section 6.4",
-        (69, 67),
-    )
-    crossing = Stated(
-        "LSTM: quantised RGC is faster from", '"more than 16 GPUs"', "section 6.4", (16,)
-    )
     comparisons = [
-        unpacking.compare(f"{joined(unpack, '.0f')} %", min(unpack) > 50, "less"),
-        crossing.compare(
-            f"{first:g} GPUs", 16 <= first <= 32, "searching on every step costs another time here"
+        Comparison(
+            "unpack in a step of ResNet-50, 128 GPUs: RGC, quantised",
+            "69 and 67 %",
+            "section 6.4",
+            f"{joined(unpack, '.0f')} %",
+            min(unpack) > 50,
+            "less",
+        ),
+        Comparison(
+            "LSTM: quantised RGC is faster from",
+            '"more than 16 GPUs"',
+            "section 6.4",
+            f"{first:g} GPUs",
+            16 <= first <= 32,
+            "searching on every step costs another time here",
         ),
     ]
     return Outcome(

@@ -11,7 +11,7 @@ from sparsync.cli.bench.selectors import (
     format_size,
     parse_sizes,
 )
-from sparsync_papers.reproduce import Outcome, Panel, Settings, Stated, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, artifact
 
 _SIZES = "64KB,256KB,1MB,4MB,16MB,64MB"  # the figure: 64 KB to 512 MB
 _COMM_BANDWIDTH = 3.5e9  # bytes per second, of the figure's "Comm."
@@ -43,42 +43,38 @@ def figure_3(settings: Settings) -> Outcome:
         for name in (_TOPK, _TRIMMED, "binary search", _SEARCH, "exact, no sort of n")
     }
     curves["Comm., 3.5 GB/s"] = [(n / 1024, 2e3 * n / _COMM_BANDWIDTH) for n in sizes]
-    both = Stated(
-        "trimmed top-k and threshold search against a direct top-k, large sizes",
-        '"both methods we proposed can greatly reduce the selection time"',
-        "section 5.2",
-    )
-    synchronising = Stated(
-        "top-k against synchronising the layer at 3.5 GB/s",
-        '"even slightly higher than the synchronization time"',
-        "section 5.2",
-    )
-    trimmed = Stated(
-        "trimmed top-k against threshold search",
-        '"slightly worse than the binary-search-based method"',
-        "section 5.4",
-    )
-    little = Stated(
-        "top-k of little data", '"not as efficient as they imagined" (below 32 KB)', "section 5.2"
-    )
+    largest, where = format_size(max(sizes)), "section 5.2"
+    device = "one CPU thread against their GPU"
     comparisons = [
-        both.compare(
-            f"{speedups[0]:.1f} and {speedups[1]:.1f} times faster at {format_size(max(sizes))}",
+        Comparison(
+            "trimmed top-k and threshold search against a direct top-k, large sizes",
+            '"both methods we proposed can greatly reduce the selection time"',
+            where,
+            f"{speedups[0]:.1f} and {speedups[1]:.1f} times faster at {largest}",
             min(speedups) > 1,
             "small sizes only",
         ),
-        synchronising.compare(
-            f"{slower:.1f} times as long at {format_size(max(sizes))}",
+        Comparison(
+            "top-k against synchronising the layer at 3.5 GB/s",
+            '"even slightly higher than the synchronization time"',
+            where,
+            f"{slower:.1f} times as long at {largest}",
             slower > 1,
-            "one CPU thread against their GPU",
-            remark="one CPU thread against their GPU",
+            device,
+            device,
         ),
-        trimmed.compare(
+        Comparison(
+            "trimmed top-k against threshold search",
+            '"slightly worse than the binary-search-based method"',
+            "section 5.4",
             f"{ratio:.1f} times as long",
             ratio > 1,
             "on this CPU counting costs as much as selecting",
         ),
-        little.compare(
+        Comparison(
+            "top-k of little data",
+            '"not as efficient as they imagined" (below 32 KB)',
+            where,
             f"{reads:.0f} reads of the data at {format_size(min(sizes))}",
             reads > 1,
             "it is as fast as a read",

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-from sparsync.presets import Algorithm, dense, redsync, redsync_quantized
-from sparsync_papers.reproduce import Outcome, Panel, Points, Row, Settings, Stated, Table, artifact
+from sparsync.presets import dense, redsync, redsync_quantized
+from sparsync_papers.reproduce import (
+    Comparison,
+    Outcome,
+    Panel,
+    Points,
+    Row,
+    Settings,
+    Table,
+    artifact,
+)
 from sparsync_papers.reproduce.training import (
-    Recipe,
-    SimulatedTraining,
+    RANKS,
     Trained,
+    Way,
     digits_recipe,
     learning_curves,
     lstm_recipe,
+    train_all,
 )
 
-_RANKS, _STEPS = 4, 300
+_STEPS = 300
 _DENSITY = 0.01  # 0.1 % delivers a third of the weights in 300 steps
 _DENSE_BELOW = 4096  # bytes: layers here are smaller than the paper's 128 KB
 _BATCHES = (32, 64, 128)  # of all ranks together (Table 2: 128 to 2048)
@@ -25,25 +34,11 @@ _POINTS = 0.03  # of accuracy between seeds of the small VGG (`benchmarks/redsyn
 _CHANCE = 0.5  # error above which nothing was learnt: there is nothing to compare
 _NATS = 0.06  # of loss, relative; 0.6 % between seeds of dense
 
-_SCHEMES: dict[str, Callable[[], Algorithm]] = {
-    "SGD": dense,
-    "RGC": lambda: redsync(compress_thd=_DENSE_BELOW),
-    "quantised RGC": lambda: redsync_quantized(compress_thd=_DENSE_BELOW),
+_WAYS = {
+    "SGD": Way(dense(), _DENSITY),
+    "RGC": Way(redsync(compress_thd=_DENSE_BELOW), _DENSITY),
+    "quantised RGC": Way(redsync_quantized(compress_thd=_DENSE_BELOW), _DENSITY),
 }
-
-
-def _all_schemes(recipe: Recipe, settings: Settings, steps: int, pieces: int) -> dict[str, Trained]:
-    return {
-        name: SimulatedTraining(
-            recipe,
-            make(),
-            ranks=settings.pick(_RANKS, 2),
-            density=_DENSITY,
-            steps=steps,
-            seed=settings.seed,
-        ).run(settings, pieces=pieces, evaluations=6)
-        for name, make in _SCHEMES.items()
-    }
 
 
 def _error(run: Trained) -> float:
@@ -70,21 +65,42 @@ def _rows(model: str, runs: dict[str, Trained]) -> list[Row]:
 def figure_6_table_1(settings: Settings) -> Outcome:
     """Accuracy of RGC and quantised RGC against SGD."""
     recipes, steps = (digits_recipe(), lstm_recipe()), settings.pick(_STEPS, 3)
-    images, text = found = [_all_schemes(recipe, settings, steps, 6 * steps) for recipe in recipes]
+    images, text = found = [train_all(recipe, _WAYS, settings, steps) for recipe in recipes]
     errors = [_error(run) for run in images.values()]
     losses = [run.evaluation.loss for run in text.values()]
     near_images = errors[0] < _CHANCE and max(errors) <= errors[0] + _POINTS
     near_text = max(losses) <= (1 + _NATS) * losses[0]
     near = near_images and near_text
     few = f"few steps ({steps}): what is below the threshold still lies in the residuals"
-    vgg = Stated("VGG-16, CIFAR-10: error of SGD, RGC, quantised", "8.31, 8.45, 8.13 %", "Table 1")
-    lstm = Stated("LSTM, PTB: perplexity of SGD, RGC, quantised", "81.07, 81.01, 80.69", "Table 1")
-    alike = '"similar convergence speedups for RGC and its quantization"'
+    table, section = "Table 1", "section 6.3"
+    vgg, lstm = (
+        ", ".join(f"{100 * e:.1f}" for e in errors),
+        ", ".join(f"{math.exp(x):.2f}" for x in losses),
+    )
     comparisons = [
-        vgg.compare(", ".join(f"{100 * e:.1f}" for e in errors) + " %", near_images, few),
-        lstm.compare(", ".join(f"{math.exp(x):.2f}" for x in losses), near_text, few),
-        Stated("error over steps", alike, "section 6.3").compare(
-            "alike" if near else "sparse runs are behind", near, few
+        Comparison(
+            "VGG-16, CIFAR-10: error of SGD, RGC, quantised",
+            "8.31, 8.45, 8.13 %",
+            table,
+            f"{vgg} %",
+            near_images,
+            few,
+        ),
+        Comparison(
+            "LSTM, PTB: perplexity of SGD, RGC, quantised",
+            "81.07, 81.01, 80.69",
+            table,
+            lstm,
+            near_text,
+            few,
+        ),
+        Comparison(
+            "error over steps",
+            '"similar convergence speedups for RGC and its quantization"',
+            section,
+            "alike" if near else "sparse runs lag",
+            near,
+            few,
         ),
     ]
     return Outcome(
@@ -94,7 +110,7 @@ def figure_6_table_1(settings: Settings) -> Outcome:
             for row in _rows(recipe.name, runs)
         ],
         comparisons,
-        {"density, %": 100 * _DENSITY, "steps": steps, "ranks": settings.pick(_RANKS, 2)},
+        {"density, %": 100 * _DENSITY, "steps": steps, "ranks": settings.pick(RANKS, 2)},
         "A small VGG on digits and an LSTM on bytes of text; density 1 %, not 0.1 %; layers from 4 KB "
         "on are compressed; momentum is not Nesterov's; one seed, no warm-up.",
         [learning_curves(recipe, runs) for recipe, runs in zip(recipes, found, strict=True)],
@@ -104,25 +120,23 @@ def figure_6_table_1(settings: Settings) -> Outcome:
 @artifact("redsync-table2", "large batches cost RGC no accuracy", minutes=2.5)
 def table_2(settings: Settings) -> Outcome:
     """Error of RGC and quantised RGC over batch sizes."""
-    batches, ranks = settings.pick(_BATCHES, (8,)), settings.pick(_RANKS, 2)
+    batches, ranks = settings.pick(_BATCHES, (8,)), settings.pick(RANKS, 2)
     steps = settings.pick(_STEPS, 2)
     rows = Table()
-    bars: dict[str, list[tuple[float | str, float]]] = {name: [] for name in _SCHEMES}
+    bars: dict[str, list[tuple[float | str, float]]] = {name: [] for name in _WAYS}
     errors: list[float] = []
     for batch in batches:
         recipe = replace(digits_recipe(batch // ranks), name=f"batch {batch}")
-        runs = _all_schemes(recipe, settings, steps, len(_SCHEMES) * len(batches) * steps)
+        runs = train_all(recipe, _WAYS, settings, steps)
         rows += _rows(recipe.name, runs)
         errors = [100 * _error(run) for run in runs.values()]
         for name, error in zip(runs, errors, strict=True):
             bars[name].append((batch, error))
     learnt = errors[0] < 100 * _CHANCE  # with the largest batch
-    largest = Stated(
+    comparison = Comparison(
         "the largest batch of all",
         "no loss of accuracy: VGG-16, 2,048: SGD 10.09, RGC 11.12, quantised 9.81 %",
         "Table 2 and section 6.3",
-    )
-    comparison = largest.compare(
         f"{batches[-1]}: SGD {errors[0]:.1f}, RGC {errors[1]:.1f}, quantised {errors[2]:.1f} %",
         learnt and max(errors) <= errors[0] + 100 * _POINTS,
         "few steps of a network that starts slowly" if learnt else "SGD itself learnt nothing",

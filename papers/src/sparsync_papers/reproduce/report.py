@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
@@ -75,10 +75,7 @@ def shown(finished: Finished) -> Group:
     heading = Text(f"{artifact.name}: {artifact.title} ({artifact.paper})", style="bold")
     if outcome is None:
         return Group(heading, Text(f"failed: {finished.error}", style="bold"))
-    compared = [
-        (c.stated.what, f"{c.stated.says}\n[{c.stated.where}]", c.ours, answer(c))
-        for c in outcome.comparisons
-    ]
+    compared = [(c.what, f"{c.says}\n[{c.where}]", c.ours, answer(c)) for c in outcome.comparisons]
     columns, lines = table_of(outcome)
     rows = _table(columns, lines[:_MOST_ROWS])
     if len(lines) > _MOST_ROWS:
@@ -113,7 +110,15 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         **{key: getattr(finished, key) for key in ("quick", "seed", "seconds")},
         "settings": dict(outcome.settings),
         "differs": outcome.differs,
-        "comparisons": [asdict(comparison) for comparison in outcome.comparisons],
+        "comparisons": [
+            {
+                "stated": {"what": c.what, "says": c.says, "where": c.where},
+                "ours": c.ours,
+                "same": c.same,
+                "why": c.why,
+            }
+            for c in outcome.comparisons
+        ],
         "rows": [dict(row) for row in outcome.rows],
     }
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -137,8 +142,8 @@ def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> st
             [
                 (
                     run.artifact.name,
-                    c.stated.what,
-                    f"{c.stated.says} ({c.stated.where})",
+                    c.what,
+                    f"{c.says} ({c.where})",
                     c.ours,
                     answer(c),
                 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.collectives.costs import expected_union
-from sparsync_papers.reproduce import Outcome, Panel, Settings, Stated, Table, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.001, 0.01, 0.05, 0.1)
@@ -74,9 +74,8 @@ def figure_1(settings: Settings) -> Outcome:
     ranks, stages = settings.pick(_RANKS, _RANKS[:3]), settings.pick(_STAGES, (0, 1))
     most, size = max(ranks), 0
     rows = Table()
-    for stage, flat in zip(stages, gradients(stages, most), strict=True):
+    for stage, flat in zip(settings.track(stages), gradients(stages, most), strict=True):
         size = flat[0].numel()
-        settings.advance(len(stages))
         for density in _DENSITIES:
             for p, dense in union_densities(flat, density, ranks).items():
                 uniform = expected_union(round(density * size), size, p) / size
@@ -100,23 +99,19 @@ def figure_1(settings: Settings) -> Outcome:
         title = f"after {stage} steps"
         panels.append(Panel(title, "ranks P", _OF_SUM, series, log="xy", level=100 * _DENSE))
     early, late = (curve(stage, _DENSITIES[-1])[-1][1] / 100 for stage in stages)
-    becomes_dense = Stated(
-        "5 to 10 % per rank, summed over many ranks",
-        '"can cause the reduced vector to become dense"',
-        "section 3 and Figure 1, read from the text",
-    )
-    consistent = Stated(
-        "the same early and late in training",
-        '"Results are consistent across training stages"',
-        "Figure 1, caption",
-    )
     comparisons = [
-        becomes_dense.compare(
+        Comparison(
+            "5 to 10 % per rank, summed over many ranks",
+            '"can cause the reduced vector to become dense"',
+            "section 3 and Figure 1, read from the text",
             f"{100 * late:.0f} % at 10 % per rank and P = {most}",
             late > _DENSE,
             "the ranks of this model select the same entries more often",
         ),
-        consistent.compare(
+        Comparison(
+            "the same early and late in training",
+            '"Results are consistent across training stages"',
+            "Figure 1, caption",
             f"{100 * early:.0f} % after {stages[0]} steps, {100 * late:.0f} % after {stages[1]}",
             late < 1.25 * early,
             "in the first steps the same few entries are large on all ranks; the paper's first stage is "
@@ -149,19 +144,17 @@ def figure_7(settings: Settings) -> Outcome:
     off = max(abs(drawn / formula - 1) for formula, drawn in rows.points("formula", "drawn"))
     bounded = all(formula <= most + 1e-9 for formula, most in rows.points("formula", "P k"))
     series = {f"k = {k}": rows.points("P", "formula", {"k": k}) for k in _ENTRIES}
-    expected = Stated(
-        "size of the reduced result, uniform supports",
-        "N sum_i (-1)^(i-1) C(P, i) (k / N)^i",
-        "appendix B.1 and Figure 7",
-    )
     comparisons = [
-        expected.compare(
+        Comparison(
+            "size of the reduced result, uniform supports",
+            "N sum_i (-1)^(i-1) C(P, i) (k / N)^i",
+            "appendix B.1 and Figure 7",
             f"drawn supports are within {100 * off:.1f} % of it",
             off < 0.5 / draws**0.5,
             "more than chance explains",
         ),
-        Stated("bound on it", "at most P k", "appendix B.1").compare(
-            "never exceeded", bounded, "exceeded: an error"
+        Comparison(
+            "bound on it", "at most P k", "appendix B.1", "never exceeded", bounded, "an error"
         ),
     ]
     return Outcome(

@@ -7,7 +7,7 @@ import torch
 from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Stated, Table, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 
 _SIZE = 1 << 24  # N of both plots (Figure 3)
 _DENSITY = 0.00781  # of the plot over nodes (Figure 3)
@@ -115,55 +115,46 @@ def _compare(rows: Table) -> list[Comparison]:
         ratios = [a / b for a, b in zip(times[_DOUBLE], times[_SPLIT], strict=True)]
         wider.append(ratios[-1] / ratios[0])
     fastest = [_fastest(times, -1) for times in (daint, greina)]
-    few_and_many = Stated(
-        "rings on few and on many nodes, Daint",
-        '"faster then any all other algorithms" on few, no speedup "at high number of nodes"',
-        "section 8.1",
-    )
-    constant = Stated(
-        "DSAR over the dense ring, any number of nodes",
-        '"improvement even at a relative large number of nodes, but only up to a constant factor" (4)',
-        "sections 5.3.4 and 8.1",
-        (_MOST,),
-    )
-    dominates = Stated(
-        "SSAR_Split_allgather against DSAR, over density",
-        '"dominates [...] as long as the number of non-zero indices is relatively low"',
-        "section 8.1",
-    )
-    larger = Stated(
-        "recursive doubling over split + allgather",
-        '"larger, when increasing the number of nodes compared to increasing density"',
-        "section 8.1",
-    )
-    order = Stated(
-        "order of the algorithms on both networks",
-        '"The relative ordering remains comparable"',
-        "section 8.1",
-    )
+    where = "section 8.1"
     return [
-        few_and_many.compare(
+        Comparison(
+            "rings on few and on many nodes, Daint",
+            '"faster then any all other algorithms" on few, no speedup "at high number of nodes"',
+            where,
             f"fastest on few: {'a ring' if ring_first else 'recursive doubling or split'}; on many: "
             f"{'a ring' if ring_last else 'another'}",
             ring_first and not ring_last,
             "reducing takes no time here: a dense ring adds cheaply what a sparse sum must merge",
         ),
-        constant.compare(
+        Comparison(
+            "DSAR over the dense ring, any number of nodes",
+            '"improvement even at a relative large number of nodes, but only up to a constant '
+            'factor" (4)',
+            "sections 5.3.4 and 8.1",
             f"{min(gains):.1f} to {max(gains):.1f} times faster",
             1 < min(gains) <= max(gains) <= _MOST,
             "latency of P - 1 messages against the ring's 2 (P - 1)",
         ),
-        dominates.compare(
+        Comparison(
+            "SSAR_Split_allgather against DSAR, over density",
+            '"dominates [...] as long as the number of non-zero indices is relatively low"',
+            where,
             f"faster at {sum(low)} of {len(low)} densities, the lowest",
             low == sorted(low, reverse=True) and low[0] and not low[-1],
             "the order changes elsewhere",
         ),
-        larger.compare(
+        Comparison(
+            "recursive doubling over split + allgather",
+            '"larger, when increasing the number of nodes compared to increasing density"',
+            where,
             f"the ratio grows {wider[0]:.1f} times over nodes, {wider[1]:.1f} times over density",
             wider[0] > wider[1],
             "supports of all densities overlap alike in this model",
         ),
-        order.compare(
+        Comparison(
+            "order of the algorithms on both networks",
+            '"The relative ordering remains comparable"',
+            where,
             f"fastest on most nodes: {' and '.join(fastest)}",
             fastest[0] == fastest[1],
             "latency and bandwidth are in another proportion",

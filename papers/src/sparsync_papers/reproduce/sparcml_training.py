@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsync.presets import dense, sparcml
-from sparsync_papers.reproduce import Comparison, Outcome, Row, Settings, Stated, artifact
+from sparsync_papers.reproduce import Comparison, Outcome, Row, Settings, artifact
 from sparsync_papers.reproduce.training import (
+    RANKS,
     Choice,
     Recipe,
     SimulatedTraining,
     Trained,
+    Way,
     digits_recipe,
     learning_curves,
     lstm_recipe,
     text_recipe,
+    train_all,
 )
 
 _BLOCK = 512  # elements of which k are selected (section 8.3)
-_RANKS, _STEPS = 4, 300
+_STEPS = 300
 _LARGE = 4096  # elements from which a layer is compressed: layers here are small
 _LEARNT = 0.5  # accuracy below which there is nothing to compare
 _NOISE = 0.02  # of accuracy between seeds, on 359 images
 _WIDE_HIDDEN = 1024  # units: "wide" as 4xResNet is over ResNet
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """One way to train: ``entries`` of every 512 at ``bits``; 0 entries: dense."""
-
-    name: str
-    entries: int = 0
-    bits: Literal[2, 4, 8] | None = None
-
-
-_FULL = _Variant("dense")
+_FULL = Way(dense())
 
 
 def _large(name: str, parameter: Tensor) -> bool:
@@ -50,30 +42,9 @@ def _attention(name: str, parameter: Tensor) -> bool:
     return "attention" in name and parameter.dim() > 1
 
 
-def _trained(
-    recipe: Recipe,
-    variants: Sequence[_Variant],
-    settings: Settings,
-    *,
-    compress: Choice = _large,
-    pieces: int,
-    initial: nn.Module | None = None,
-) -> dict[str, Trained]:
-    """Train one model in all ways."""
-    steps = settings.pick(_STEPS, 3)
-    return {
-        variant.name: SimulatedTraining(
-            recipe,
-            sparcml(bits=variant.bits) if variant.entries else dense(),
-            ranks=settings.pick(_RANKS, 2),
-            density=variant.entries / _BLOCK or 1.0,
-            steps=steps,
-            seed=settings.seed,
-            compress=compress if variant.entries else None,
-            model=copy.deepcopy(initial),
-        ).run(settings, pieces=pieces * steps, evaluations=6)
-        for variant in variants
-    }
+def _topk(entries: int, bits: Literal[2, 4, 8] | None = None, compress: Choice = _large) -> Way:
+    """Return quantised top-k of this many entries of every block."""
+    return Way(sparcml(bits=bits), entries / _BLOCK, compress)
 
 
 def _outcome(
@@ -95,7 +66,7 @@ def _outcome(
         for recipe, found in models
         for name, run in found.items()
     ]
-    steps, ranks = settings.pick(_STEPS, 3), settings.pick(_RANKS, 2)
+    steps, ranks = settings.pick(_STEPS, 3), settings.pick(RANKS, 2)
     return Outcome(
         rows,
         comparisons,
@@ -112,24 +83,31 @@ def _outcome(
 def figure_4(settings: Settings) -> Outcome:
     """Accuracy of quantised top-k SGD against dense (CIFAR-10, ATIS)."""
     images, text = digits_recipe(), lstm_recipe()
-    variants = (_FULL, _Variant("16 of 512, 4 bits", 16, 4), _Variant("8 of 512, 4 bits", 8, 4))
-    first = _trained(images, variants, settings, pieces=5)
-    second = _trained(text, (_FULL, _Variant("2 of 512", 2)), settings, pieces=5)
+    steps = settings.pick(_STEPS, 3)
+    ways = {"dense": _FULL, "16 of 512, 4 bits": _topk(16, 4), "8 of 512, 4 bits": _topk(8, 4)}
+    first = train_all(images, ways, settings, steps)
+    second = train_all(text, {"dense": _FULL, "2 of 512": _topk(2)}, settings, steps)
     base, *others = (run.evaluation.accuracy for run in first.values())
     loss, sparse = (run.evaluation.loss for run in second.values())
     comparisons = []
     for entries, says, other in zip(
         (16, 8), ("matches full precision", "1 % above full precision"), others, strict=True
     ):
-        stated = Stated(f"accuracy, {entries} of 512 at 4 bits", says, "section 8.3")
-        same, why = (
-            base > _LEARNT and other >= base - _NOISE,
-            "too few steps for what is sent so rarely",
+        comparisons.append(
+            Comparison(
+                f"accuracy, {entries} of 512 at 4 bits",
+                says,
+                "section 8.3",
+                f"{100 * (other - base):+.1f} points",
+                base > _LEARNT and other >= base - _NOISE,
+                "too few steps for what is sent so rarely",
+            )
         )
-        comparisons.append(stated.compare(f"{100 * (other - base):+.1f} points", same, why))
-    says = "within 1 % of full precision"
     comparisons.append(
-        Stated("loss, 2 of 512", says, "section 8.3, ATIS", (0.01,)).compare(
+        Comparison(
+            "loss, 2 of 512",
+            "within 1 % of full precision",
+            "section 8.3, ATIS",
             f"{100 * (sparse / loss - 1):+.1f} %",
             sparse <= 1.01 * loss,
             f"0.4 % of the gradient over {_STEPS} steps, not 20 epochs to convergence",
@@ -146,20 +124,25 @@ def figure_4(settings: Settings) -> Outcome:
 def figure_5(settings: Settings) -> Outcome:
     """Wide network at 1 of 512 entries against dense (ImageNet)."""
     recipe = digits_recipe(hidden=_WIDE_HIDDEN)
-    found = _trained(recipe, (_FULL, _Variant("1 of 512", 1)), settings, pieces=2)
+    ways = {"dense": _FULL, "1 of 512": _topk(1)}
+    found = train_all(recipe, ways, settings, settings.pick(_STEPS, 3))
     whole, sparse = found.values()
     lower = whole.evaluation.accuracy - sparse.evaluation.accuracy
     third = max(len(whole.losses) // 3, 1)
     early = sum(sparse.losses[:third]) < sum(whole.losses[:third])
-    accuracy = Stated("top-1 accuracy, 1 of 512", "less than 0.9 % lower", "section 8.4", (0.009,))
-    faster = '"the faster loss reduction of TopK"'
     comparisons = [
-        accuracy.compare(
+        Comparison(
+            "top-1 accuracy, 1 of 512",
+            "less than 0.9 % lower",
+            "section 8.4",
             f"{100 * lower:.1f} points lower",
             whole.evaluation.accuracy > _LEARNT and lower < 0.009,
             f"0.2 % of the gradient over {_STEPS} steps: most is still in the residuals",
         ),
-        Stated("loss early in training, 1 of 512", faster, "section 8.4").compare(
+        Comparison(
+            "loss early in training, 1 of 512",
+            '"the faster loss reduction of TopK"',
+            "section 8.4",
             f"{'faster' if early else 'slower'} over the first third of the steps",
             early,
             "entries wait some 500 steps to be sent, and this is shorter",
@@ -172,14 +155,16 @@ def figure_5(settings: Settings) -> Outcome:
 def figure_6(settings: Settings) -> Outcome:
     """Top-k of the attention layers alone, from a trained model (speech)."""
     recipe, steps = text_recipe(), settings.pick(_STEPS, 3)
-    ranks, seed = settings.pick(_RANKS, 2), settings.seed
+    ranks, seed = settings.pick(RANKS, 2), settings.seed
     first = SimulatedTraining(recipe, dense(), ranks=ranks, density=1.0, steps=steps, seed=seed)
-    start, initial = first.run(settings, pieces=3 * steps), first.model
-    variants = (_FULL, _Variant("4 of 512, attention", 4))
-    found = _trained(recipe, variants, settings, compress=_attention, pieces=3, initial=initial)
+    start = first.run()
+    ways = {"dense": _FULL, "4 of 512, attention": _topk(4, compress=_attention)}
+    found = train_all(recipe, ways, settings, steps, initial=first.model)
     whole, sparse = (1 - run.evaluation.accuracy for run in found.values())
-    says = "less than 1 % higher"
-    comparison = Stated("error, 4 of 512, attention alone", says, "section 8.4", (0.01,)).compare(
+    comparison = Comparison(
+        "error, 4 of 512, attention alone",
+        "less than 1 % higher",
+        "section 8.4",
         f"{100 * (sparse / whole - 1):+.2f} %",
         sparse <= 1.01 * whole,
         "attention is a fourth of this model's weights, 4 % of the paper's",

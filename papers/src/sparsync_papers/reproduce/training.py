@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import final
@@ -21,6 +22,7 @@ from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import output_parameters, plan_units
 from sparsync_papers.reproduce import Panel, Settings
 
+RANKS = 4  # that train (a choice made here)
 _MOMENTUM = 0.9  # of all recipes (RedSync, SparCML and Ok-Topk train with it)
 _RAMP = 15  # the learning rate grows over this part of the steps (a choice made here)
 
@@ -172,15 +174,12 @@ class SimulatedTraining:
         """Evaluate on all held-out data."""
         return self.recipe.workload.evaluate(self.model)
 
-    def run(
-        self, settings: Settings, *, pieces: int | None = None, evaluations: int = 0
-    ) -> Trained:
-        """Train from the first step to the last; ``pieces``: of the whole artifact, for the progress."""
+    def run(self, *, evaluations: int = 0) -> Trained:
+        """Train from the first step to the last."""
         every = max(self.steps // evaluations, 1) if evaluations else self.steps + 1
         curve = []
         for step in range(1, self.steps + 1):
             self.apply(self.gradients())
-            settings.advance(pieces or self.steps)
             if step % every == 0:
                 curve.append((float(step), self.recipe.score(self.evaluate())))
         return Trained(self.losses, self.evaluate(), fmean(self.bytes_sent), curve)
@@ -189,6 +188,41 @@ class SimulatedTraining:
         parameters = [self.parameters[name] for name in names]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         return torch.cat([grad.flatten() for grad in grads])
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train a model."""
+
+    algorithm: Algorithm
+    density: float = 1.0  # k / n of every unit
+    compress: Choice | None = None  # what is exchanged sparsely; None: as the algorithm says
+
+
+def train_all(
+    recipe: Recipe,
+    ways: Mapping[str, Way],
+    settings: Settings,
+    steps: int,
+    *,
+    evaluations: int = 6,
+    initial: nn.Module | None = None,
+) -> dict[str, Trained]:
+    """Train one model in all ways on ``RANKS`` virtual ranks, from ``initial`` if there is one."""
+    found = {}
+    for name, way in ways.items():
+        found[name] = SimulatedTraining(
+            recipe,
+            way.algorithm,
+            ranks=settings.pick(RANKS, 2),
+            density=way.density,
+            steps=steps,
+            seed=settings.seed,
+            compress=way.compress,
+            model=copy.deepcopy(initial),
+        ).run(evaluations=evaluations)
+        settings.advance(None)
+    return found
 
 
 def learning_curves(recipe: Recipe, found: dict[str, Trained]) -> Panel:

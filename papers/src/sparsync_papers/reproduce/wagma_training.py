@@ -22,7 +22,6 @@ from sparsync_papers.reproduce import (
     Panel,
     Row,
     Settings,
-    Stated,
     Table,
     artifact,
 )
@@ -41,7 +40,7 @@ _LEVEL = 0.01  # of loss, relative
 
 _WAGMA, _ALLREDUCE, _LOCAL, _ADPSGD = "WAGMA", "Allreduce-SGD", "local SGD, H = 1", "AD-PSGD"
 _SGP_1, _SGP_2, _SGP_4 = (f"SGP, {n} neighbour{'s' * (n > 1)}" for n in (1, 2, 4))
-_TOP_1 = "top-1 accuracy"
+_TOP_1, _IMAGES, _LINES = "top-1 accuracy", "section 5.2", "section 5.3"
 _SHORT = "so short a training forgives slower mixing; the paper's long ones do not"
 _STALE = (
     "most updates of a short training are recent, and averages with stale models take some back"
@@ -67,11 +66,10 @@ def average_models(
     make_replica: MakeReplica,
     setting: Setting,
     scheme: Scheme,
-    settings: Settings,
+    seed: int,
     *,
     ranks: int,
     steps: int,
-    pieces: int,
 ) -> Averaged:
     """Train on virtual ranks."""
     looked = {max(steps * look // _LOOKS, 1) for look in range(1, _LOOKS + 1)}
@@ -83,15 +81,13 @@ def average_models(
         vector, averager = _read(model), scheme.make(setting, ranks)
         await averager.begin(comm, vector, 0)
         for step in range(steps):
-            await comm.compute(setting.work(step, comm.rank, ranks, settings.seed))
+            await comm.compute(setting.work(step, comm.rank, ranks, seed))
             descend(step)
             vector = await averager.average(comm, _read(model), step)
             _write_(model, vector)
             if step + 1 in times:
                 sums[step + 1] = vector + sums.get(step + 1, torch.zeros(()))
                 times[step + 1].append(comm.now)
-            if comm.rank == 0:
-                settings.advance(pieces)
         seconds = comm.now
         return await averager.conclude(comm, vector, steps), seconds
 
@@ -123,28 +119,17 @@ class _Timed:
 
 
 def _train(
-    recipe: Recipe,
-    setting: Setting,
-    scheme: Scheme,
-    settings: Settings,
-    *,
-    ranks: int,
-    steps: int,
-    pieces: int,
+    recipe: Recipe, setting: Setting, scheme: Scheme, seed: int, *, ranks: int, steps: int
 ) -> _Timed:
     """Train a recipe's model with SGD and momentum."""
 
     def make_replica(rank: int) -> tuple[nn.Module, Callable[[int], None]]:
-        model = recipe.make_model(settings.seed)
+        model = recipe.make_model(seed)
         optimizer = torch.optim.SGD(model.parameters(), recipe.lr, momentum=_MOMENTUM)
 
         def descend(step: int) -> None:
             inputs, targets = recipe.workload.batch(
-                seed=settings.seed,
-                step=step,
-                rank=rank,
-                world_size=ranks,
-                batch_size=recipe.batch_size,
+                seed=seed, step=step, rank=rank, world_size=ranks, batch_size=recipe.batch_size
             )
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * min((step + 1) / max(steps // _RAMP, 1), 1.0)
@@ -154,16 +139,14 @@ def _train(
 
         return model, descend
 
-    spare = recipe.make_model(settings.seed)
+    spare = recipe.make_model(seed)
 
     def value(vector: Tensor) -> float:
         _write_(spare, vector)
         score = recipe.score(recipe.workload.evaluate(spare))
         return 100 * score if recipe.workload.classifies else score
 
-    run = average_models(
-        make_replica, setting, scheme, settings, ranks=ranks, steps=steps, pieces=pieces
-    )
+    run = average_models(make_replica, setting, scheme, seed, ranks=ranks, steps=steps)
     curve = [(seconds, value(vector)) for seconds, vector in run.looks]
     return _Timed(value(run.final), run.seconds, curve)
 
@@ -189,10 +172,10 @@ class _Experiment:
         steps: int,
     ) -> _Experiment:
         """Train with all schemes."""
-        pieces = steps * len(schemes)
+        seed = settings.seed
         found = {
-            name: _train(recipe, setting, scheme, settings, ranks=ranks, steps=steps, pieces=pieces)
-            for name, scheme in schemes.items()
+            name: _train(recipe, setting, scheme, seed, ranks=ranks, steps=steps)
+            for name, scheme in settings.track(schemes.items())
         }
         return cls(recipe, setting, ranks, steps, found)
 
@@ -204,19 +187,18 @@ class _Experiment:
         """Return a scheme's seconds over WAGMA's, for equally many steps."""
         return self.found[name].seconds / self.found[_WAGMA].seconds
 
-    def below(self, stated: Stated, *names: str) -> Comparison:
+    def below(self, of: str, says: str, *names: str) -> Comparison:
         """Compare accuracies that the paper finds below WAGMA's."""
         less = [self.above(name) for name in names]
-        ours = ", ".join(f"{points:+.1f}" for points in less)
-        return stated.compare(f"{ours} points", max(less) < -_POINT, _SHORT)
+        ours = ", ".join(f"{points:+.1f}" for points in less) + " points"
+        return Comparison(f"{_TOP_1}, {of}", says, _IMAGES, ours, max(less) < -_POINT, _SHORT)
 
     def slower(self, name: str, ratio: float) -> Comparison:
         """Compare the times of equally many steps with WAGMA's."""
-        section = "section 5.2" if self.recipe.workload.classifies else "section 5.3"
-        remark = _AVOIDS if "SGP" in name else ""
-        stated = Stated(f"time of {name} over WAGMA's", f"{ratio} x", section, (ratio,))
-        ours = self.times(name)
-        return stated.compare(f"{ours:.2f} x", ours >= 1.02, _AVOIDS, remark=remark)
+        section = _IMAGES if self.recipe.workload.classifies else _LINES
+        what, ours = f"time of {name} over WAGMA's", self.times(name)
+        same, remark = ours >= 1.02, _AVOIDS if "SGP" in name else ""
+        return Comparison(what, f"{ratio} x", section, f"{ours:.2f} x", same, _AVOIDS, remark)
 
     def outcome(
         self, comparisons: Sequence[Comparison], paper: Mapping[str, float], more: str
@@ -274,15 +256,18 @@ def figure_5(settings: Settings) -> Outcome:
     schemes = {row: ROWS[row] for row in (_ALLREDUCE, _WAGMA, _SGP_2, "D-PSGD", _ADPSGD)}
     ranks, steps = settings.pick(_RANKS, 4), settings.pick(_STEPS, 10)
     run = _Experiment.run(_digits(), SETTINGS["half"], schemes, settings, ranks, steps)
-    section = "section 5.2"
     over = run.above(_WAGMA, _ALLREDUCE)
-    near = Stated(f"{_TOP_1}, WAGMA - Allreduce-SGD", "75.3 - 75.9 %", section, (-0.6,))
-    sgp = Stated(f"{_TOP_1}, SGP - WAGMA", "74.8 - 75.3 %", section, (-0.5,))
-    gossip = Stated(f"{_TOP_1}, D-PSGD and AD-PSGD", "much lower", section)
     comparisons = [
-        near.compare(f"{over:+.1f} points", over >= -_POINT, _STALE),
-        run.below(sgp, _SGP_2),
-        run.below(gossip, "D-PSGD", _ADPSGD),
+        Comparison(
+            f"{_TOP_1}, WAGMA - Allreduce-SGD",
+            "75.3 - 75.9 %",
+            _IMAGES,
+            f"{over:+.1f} points",
+            over >= -_POINT,
+            _STALE,
+        ),
+        run.below("SGP - WAGMA", "74.8 - 75.3 %", _SGP_2),
+        run.below("D-PSGD and AD-PSGD", "much lower", "D-PSGD", _ADPSGD),
         run.slower(_SGP_2, 1.45),
         run.slower(_ALLREDUCE, 1.63),
     ]
@@ -316,8 +301,8 @@ def figure_8(settings: Settings) -> Outcome:
         lower = score < min(paper[_LOCAL], 25.9)
         same, why = (over > _LEVEL, _SHORT) if lower else (over >= -_LEVEL, _STALE)
         what, says = f"BLEU, {name} and WAGMA", f"{score} and 26.12"
-        stated = Stated(what, says, "section 5.3", (score, 26.12))
-        comparisons.append(stated.compare(f"loss {100 * over:+.1f} %", same, why))
+        ours = f"loss {100 * over:+.1f} %"
+        comparisons.append(Comparison(what, says, _LINES, ours, same, why))
     comparisons += [run.slower(_SGP_2, 1.48), run.slower(_LOCAL, 1.39)]
     more = (
         "Held-out loss of Python's source stands for BLEU; what the paper has within 0.2 is called equal "
@@ -345,23 +330,34 @@ def ablations(settings: Settings) -> Outcome:
     ranks, steps = settings.pick(_RANKS, 16), settings.pick(_STEPS, 10)
     run = _Experiment.run(_digits(), SETTINGS["fig4"], schemes, settings, ranks, steps)
     paper = {_ALLREDUCE: 75.9, _WAGMA: 75.3, none: 68.5, fixed: 72.2, four: 72.8}
-    section = "section 5.2"
     comparisons = [
-        run.below(Stated(f"{_TOP_1}, {name}", f"{paper[name]} of 75.3 %", section), name)
-        for name in (none, fixed, four)
+        run.below(name, f"{paper[name]} of 75.3 %", name) for name in (none, fixed, four)
     ]
     gain, ahead, slower = run.above(whole), run.above(_ALLREDUCE), run.times(whole)
     comparisons += [
-        Stated(f"{_TOP_1}, S = P", "does not increase", section).compare(
-            f"{gain:+.1f} points", gain <= _POINT, _SHORT
+        Comparison(
+            f"{_TOP_1}, S = P",
+            "does not increase",
+            _IMAGES,
+            f"{gain:+.1f} points",
+            gain <= _POINT,
+            _SHORT,
         ),
-        Stated("time, S = P", "1.24 x", section, (1.24,)).compare(
+        Comparison(
+            "time, S = P",
+            "1.24 x",
+            _IMAGES,
             f"{slower:.2f} x; {run.times(waits):.2f} x where groups wait",
             slower > 1.02,
             "here groups of all ranks wait for nobody, either",
         ),
-        Stated(f"{_TOP_1}, Allreduce-SGD", "75.9, WAGMA 75.3 %", section, (0.6,)).compare(
-            f"{ahead:+.1f} points", ahead <= _POINT, _STALE
+        Comparison(
+            f"{_TOP_1}, Allreduce-SGD",
+            "75.9, WAGMA 75.3 %",
+            _IMAGES,
+            f"{ahead:+.1f} points",
+            ahead <= _POINT,
+            _STALE,
         ),
     ]
     more = "Three seeds and a longer training: benchmarks/averaging-convergence.md."
@@ -373,9 +369,9 @@ _EPISODES, _EPOCHS = 1, 4  # per iteration: a fast step
 _WINDOW = 4  # iterations whose returns are one point of the curve
 
 
-def _play(scheme: Scheme, settings: Settings, ranks: int, iterations: int, pieces: int) -> _Curve:
+def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
     """Return the mean return of all ranks' episodes over virtual time."""
-    task, seed = Ppo(episodes=_EPISODES, epochs=_EPOCHS), settings.seed
+    task = Ppo(episodes=_EPISODES, epochs=_EPOCHS)
     returns: list[list[float]] = [[] for _ in range(iterations)]
 
     def make_replica(rank: int) -> tuple[nn.Module, Callable[[int], None]]:
@@ -390,9 +386,7 @@ def _play(scheme: Scheme, settings: Settings, ranks: int, iterations: int, piece
         return model, learn
 
     setting = SETTINGS["fig10"]
-    run = average_models(
-        make_replica, setting, scheme, settings, ranks=ranks, steps=iterations, pieces=pieces
-    )
+    run = average_models(make_replica, setting, scheme, seed, ranks=ranks, steps=iterations)
     return [
         (run.seconds * last, fmean(x for window in returns[last - _WINDOW : last] for x in window))
         for last in range(_WINDOW, iterations + 1, _WINDOW)
@@ -409,11 +403,10 @@ def figure_11(settings: Settings) -> Outcome:
     """Return of reinforcement learning over time, small (needs Gymnasium)."""
     ranks, iterations = settings.pick(_RL_RANKS, 2), settings.pick(_ITERATIONS, _WINDOW)
     runs, names = settings.pick(_RUNS, 1), (_WAGMA, _LOCAL, _SGP_4, _ADPSGD)
-    seeds = [replace(settings, seed=settings.seed + run) for run in range(runs)]
-    pieces = runs * len(names) * iterations
+    seeds = range(settings.seed, settings.seed + runs)
     curves = {
-        name: [_play(ROWS[name], seed, ranks, iterations, pieces) for seed in seeds]
-        for name in names
+        name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
+        for name in settings.track(names)
     }
     # WAGMA's end: what is faster then has gone on for longer in its own run
     end = fmean(curve[-1][0] for curve in curves[_WAGMA])
@@ -435,14 +428,19 @@ def figure_11(settings: Settings) -> Outcome:
             (fmean(x for x, _ in points), fmean(y for _, y in points))
             for points in zip(*found, strict=True)
         ]
-    highest = "score over local SGD and SGP after 10 hours"
     comparisons = [
-        Stated(highest, "the highest", "section 5.4").compare(
+        Comparison(
+            "score over local SGD and SGP after 10 hours",
+            "the highest",
+            "section 5.4",
             f"{at[_WAGMA]:.0f} over {at[_LOCAL]:.0f} and {at[_SGP_4]:.0f} when WAGMA ends",
             at[_WAGMA] >= max(at[_LOCAL], at[_SGP_4]),
             "runs vary by more than schemes do, and 8 ranks are few to mix",
         ),
-        Stated("AD-PSGD's score", "lowest: 0.051 of 0.922", "section 5.4", (0.051,)).compare(
+        Comparison(
+            "AD-PSGD's score",
+            "lowest: 0.051 of 0.922",
+            "section 5.4",
             f"{last[_ADPSGD]:.0f}, WAGMA {last[_WAGMA]:.0f} after equal iterations",
             last[_ADPSGD] < last[_WAGMA] / 2,
             "pairwise averages of 8 ranks and a small model keep up",
@@ -453,7 +451,7 @@ def figure_11(settings: Settings) -> Outcome:
         comparisons,
         {"ranks": ranks, "iterations": iterations, "runs": runs, "tau": SETTINGS["fig10"].period},
         "CartPole with two small perceptrons in place of navigation in Habitat with ResNet-18 and LSTMs: "
-        "returns, not SPL; an iteration takes what the heavy tail of wagma-fig9 draws, "
+        "returns, not SPL; an iteration takes what the heavy tail of wagma-fig10 draws, "
         f"{iterations} of them in place of 10 hours.",
         [Panel("CartPole", "virtual seconds", "return, mean of all ranks' episodes", means)],
     )

@@ -18,7 +18,7 @@ import torch
 from virtual import Cache, sgd, spread, train, workload_of
 
 from sparsync.feedback.schedule import AdaptiveDensity
-from sparsync.presets import budgeted, dense
+from sparsync.presets import resolve
 
 RANKS, STEPS, BATCH, LR = 4, 300, 8, 0.2
 FIXED = (0.001, 0.003, 0.01, 0.02, 0.05)
@@ -39,7 +39,7 @@ def run(spec: dict, bar) -> dict:
 
     result = train(
         workload_of("bytes"),
-        dense() if spec["rule"] == "dense" else budgeted(),
+        resolve("dense") if spec["rule"] == "dense" else resolve("budgeted"),
         density,
         sgd(LR),
         ranks=RANKS,

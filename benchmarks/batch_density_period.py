@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from virtual import Cache, sgd, spread, train, workload_of
 
-from sparsync.presets import dense, oktopk
+from sparsync.presets import oktopk, resolve
 
 RANKS, STEPS, WIDTH = 4, 600, 256
 BATCHES, DENSITIES, PERIODS = (4, 16, 64), (0.001, 0.01, 0.1), (1, 32, "auto")
@@ -49,7 +49,7 @@ def run(spec: dict, bar) -> dict:
     whole = spec["period"] == "dense"
     return train(
         Perceptron(),
-        dense() if whole else oktopk(threshold_period=spec["period"]),
+        resolve("dense") if whole else oktopk(threshold_period=spec["period"]),
         spec["density"],
         sgd(LR),
         ranks=RANKS,

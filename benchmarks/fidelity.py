@@ -66,9 +66,7 @@ def cells_of(run: dict) -> list[dict]:
     burst = default_burst(parse_rate(run["rate"]))
     for name, measured in run["measured"].items():
         k = round(DENSITY * run["size"])
-        p = predict(
-            resolve(name).candidate, size=run["size"], k=k, world_size=run["ranks"], machine=machine
-        )
+        p = predict(resolve(name), size=run["size"], k=k, world_size=run["ranks"], machine=machine)
         free = min(burst, p.bytes_sent) * machine.beta
         exchange = p.seconds_exchange - free
         error = measured["seconds_exchange_median"] - exchange

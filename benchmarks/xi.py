@@ -20,7 +20,7 @@ from sparsync.collectives import Budgeted
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import Monitor, Sink
-from sparsync.presets import Algorithm, dense
+from sparsync.presets import Algorithm, resolve
 from sparsync.selection import Exact
 from sparsync.wire import Packed, SparseQsgd
 
@@ -55,7 +55,7 @@ def run(spec: dict, bar) -> dict:
     try:
         result = train(
             workload_of(spec["workload"]),
-            dense() if whole else algorithm,
+            resolve("dense") if whole else algorithm,
             spec["density"],
             sgd(LR[spec["workload"]]),
             ranks=RANKS,

@@ -11,7 +11,7 @@ from site_pages.examples import algorithm_program, output_of
 from site_pages.tables import algorithm_rows, linked, table_row
 from sparsync.collectives.costs import Job
 from sparsync.cost.planner import plan
-from sparsync.cost.predict import Candidate, bound_words, predict
+from sparsync.cost.predict import bound_words, predict
 from sparsync.cost.wording import format_bandwidth
 from sparsync.presets import PRESETS, Algorithm, preset, resolve
 from sparsync.selection import Everything
@@ -179,13 +179,13 @@ def _cost(name: str, algorithm: Algorithm) -> list[str]:
 
 
 def _words(name: str, ranks: int) -> float:
-    return resolve(name).candidate.cost(Job(_SIZE, _K, ranks)).words
+    return resolve(name).cost(Job(_SIZE, _K, ranks)).words
 
 
-def _candidate(name: str) -> Candidate | None:
-    """Return what the planner sees of a preset; None: it declares no cost."""
-    candidate = resolve(name).candidate
-    return candidate if candidate.predictable else None
+def _candidate(name: str) -> Algorithm | None:
+    """Return a preset's algorithm; None: it declares no cost."""
+    algorithm = resolve(name)
+    return algorithm if algorithm.predictable else None
 
 
 def _volume(name: str) -> float:
@@ -196,7 +196,7 @@ def _gain(name: str, network: str, ranks: int) -> float:
     """Return how many times as fast as dense a step is predicted to be."""
     machine = machine_on(network)
     dense, made = (
-        predict(resolve(collective).candidate, size=_SIZE, k=_K, world_size=ranks, machine=machine)
+        predict(resolve(collective), size=_SIZE, k=_K, world_size=ranks, machine=machine)
         for collective in ("dense", name)
     )
     return dense.seconds / made.seconds
@@ -247,7 +247,7 @@ def _limits(name: str) -> str:
     limits = []
     for ranks in _RANKS:
         machine = machine_on("1 Gbit/s")
-        candidates = [resolve(one).candidate for one in ("dense", name)]
+        candidates = [resolve(one) for one in ("dense", name)]
         rate = plan(_SIZE, ranks, machine, candidates, k=_K).break_even_bandwidth
         if candidates[1].result == "whole":  # the planner compares dense with what selects
             gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsync.collectives.base import Collective
-from sparsync.collectives.costs import Job
-from sparsync.cost.predict import Candidate
+from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
 from sparsync.selection.base import Selector
 from sparsync.transports.agree import agree
@@ -38,8 +37,8 @@ class Algorithm:
         output: what the output layer is exchanged with, where that differs.
         prepare: measures on the group what the algorithm needs to know of it, before the first step;
             returns the algorithm for this group.  None: nothing.
-        calls: for the planner: how many times, and for which job, the collective is called in a step
-            in which this job is asked for.
+        calls: for the planner: how many times, and for which job, the collective is called in a step in
+            which this job is asked for: selectors find more than k, or layers travel in several messages.
     """
 
     name: str
@@ -57,9 +56,28 @@ class Algorithm:
     calls: Callable[[Job], tuple[int, Job]] = lambda job: (1, job)
 
     @property
-    def candidate(self) -> Candidate:
-        """The algorithm as the planner sees it."""
-        return Candidate(self.name, self.make_collective, self.source, self.calls)
+    def result(self) -> Result:
+        """Kind of total; "whole": nothing is selected."""
+        return self.make_collective().result
+
+    @property
+    def predictable(self) -> bool:
+        """Whether its collective declares a cost."""
+        return self.make_collective().cost(Job(2, 1, 2)) is not None
+
+    def cost(self, job: Job) -> Cost:
+        """Return what a step costs the busiest rank.
+
+        Raises:
+            ConfigurationError: the collective declares no cost.
+        """
+        times, called = self.calls(job)
+        cost = self.make_collective().cost(called)
+        if cost is None:
+            raise ConfigurationError(
+                f"no cost is known of {self.name!r}: its collective has no cost(job); choose others"
+            )
+        return cost if times == 1 else cost.times(times)
 
     async def on(self, comm: Communicator) -> Algorithm:
         """Return the algorithm for a group, whose ranks agree on it; all of them call it."""

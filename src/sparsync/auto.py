@@ -134,7 +134,7 @@ class Auto(Collective):
         self.candidates = tuple(algorithm.name for algorithm in candidates)
         self.machine, self.budget, self.check_period = machine, budget, check_period
         self.gain, self.patience = gain, patience
-        self._plannable = [algorithm.candidate for algorithm in candidates]
+        self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
         self._seconds: list[float] = []  # this rank's, since the last check: no state, it differs

@@ -10,16 +10,17 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
-from sparsync import collectives
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.auto import Auto
 from sparsync.collectives import (
     Allgather,
     Budgeted,
+    Collective,
     Dense,
     Dynamic,
     GTopk,
@@ -29,10 +30,11 @@ from sparsync.collectives import (
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
+    split_allgather,
 )
+from sparsync.collectives.costs import Job
 from sparsync.cost.calibrate import calibrate
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import Candidate
 from sparsync.errors import ConfigurationError
 from sparsync.published import (
     SPARCML_SETTINGS,
@@ -42,48 +44,33 @@ from sparsync.published import (
     redsync_quantized,
     sparcml,
 )
-from sparsync.reduction import Reduction
-from sparsync.selection import Everything, Exact, GaussianK
-from sparsync.sparse import SparseVector
+from sparsync.selection import Everything, Exact, GaussianK, Selector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire import Signs, StreamCodec
-from sparsync.wire.base import Codec
+from sparsync.wire import Signs
 
 __all__ = [
     "PRESETS",
     "SPARCML_SETTINGS",
     "Algorithm",
     "Preset",
-    "allgather",
     "auto",
-    "budgeted",
     "candidates",
     "check_density",
-    "dense",
-    "dynamic",
-    "gaussiank",
-    "gtopk",
-    "halving",
     "oktopk",
     "oktopk_paper",
     "options_of",
     "preset",
     "presets",
-    "recursive_doubling",
     "redsync",
     "redsync_quantized",
     "resolve",
-    "ring",
-    "ring_dense",
     "signs",
     "sparcml",
-    "sparcml_auto",
-    "split_allgather",
-    "topkdsa",
 ]
 
 _GROUP = "sparsync.algorithms"  # of entry points
 _GAUSSIAN = 1.5  # entries over k under error feedback (benchmarks/selection.md: 0.8 to 1.6)
+_PAPER = "Ok-Topk, Equation 3, if thresholds find k"
 
 
 @dataclass(frozen=True)
@@ -91,20 +78,19 @@ class Preset:
     """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
 
     Attributes:
-        make: builds the algorithm; its keyword-only arguments are the options, the first line of its
-            docstring the summary.
+        make: builds the algorithm; its keyword-only arguments are the options.
         source: paper and equation of its cost.
         planned: ``auto`` and ``sparsync plan`` may choose it: at its defaults it rounds no more than
             bf16.  At equal predictions the first row wins.
         corrects: published with momentum correction, in place of the optimizer's momentum.
-        passes_on: where ``make`` takes ``**options``: the class that they are arguments of.
+        passes_on: where ``make`` takes ``**options``: builds the collective that they are arguments of.
     """
 
     make: Callable[..., Algorithm]
     source: str = "sparsync"
     planned: bool = False
     corrects: bool = False
-    passes_on: type | None = None
+    passes_on: Callable[..., Collective] | None = None
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -115,11 +101,6 @@ class Preset:
             **{name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY},
             **{name: p for name, p in more.items() if name not in own},
         }
-
-    @property
-    def summary(self) -> str:
-        """One line."""
-        return (inspect.getdoc(self.make) or "").partition("\n")[0]
 
 
 @functools.cache
@@ -157,11 +138,11 @@ def preset(name: object) -> Preset:
     return presets()[name]
 
 
-def candidates(*, planned: bool = True) -> list[Candidate]:
+def candidates(*, planned: bool = True) -> list[Algorithm]:
     """Return the algorithms that a plan may choose from; ``planned=False``: all that declare a cost."""
     rows = presets().items()
-    found = [resolve(name).candidate for name, row in rows if row.planned or not planned]
-    return [candidate for candidate in found if planned or candidate.predictable]
+    found = [resolve(name) for name, row in rows if row.planned or not planned]
+    return [algorithm for algorithm in found if planned or algorithm.predictable]
 
 
 def options_of(name: str) -> set[str]:
@@ -208,17 +189,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
     return replace(made, options=tuple(sorted(options.items())), source=row.source)
 
 
-# ---- sparsync's own ---------------------------------------------------------------------------------
-
-
-def budgeted(*, codec: Codec[SparseVector] | None = None, budget: float = 2.0) -> Algorithm:
-    """Default of ``attach``: exact selection, hashed regions, packed bytes, a byte budget that holds."""
-    return Algorithm("budgeted", Exact, lambda: Budgeted(codec, budget=budget))
-
-
-def halving(*, codec: Codec[SparseVector] | None = None) -> Algorithm:
-    """For many ranks: O(k) volume in O(log P) rounds; exact local selection, packed bytes."""
-    return Algorithm("halving", Exact, lambda: Halving(codec))
+# ---- with settings of their own: these and those of ``published`` -----------------------------------
 
 
 def signs(*, block: int = 256) -> Algorithm:
@@ -281,120 +252,68 @@ def auto(
     return make(machine or Machine())
 
 
-# ---- baselines (Ok-Topk, Table 1 and section 5.4) ---------------------------------------------------
-
-
-def dense() -> Algorithm:
-    """Plain allreduce of every element: the baseline."""
-    return Algorithm("dense", Everything, Dense)
-
-
-def allgather(*, codec: Codec[SparseVector] | None = None, cap: float | None = 1.0) -> Algorithm:
-    """TopkA: exact local top-k, allgather, local sum (Ok-Topk, Table 1)."""
-    return Algorithm("allgather", Exact, lambda: Allgather(codec, cap))
-
-
-def topkdsa(*, codec: StreamCodec | None = None) -> Algorithm:
-    """TopkDSA: exact local top-k, SparCML's dynamic sparse allreduce (Ok-Topk, Table 1)."""
-    return Algorithm("topkdsa", Exact, lambda: Dynamic(codec))
-
-
-def gtopk(*, codec: Codec[SparseVector] | None = None) -> Algorithm:
-    """gTop-k: exact local top-k, top-k again at every node of a reduction tree (Shi et al., 2019)."""
-    return Algorithm("gtopk", Exact, lambda: GTopk(codec))
-
-
-def gaussiank(*, codec: Codec[SparseVector] | None = None, cap: float | None = 2.0) -> Algorithm:
-    """Gaussian-k: a threshold from mean and deviation, adjusted until 3 k / 4 are found; allgather.
-
-    Args:
-        codec: wire format (default: coo).
-        cap: at most ``cap * k`` entries per rank are taken (the published estimate has no upper end).
-    """
-    return Algorithm(
-        "gaussiank",
-        GaussianK,
-        lambda: Allgather(codec, cap),
-        calls=lambda job: (1, job._replace(k=min(_GAUSSIAN * job.k, job.size))),
-    )
-
-
-# ---- SparCML (Renggli et al., SC 2019): options as in its collectives --------------------------------
-
-
-def recursive_doubling(
-    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
-) -> Algorithm:
-    """SSAR_Recursive_double: for small results (section 5.3.1)."""
-    return Algorithm("recursive-doubling", Exact, lambda: RecursiveDoubling(codec, op=op, cap=cap))
-
-
-def split_allgather(
-    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
-) -> Algorithm:
-    """SSAR_Split_allgather: for large results that stay sparse (section 5.3.2)."""
-    return Algorithm(
-        "split-allgather", Exact, lambda: collectives.split_allgather(codec, op=op, cap=cap)
-    )
-
-
-def dynamic(
-    *,
-    codec: StreamCodec | None = None,
-    op: str | Reduction = "sum",
-    cap: float | None = 1.0,
-    always_dense: bool = True,
-) -> Algorithm:
-    """DSAR_Split_allgather: for results that become dense (section 5.3.3), as published."""
-    return Algorithm(
-        "dynamic", Exact, lambda: Dynamic(codec, op=op, cap=cap, always_dense=always_dense)
-    )
-
-
-def ring(
-    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
-) -> Algorithm:
-    """Sum on a sparse ring (section 8.1)."""
-    return Algorithm("ring", Exact, lambda: Ring(codec, op=op, cap=cap))
-
-
-def ring_dense() -> Algorithm:
-    """Allreduce of every element on a ring: SparCML's second dense baseline (section 8.1)."""
-    return Algorithm("ring-dense", Everything, lambda: Ring(cap=None, dense=True))
-
-
-def sparcml_auto(
-    *, codec: StreamCodec | None = None, op: str | Reduction = "sum", cap: float | None = 1.0
-) -> Algorithm:
-    """Choose among recursive doubling, split + allgather and dynamic by the result's size."""
-    return Algorithm("sparcml-auto", Exact, lambda: SparcmlAuto(codec, op=op, cap=cap))
-
-
 # ---- the table --------------------------------------------------------------------------------------
 
-_PAPER = "Ok-Topk, Equation 3, if thresholds find k"
+
+def _row(
+    name: str,
+    collective: Callable[..., Collective],
+    source: str = "sparsync",
+    *,
+    selector: Callable[[], Selector] = Exact,
+    planned: bool = False,
+    **more: Any,
+) -> tuple[str, Preset]:
+    """Return the row of a collective whose arguments are the options, after a selector without any."""
+
+    def make(**options: Any) -> Algorithm:
+        return Algorithm(name, selector, partial(collective, **options), **more)
+
+    make.__doc__ = getattr(collective, "func", collective).__doc__
+    return name, Preset(make, source, planned, passes_on=collective)
+
+
+def _found_by_gaussiank(job: Job) -> tuple[int, Job]:
+    return 1, job._replace(k=min(_GAUSSIAN * job.k, job.size))
+
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "dense": Preset(dense, "Ok-Topk, Table 1, Dense", planned=True),
-        "budgeted": Preset(budgeted, planned=True),
-        "halving": Preset(halving, planned=True),
-        "oktopk": Preset(oktopk, "Ok-Topk, Equations 1 and 2", planned=True, passes_on=OkTopk),
-        "allgather": Preset(allgather, "Ok-Topk, Table 1, TopkA", planned=True),
-        "split-allgather": Preset(split_allgather, "SparCML, section 5.3.2", planned=True),
-        "topkdsa": Preset(topkdsa, "Ok-Topk, Table 1, TopkDSA", planned=True),
-        "recursive-doubling": Preset(recursive_doubling, "SparCML, section 5.3.1", planned=True),
-        "auto": Preset(auto),
-        "dynamic": Preset(dynamic, "SparCML, section 5.3.3"),
-        "gaussiank": Preset(gaussiank, "Ok-Topk, Table 1, Gaussiank"),
-        "gtopk": Preset(gtopk, "Ok-Topk, Table 1, gTopk"),
-        "oktopk-paper": Preset(oktopk_paper, _PAPER, passes_on=OkTopk),
-        "redsync": Preset(redsync, "RedSync, Equation 1", corrects=True),
-        "redsync-quantized": Preset(redsync_quantized, "RedSync, Equation 1", corrects=True),
-        "ring": Preset(ring, "SparCML, section 8.1"),
-        "ring-dense": Preset(ring_dense, "SparCML, section 8.1"),
-        "signs": Preset(signs),
-        "sparcml": Preset(sparcml, "SparCML, section 5.3.3"),
-        "sparcml-auto": Preset(sparcml_auto, "SparCML, section 5.3"),
-    }
+    dict(
+        [
+            _row("dense", Dense, "Ok-Topk, Table 1, Dense", selector=Everything, planned=True),
+            _row("budgeted", Budgeted, planned=True),
+            _row("halving", Halving, planned=True),
+            (
+                "oktopk",
+                Preset(oktopk, "Ok-Topk, Equations 1 and 2", planned=True, passes_on=OkTopk),
+            ),
+            _row("allgather", Allgather, "Ok-Topk, Table 1, TopkA", planned=True),
+            _row("split-allgather", split_allgather, "SparCML, section 5.3.2", planned=True),
+            _row("topkdsa", Dynamic, "Ok-Topk, Table 1, TopkDSA", planned=True),
+            _row("recursive-doubling", RecursiveDoubling, "SparCML, section 5.3.1", planned=True),
+            ("auto", Preset(auto)),
+            _row("dynamic", partial(Dynamic, always_dense=True), "SparCML, section 5.3.3"),
+            _row(
+                "gaussiank",
+                partial(Allgather, cap=2.0),  # the published estimate has no upper end
+                "Ok-Topk, Table 1, Gaussiank",
+                selector=GaussianK,
+                calls=_found_by_gaussiank,
+            ),
+            _row("gtopk", GTopk, "Ok-Topk, Table 1, gTopk"),
+            ("oktopk-paper", Preset(oktopk_paper, _PAPER, passes_on=OkTopk)),
+            ("redsync", Preset(redsync, "RedSync, Equation 1", corrects=True)),
+            ("redsync-quantized", Preset(redsync_quantized, "RedSync, Equation 1", corrects=True)),
+            _row("ring", Ring, "SparCML, section 8.1"),
+            _row(
+                "ring-dense",
+                partial(Ring, cap=None, dense=True),
+                "SparCML, section 8.1",
+                selector=Everything,
+            ),
+            ("signs", Preset(signs)),
+            ("sparcml", Preset(sparcml, "SparCML, section 5.3.3")),
+            _row("sparcml-auto", SparcmlAuto, "SparCML, section 5.3"),
+        ]
+    )
 )

@@ -7,7 +7,7 @@ from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives import Budgeted
 from sparsync.collectives.costs import Job, lower_bound_words
-from sparsync.presets import budgeted
+from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 from sparsync.wire import Packed
@@ -37,7 +37,7 @@ def test_budgeted_volume_is_below_the_lower_bound_for_coo(world_size, kind):
 
 @pytest.mark.parametrize("values", ["bf16", "int8"])
 def test_its_cost_form_is_what_it_sends(values):
-    algorithm = budgeted(codec=Packed(values))
+    algorithm = resolve("budgeted", codec=Packed(values))
     ranks = SimulatedRanks(Case(algorithm, 8, SIZE, DENSITY, "uniform"))
     expected = Budgeted(Packed(values)).cost(Job(SIZE, ranks.case.k, 8)).words
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_its_cost_form_is_what_it_sends(values):
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_a_tight_budget_binds_and_nothing_is_lost(world_size):
     """Half the bytes that the entries need: fewer entries, never more bytes."""
-    algorithm = budgeted(budget=0.8)
+    algorithm = resolve("budgeted", budget=0.8)
     case = Case(algorithm, world_size, 512 * 100 * world_size, 0.01, "uniform")
     ranks = SimulatedRanks(case)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_two_rounds_and_nothing_else():
         assert sent == {6}, "two messages to each of three others"
 
 
-EXACT = budgeted(codec=Packed("fp32"), budget=4.0)  # room for values of 4 bytes
+EXACT = resolve("budgeted", codec=Packed("fp32"), budget=4.0)  # room for values of 4 bytes
 
 
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)

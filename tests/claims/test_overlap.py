@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback import shares
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import allgather, budgeted
+from sparsync.presets import resolve
 from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.sim import Links, simulate
 from sparsync.units import plan_units
@@ -60,7 +60,7 @@ def energies(algorithm, world_size, steps, monkeypatch=None):
 
 @pytest.mark.parametrize(
     ("algorithm", "world_size"),
-    [(budgeted(), 1), (budgeted(), 2), (allgather(), 1)],
+    [(resolve("budgeted"), 1), (resolve("budgeted"), 2), (resolve("allgather"), 1)],
     ids=["budgeted-1", "budgeted-2", "allgather-1"],
 )
 def test_shares_keep_the_energy_of_the_global_top_k(algorithm, world_size):
@@ -73,7 +73,7 @@ def test_shares_keep_the_energy_of_the_global_top_k(algorithm, world_size):
 def test_equal_densities_lose_energy(monkeypatch):
     """The negative control: every unit 1 % of itself."""
     monkeypatch.setattr(shares, "next_shares", lambda state, *rest: state)
-    ratios = energies(budgeted(), 1, STEPS)
+    ratios = energies(resolve("budgeted"), 1, STEPS)
     assert sum(ratios[2:]) / len(ratios[2:]) < 0.9
 
 
@@ -85,7 +85,7 @@ def test_units_in_flight_hide_each_others_latency():
         assert len(units) == count
 
         async def program(comm):
-            reducer = Reducer(comm, units, budgeted(), DENSITY)
+            reducer = Reducer(comm, units, resolve("budgeted"), DENSITY)
             generator = torch.Generator().manual_seed(comm.rank)
             for _ in range(4):
                 await reducer.reduce([torch.randn(4000, generator=generator) for _ in units])

@@ -15,7 +15,7 @@ from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.shares import SharesState, resized
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import Measured
-from sparsync.presets import budgeted, oktopk, resolve
+from sparsync.presets import oktopk, resolve
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 
@@ -30,7 +30,7 @@ def gradient(rank: int, step: int, signal: float = 1.0) -> torch.Tensor:
 
 def make(comm, unit_bytes=None, algorithm=None, density=RULE, **options):
     units = plan_units([("a", torch.zeros(4000)), ("b", torch.zeros(2000))], unit_bytes)
-    return Reducer(comm, units, algorithm or budgeted(), density, **options)
+    return Reducer(comm, units, algorithm or resolve("budgeted"), density, **options)
 
 
 async def step_of(reducer, step, signal=1.0):

@@ -2,7 +2,7 @@ import torch
 
 from sparsync import simulate
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import Algorithm, allgather, resolve
+from sparsync.presets import Algorithm, resolve
 from sparsync.units import plan_units
 
 PARAMETERS = [("big", torch.zeros(300)), ("bias", torch.zeros(7)), ("other", torch.zeros(100))]
@@ -30,7 +30,7 @@ def test_dense_units_are_averaged_exactly_and_do_not_take_part_in_the_shares():
     units = plan_units(PARAMETERS, unit_bytes=4, compress=only_big)
 
     async def program(comm):
-        reducer = Reducer(comm, units, allgather(), density=0.1)
+        reducer = Reducer(comm, units, resolve("allgather"), density=0.1)
         for step in range(4):
             mine = gradients(comm.rank, step, units)
             everyone = [gradients(r, step, units)[1] for r in range(comm.world_size)]
@@ -47,7 +47,7 @@ def test_dense_units_are_averaged_exactly_and_do_not_take_part_in_the_shares():
 
 def test_layers_keep_their_own_k_where_the_algorithm_says_so():
     units = plan_units(PARAMETERS, unit_bytes=4)
-    algorithm = resolve(allgather())
+    algorithm = resolve("allgather")
     alone = Algorithm("alone", algorithm.make_selector, algorithm.make_collective, shared=False)
 
     async def program(comm):
@@ -62,7 +62,7 @@ def test_layers_keep_their_own_k_where_the_algorithm_says_so():
 
 def test_a_sum_is_applied_where_the_algorithm_does_not_average():
     units = plan_units(PARAMETERS[:1])
-    exact = allgather()
+    exact = resolve("allgather")
     summed = Algorithm("sum", exact.make_selector, exact.make_collective, average=False)
 
     async def program(comm):

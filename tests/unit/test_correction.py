@@ -12,7 +12,7 @@ from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import DGC_RAMP, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.presets import Algorithm, allgather, resolve
+from sparsync.presets import Algorithm, resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
@@ -40,7 +40,7 @@ def trained(
     async def program(comm):
         weights = torch.linspace(-1, 1, SIZE)
         units = plan_units([("a", torch.zeros(20)), ("b", torch.zeros(40))], unit_bytes=80)
-        chosen = algorithm or allgather(cap=None)
+        chosen = algorithm or resolve("allgather", cap=None)
         reducer = Reducer(comm, units, chosen, density, warmup, correction)
         history = []
         for step in range(steps):
@@ -172,7 +172,9 @@ def test_a_refused_step_leaves_velocity_and_norm():
     async def program(comm):
         units = plan_units([("a", torch.zeros(SIZE))])
         correction = Correction(0.9, clip=1.0, clip_norm="previous")
-        reducers = [Reducer(comm, units, allgather(), 0.1, None, correction) for _ in range(2)]
+        reducers = [
+            Reducer(comm, units, resolve("allgather"), 0.1, None, correction) for _ in range(2)
+        ]
         for step in range(6):
             mine = gradient(comm.rank, step, torch.zeros(SIZE))
             if step == 3:
@@ -217,9 +219,9 @@ def test_saved_velocity_continues_bit_for_bit(name):
 def test_a_state_without_momentum_is_refused():
     async def program(comm):
         units = plan_units([("a", torch.zeros(SIZE))])
-        state = reducer_state(Reducer(comm, units, allgather(), 0.1))
+        state = reducer_state(Reducer(comm, units, resolve("allgather"), 0.1))
         with pytest.raises(ConfigurationError, match=r"momentum 0\.0, this run has 0\.9"):
-            bad = Reducer(comm, units, allgather(), 0.1, None, Correction(0.9))
+            bad = Reducer(comm, units, resolve("allgather"), 0.1, None, Correction(0.9))
             run(restore_reducer(bad, state))
 
     simulate(program, 1)
@@ -228,7 +230,7 @@ def test_a_state_without_momentum_is_refused():
 def test_the_ramp_has_its_densities():
     async def program(comm):
         units = plan_units([("a", torch.zeros(2000)), ("b", torch.zeros(2000))], unit_bytes=8000)
-        reducer = Reducer(comm, units, allgather(), 0.001, Warmup(10, DGC_RAMP))
+        reducer = Reducer(comm, units, resolve("allgather"), 0.001, Warmup(10, DGC_RAMP))
         counts = []
         for step in range(12):
             generator = torch.Generator().manual_seed(step)
@@ -245,7 +247,7 @@ def test_a_ramp_resumes_in_its_middle():
         units = plan_units([("a", torch.zeros(2000))])
 
         def make():
-            return Reducer(comm, units, allgather(), 0.001, Warmup(10, DGC_RAMP))
+            return Reducer(comm, units, resolve("allgather"), 0.001, Warmup(10, DGC_RAMP))
 
         first, second = make(), make()
         gradients = [

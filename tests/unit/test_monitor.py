@@ -17,7 +17,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state
 from sparsync.monitoring import Sink, sink_of
-from sparsync.presets import allgather, oktopk
+from sparsync.presets import oktopk, resolve
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 from tests import attaching
@@ -94,7 +94,7 @@ def test_the_threshold_is_the_smallest_magnitude_selected():
 def test_stages_are_those_of_one_step():
     async def program(comm):
         seen = {}
-        reducer = one_unit(comm, Sink(seen.__setitem__), allgather())
+        reducer = one_unit(comm, Sink(seen.__setitem__), resolve("allgather"))
         for step in range(3):
             await reducer.reduce([gradient(comm.rank, step)])
         reducer.monitor.close()

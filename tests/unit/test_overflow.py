@@ -10,7 +10,7 @@ from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.scaling import rescale_, rescaled_key
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.presets import allgather
+from sparsync.presets import resolve
 from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
@@ -220,7 +220,7 @@ def test_a_state_remembers_its_scale(keep):
 
 def test_units_of_several_dtypes_are_rescaled():
     units = plan_units([("a", torch.zeros(9)), ("b", torch.zeros(9, dtype=torch.float64))])
-    reducer = Reducer(connect(), units, allgather(), 0.3)
+    reducer = Reducer(connect(), units, resolve("allgather"), 0.3)
     run(reducer.reduce([torch.arange(9.0), torch.arange(9.0, dtype=torch.float64)]))
     before = [residual.value.clone() for residual in reducer.residuals]
     rescale_(reducer, 16.0)

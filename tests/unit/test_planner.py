@@ -20,7 +20,7 @@ PLANNED = [c.name for c in candidates()]
 
 
 def plan(size, world_size, machine, names=PLANNED, **more):
-    return planner.plan(size, world_size, machine, [resolve(n).candidate for n in names], **more)
+    return planner.plan(size, world_size, machine, [resolve(n) for n in names], **more)
 
 
 def test_budgeted_wins_by_far_on_slow_links():

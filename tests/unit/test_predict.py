@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
-from sparsync.collectives import Budgeted
 from sparsync.collectives.costs import (
-    Cost,
     Job,
-    allgatherv,
-    allreduce,
     expected_union,
     lemma_5_1_words,
     lower_bound_words,
@@ -22,7 +18,6 @@ from sparsync.collectives.costs import (
 )
 from sparsync.collectives.oktopk import phases
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import Candidate
 from sparsync.cost.predict import predict as predict_candidate
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, candidates, redsync, redsync_quantized, resolve
@@ -59,7 +54,7 @@ COLLECTIVES = [c.name for c in candidates(planned=False)]
 
 
 def predict(name, **job):
-    return predict_candidate(resolve(name).candidate, **job)
+    return predict_candidate(resolve(name), **job)
 
 
 def test_every_preset_but_the_one_that_plans_has_a_cost():
@@ -142,7 +137,7 @@ def test_one_rank_exchanges_nothing(name):
     made = predict(name, size=1000, k=10, world_size=1, machine=MACHINE)
     assert made.seconds_exchange == made.bytes_sent == made.messages == made.lower_bound_words == 0
     assert made.seconds_selection == (
-        0 if resolve(name).candidate.result == "whole" else 1000 * MACHINE.select
+        0 if resolve(name).result == "whole" else 1000 * MACHINE.select
     )
 
 
@@ -189,59 +184,6 @@ def test_a_job_that_cannot_be_is_refused(arguments, words):
         predict(**job, machine=MACHINE)
 
 
-# ---- closed forms -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cost", "messages", "nbytes"),
-    [
-        # two phases of ceil(log2 P) messages; 2 (P - 1) blocks of ceil(n / P) elements
-        (allreduce(1000, 4), 4, 2 * 3 * 250 * 4),
-        (allreduce(1001, 4), 4, 2 * 3 * 251 * 4),
-        (allreduce(1000, 4, element_bytes=8), 4, 2 * 3 * 250 * 8),
-        (allreduce(1000, 5), 6, 2 * 4 * 200 * 4),
-        (allgatherv(100, 7), 3, 600),
-        # Equation 1
-        (phases.split(100, 4), 3, 3 * (8 + 200)),
-        # Equation 2, even and extreme
-        (phases.gather(100, 4), 2, 3 * (8 + 200)),
-        (phases.gather(100, 8, balanced=True), 7 + 1 + 3, 8 * 8 + 800),
-        # Equation 3
-        (phases.equation_3(100, 8), 2 * 8 + 2 * 3, 4 * 6 * 100 * 7 / 8),
-        # clamp(k / 16, 32, 1024) bins and two outer ones, in blocks of ceil(m / P)
-        (phases.histogram(16, 2), 2, 2 * 17 * 4),
-        (phases.histogram(1600, 2), 2, 2 * 51 * 4),
-        (phases.histogram(10**6, 2), 2, 2 * 513 * 4),
-        (phases.histogram(16, 2, refinements=2), 6, 2 * (17 + 32 + 32) * 4),
-        # one rank sends nothing
-        (allreduce(1000, 1), 0, 0),
-        (phases.split(100, 1), 0, 0),
-        (phases.gather(100, 1, balanced=True), 0, 0),
-        (phases.histogram(100, 1, refinements=3), 0, 0),
-    ],
-)
-def test_one_call(cost, messages, nbytes):
-    assert cost == Cost(messages, nbytes)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "lower", "exchangeable", "any_input"),
-    [
-        (1, 0, 0, 0),
-        (2, 1, 3, 4),
-        (4, 1.5, 4.5, 5),
-        (8, 1.75, 5.25, 5.5),
-        (32, 1.9375, 5.8125, 5.875),
-    ],
-)
-def test_bounds_in_words_per_k(world_size, lower, exchangeable, any_input):
-    k = 1000
-    assert lower_bound_words(k, world_size) == k * lower
-    for expected, kind in ((exchangeable, True), (any_input, False)):
-        bound = phases.bound_words(k, world_size, exchangeable=kind)
-        assert bound == pytest.approx(k * expected)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16, 32, 100])
 @pytest.mark.parametrize("k", [100_000, 1_000_000])
 def test_oktopk_lies_between_its_bounds(k, world_size):
@@ -252,10 +194,10 @@ def test_oktopk_lies_between_its_bounds(k, world_size):
 
 
 def test_a_collective_without_a_cost_is_refused_by_name():
-    candidate = Candidate("mine", resolve("auto").make_collective)
-    with pytest.raises(ConfigurationError, match="no cost is known of 'mine'"):
+    candidate = resolve("auto")
+    with pytest.raises(ConfigurationError, match="no cost is known of 'auto'"):
         predict_candidate(candidate, size=10, k=1, world_size=2, machine=MACHINE)
-    assert Candidate("budgeted", Budgeted).predictable
+    assert resolve("budgeted").predictable
 
 
 @given(k=st.integers(0, 300), size=st.integers(1, 300), ranks=st.integers(1, 40))

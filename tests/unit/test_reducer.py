@@ -5,7 +5,7 @@ import torch
 
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import XiProbe
-from sparsync.presets import budgeted
+from sparsync.presets import resolve
 from sparsync.selection import Exact, Sampled
 from sparsync.selection.base import mixed_seed
 from sparsync.transports.communicator import SoloCommunicator
@@ -25,7 +25,7 @@ def test_quotas_are_derived_once_per_step_however_many_parameters_there_are(
     )
     entries = Unit.entries
     units = plan_units([(str(i), torch.zeros(8)) for i in range(parameters)], parameters * 32 // 3)
-    reducer = Reducer(SoloCommunicator(), units, budgeted(), 0.5)
+    reducer = Reducer(SoloCommunicator(), units, resolve("budgeted"), 0.5)
     monkeypatch.setattr(Unit, "entries", lambda *given: calls.append(1) or entries(*given))
     for _ in range(2):
         calls.clear()

@@ -12,7 +12,7 @@ from sparsync.collectives import OkTopk
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.monitoring import XiProbe
-from sparsync.presets import Algorithm, allgather, budgeted, dense
+from sparsync.presets import Algorithm, resolve
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
@@ -86,8 +86,8 @@ def test_a_sample_estimates_xi(size, k):
 
 
 def test_units_are_measured_together_and_in_any_order():
-    whole = measured(3000, 60, 3, allgather(), every=1)
-    (first, *_) = measured(3000, 60, 3, allgather(), every=1, sizes=[1000, 2000])
+    whole = measured(3000, 60, 3, resolve("allgather"), every=1)
+    (first, *_) = measured(3000, 60, 3, resolve("allgather"), every=1, sizes=[1000, 2000])
     assert first.signal_to_noise == pytest.approx(whole[0].signal_to_noise, rel=1e-5)
     assert first.xi != whole[0].xi  # units select for themselves on the first step
 
@@ -99,21 +99,23 @@ def test_signal_and_noise_are_told_apart():
 
 
 def test_rounding_is_part_of_it():
-    exact, rounded = (measured(4000, 400, 3, a, every=1) for a in (EXACT_OKTOPK, budgeted()))
+    exact, rounded = (
+        measured(4000, 400, 3, a, every=1) for a in (EXACT_OKTOPK, resolve("budgeted"))
+    )
     assert rounded[0].xi > 0 and rounded[0].xi == pytest.approx(exact[0].xi, rel=0.05)
     assert rounded[0].xi != exact[0].xi
 
 
 def test_all_exchanged_lacks_all_but_the_largest():
     """With k = n nothing is missing; nothing is measured while a warm-up runs dense."""
-    assert measured(500, 500, 2, dense(), every=1)[0].xi == pytest.approx(0.0, abs=1e-6)
+    assert measured(500, 500, 2, resolve("dense"), every=1)[0].xi == pytest.approx(0.0, abs=1e-6)
     assert len(measured(500, 50, 5, every=1, warmup=Warmup(3))) == 2
 
 
 def test_it_is_off_by_default_and_changes_nothing():
     async def program(comm, period):
         units = plan_units([("a", torch.zeros(500))])
-        reducer = Reducer(comm, units, budgeted(), 0.1, xi_period=period)
+        reducer = Reducer(comm, units, resolve("budgeted"), 0.1, xi_period=period)
         averages = [await reducer.reduce([gradient(500, s, comm.rank)]) for s in range(5)]
         return torch.stack([a.to_dense() for (a,) in averages]), comm.ledger.by_phase()
 
@@ -126,7 +128,9 @@ def test_it_is_off_by_default_and_changes_nothing():
 
 def test_no_gradient_has_no_xi():
     async def program(comm):
-        reducer = Reducer(comm, plan_units([("a", torch.zeros(90))]), budgeted(), 0.1, xi_period=1)
+        reducer = Reducer(
+            comm, plan_units([("a", torch.zeros(90))]), resolve("budgeted"), 0.1, xi_period=1
+        )
         await reducer.reduce([torch.zeros(90)])
         return reducer.step
 
@@ -135,7 +139,9 @@ def test_no_gradient_has_no_xi():
 
 def test_one_rank_has_no_noise_and_lacks_nothing():
     async def program(comm):
-        reducer = Reducer(comm, plan_units([("a", torch.zeros(900))]), budgeted(), 0.1, xi_period=1)
+        reducer = Reducer(
+            comm, plan_units([("a", torch.zeros(900))]), resolve("budgeted"), 0.1, xi_period=1
+        )
         probe = reducer.monitor.xi
         probe.every = 1
         seen, measure = [], probe.measure

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparsync import kernels
+from sparsync.algorithm import Algorithm
 from sparsync.collectives.budgeted import Budgeted
 from sparsync.collectives.costs import Job
 from sparsync.cost.links import (
@@ -26,7 +27,7 @@ from sparsync.cost.links import (
     measure_links,
 )
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import Candidate, predict
+from sparsync.cost.predict import predict
 from sparsync.selection.exact import Exact
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator, check_timeout
@@ -41,7 +42,7 @@ _REGIONS = 4  # of the vector; messages of as many ranks are merged in one
 _BATCHES, _AT_LEAST = 8, 3  # per kind of work, and if the time is over; one more is not counted
 _SETTLED = 12  # steps until the selector's threshold follows a residual that began as zero
 _REHEARSAL = 0.2  # of the time, for whole exchanges
-_REHEARSED = Candidate("budgeted", Budgeted)  # two turns, and little else
+_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns, and little else
 _LEAST, _MOST = 8, 50  # exchanges
 _AHEAD = (
     0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores

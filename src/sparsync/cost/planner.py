@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.collectives.dense import Dense
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import Candidate, Prediction, predict
+from sparsync.cost.predict import Prediction, predict
 from sparsync.cost.wording import (
     format_bandwidth,
     format_bytes,
@@ -24,10 +25,13 @@ from sparsync.cost.wording import (
     format_seconds,
 )
 from sparsync.errors import ConfigurationError
+from sparsync.selection import Everything
 
 __all__ = ["Plan", "plan"]
 
-_DENSE = Candidate("dense", Dense, "Ok-Topk, Table 1, Dense")  # all are compared with it
+_DENSE = Algorithm(
+    "dense", Everything, Dense, source="Ok-Topk, Table 1, Dense"
+)  # all are compared with it
 _DEFAULT_DENSITY = 0.01
 _BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
 _NEARLY = 0.9  # of the entries that fit a budget
@@ -69,7 +73,7 @@ class _Setting:
     bucket_bytes: int
     unit_bytes: int | None
 
-    def predict(self, candidate: Candidate, k: int, machine: Machine) -> Prediction:
+    def predict(self, candidate: Algorithm, k: int, machine: Machine) -> Prediction:
         """Predict, and hide what the backward pass hides."""
         made = predict(candidate, size=self.size, k=k, world_size=self.world_size, machine=machine)
         part = self.bucket_bytes if candidate.name == "dense" else self.unit_bytes
@@ -77,13 +81,13 @@ class _Setting:
         early = made.seconds_exchange * (1 - 1 / parts)
         return replace(made, seconds_hidden=min(early, self.backward))
 
-    def sparse_wins(self, candidates: Sequence[Candidate], k: int, machine: Machine) -> bool:
+    def sparse_wins(self, candidates: Sequence[Algorithm], k: int, machine: Machine) -> bool:
         """Tell whether any of these beats dense."""
         dense = self.predict(_DENSE, k, machine).seconds
         return any(self.predict(c, k, machine).seconds < dense for c in candidates)
 
     def break_even(
-        self, candidates: Sequence[Candidate], k: int, machine: Machine
+        self, candidates: Sequence[Algorithm], k: int, machine: Machine
     ) -> tuple[float | None, float | None]:
         """Return the bandwidth and the density up to which one of these beats dense."""
         if self.world_size == 1 or self.size == 0:  # nothing is exchanged, whatever the network
@@ -105,7 +109,7 @@ def plan(
     size: int,
     world_size: int,
     machine: Machine,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Algorithm],
     *,
     density: float | None = None,
     k: int | None = None,
@@ -136,7 +140,8 @@ def plan(
     Example:
         >>> from sparsync.collectives import Budgeted
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
-        >>> candidates = [Candidate("dense", Dense), Candidate("budgeted", Budgeted)]
+        >>> from sparsync.presets import resolve
+        >>> candidates = [resolve("dense"), resolve("budgeted")]
         >>> made = plan(14_728_266, 8, gigabit, candidates, density=0.01)
         >>> made.choice, made.table[0].seconds < made.dense.seconds / 20
         ('budgeted', True)
@@ -197,14 +202,14 @@ def _entries(density: float, size: int) -> int:
 
 
 def _most_entries(
-    setting: _Setting, machine: Machine, candidates: Sequence[Candidate], budget: float
+    setting: _Setting, machine: Machine, candidates: Sequence[Algorithm], budget: float
 ) -> int:
     """Return how many entries fit a budget with the frugal candidates; n if none depends on k.
 
     Frugal are those that fit nearly as many as the best; all of these shall compete.
     """
 
-    def most(candidate: Candidate) -> int:
+    def most(candidate: Algorithm) -> int:
         return _bisect(
             lambda k: setting.predict(candidate, k, machine).bytes_sent <= budget, setting.size
         )

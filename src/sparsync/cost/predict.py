@@ -12,10 +12,9 @@ are faster by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparsync.collectives.base import Collective
+from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import (
     Cost,
     Job,
@@ -27,53 +26,7 @@ from sparsync.collectives.costs import (
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Candidate", "Prediction", "bound_words", "predict"]
-
-
-def _once(job: Job) -> tuple[int, Job]:
-    return 1, job
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An algorithm as the planner sees it; ``Algorithm.candidate`` makes it.
-
-    Attributes:
-        name: of the preset.
-        make_collective: builds its collective, whose ``cost`` is read.
-        source: paper and equation.
-        calls: given the job that is asked for, how many times the collective is called in a step, and
-            for which job: selectors may find more than k, and layers may travel in several messages.
-    """
-
-    name: str
-    make_collective: Callable[[], Collective]
-    source: str = "sparsync"
-    calls: Callable[[Job], tuple[int, Job]] = _once
-
-    def cost(self, job: Job) -> Cost:
-        """Return what a step costs the busiest rank.
-
-        Raises:
-            ConfigurationError: the collective declares no cost.
-        """
-        times, called = self.calls(job)
-        cost = self.make_collective().cost(called)
-        if cost is None:
-            raise ConfigurationError(
-                f"no cost is known of {self.name!r}: its collective has no cost(job); choose others"
-            )
-        return cost if times == 1 else cost.times(times)
-
-    @property
-    def result(self) -> Result:
-        """Kind of total; "whole": nothing is selected."""
-        return self.make_collective().result
-
-    @property
-    def predictable(self) -> bool:
-        """Whether its collective declares a cost."""
-        return self.make_collective().cost(Job(2, 1, 2)) is not None
+__all__ = ["Prediction", "bound_words", "predict"]
 
 
 @dataclass(frozen=True)
@@ -108,37 +61,37 @@ class Prediction:
 
 
 def predict(
-    candidate: Candidate, *, size: int, k: int, world_size: int, machine: Machine
+    algorithm: Algorithm, *, size: int, k: int, world_size: int, machine: Machine
 ) -> Prediction:
     """Predict what one step costs.
 
     Args:
-        candidate: an algorithm with its options.
+        algorithm: with its options.
         size: number of elements n.
         k: entries asked for; more than n are n.
         world_size: number of ranks P.
         machine: seconds per message, byte, element and entry.
 
     Raises:
-        ConfigurationError: the candidate has no cost, or a number makes no sense.
+        ConfigurationError: the algorithm has no cost, or a number makes no sense.
 
     Example:
-        >>> from sparsync.collectives import Budgeted, Dense
+        >>> from sparsync.presets import resolve
         >>> job = dict(size=14_728_266, k=147_283, world_size=8, machine=Machine())
-        >>> made = [predict(Candidate(c.__name__, c), **job) for c in (Dense, Budgeted)]
+        >>> made = [predict(resolve(name), **job) for name in ("dense", "budgeted")]
         >>> [round(1e3 * prediction.seconds_exchange) for prediction in made]
         [833, 11]
     """
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
         if value < least:
             raise ConfigurationError(f"predict: {name} is {value}; give at least {least}")
-    job, result = Job(size, min(k, size), world_size), candidate.result
+    job, result = Job(size, min(k, size), world_size), algorithm.result
     alone = world_size == 1 or size == 0
-    cost = Cost(0, 0) if alone else candidate.cost(job)
+    cost = Cost(0, 0) if alone else algorithm.cost(job)
     applied = 0.0 if alone else min(job.k, job.summed) if result == "top-k" else job.summed
     selection = 0.0 if result == "whole" else size * machine.select + applied * machine.decode
     return Prediction(
-        collective=candidate.name,
+        collective=algorithm.name,
         seconds_selection=selection,
         seconds_exchange=cost.seconds(machine.alpha, machine.beta)
         + cost.dense_bytes * machine.gamma
@@ -147,7 +100,7 @@ def predict(
         + cost.turns * machine.turn,
         bytes_sent=cost.nbytes,
         messages=cost.messages,
-        equation=candidate.source,
+        equation=algorithm.source,
         lower_bound_words=0.0 if alone else bound_words(result, job),
     )
 

@@ -54,11 +54,12 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     another.
 
     Example:
-        >>> from sparsync.presets import allgather
+        >>> from sparsync.presets import resolve
         >>> from sparsync.transports.driver import run
         >>> from sparsync.transports.communicator import SoloCommunicator
         >>> from sparsync.units import plan_units
-        >>> reducer = Reducer(SoloCommunicator(), plan_units([("w", torch.zeros(4))]), allgather(), 0.25)
+        >>> units = plan_units([("w", torch.zeros(4))])
+        >>> reducer = Reducer(SoloCommunicator(), units, resolve("allgather"), 0.25)
         >>> _ = run(reducer.reduce([torch.tensor([1.0, 2.0, 3.0, 4.0])]))
         >>> rescale_(reducer, 0.5); reducer.residuals[0].value.tolist()
         [0.5, 1.0, 1.5, 0.0]

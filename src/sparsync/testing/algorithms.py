@@ -23,7 +23,7 @@ def check_algorithm(algorithm: Algorithm, *, world_sizes: Sequence[int] = WORLD_
 
     Example:
         >>> from sparsync.presets import allgather
-        >>> check_algorithm(allgather(), world_sizes=(2,))
+        >>> check_algorithm(resolve("allgather"), world_sizes=(2,))
     """
     for world_size in world_sizes:
 

@@ -13,18 +13,7 @@ from sparsync.cli.simulate import SimulationSettings, simulate_training
 from sparsync.collectives.costs import ENTRY_BYTES, Cost, Job
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
-from sparsync.presets import (
-    Algorithm,
-    allgather,
-    budgeted,
-    dense,
-    gaussiank,
-    gtopk,
-    halving,
-    oktopk,
-    resolve,
-    topkdsa,
-)
+from sparsync.presets import Algorithm, oktopk, resolve
 from sparsync.transports.sim import Links
 from sparsync_papers.reproduce import (
     Comparison,
@@ -105,22 +94,26 @@ def _as_published(period: int) -> Algorithm:
     )
 
 
-_DENSE = Scheme("Dense", "dense", lambda period: dense(), "nothing")
+_DENSE = Scheme("Dense", "dense", lambda period: resolve("dense"), "nothing")
 DENSE_OVLP = replace(_DENSE, name="DenseOvlp", overlap=True)
-GTOPK = Scheme("gTopk", "gtopk", lambda period: gtopk(), "sort")
+GTOPK = Scheme("gTopk", "gtopk", lambda period: resolve("gtopk"), "sort")
 GAUSSIAN_K = Scheme(
-    "Gaussiank", "allgather", lambda period: gaussiank(cap=_FOUND), "threshold", found=_FOUND
+    "Gaussiank",
+    "allgather",
+    lambda period: resolve("gaussiank", cap=_FOUND),
+    "threshold",
+    found=_FOUND,
 )
 OKTOPK = Scheme("Ok-Topk", "oktopk", _as_published, "reused")
 OURS = (
-    Scheme("budgeted", "budgeted", lambda period: budgeted(), "reused"),
-    Scheme("halving", "halving", lambda period: halving(), "reused"),
+    Scheme("budgeted", "budgeted", lambda period: resolve("budgeted"), "reused"),
+    Scheme("halving", "halving", lambda period: resolve("halving"), "reused"),
 )
 SCHEMES = (
     _DENSE,
     DENSE_OVLP,
-    Scheme("TopkA", "allgather", lambda period: allgather(), "sort"),
-    Scheme("TopkDSA", "topkdsa", lambda period: topkdsa(), "sort"),
+    Scheme("TopkA", "allgather", lambda period: resolve("allgather"), "sort"),
+    Scheme("TopkDSA", "topkdsa", lambda period: resolve("topkdsa"), "sort"),
     GTOPK,
     GAUSSIAN_K,
     OKTOPK,

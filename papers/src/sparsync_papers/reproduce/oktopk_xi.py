@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.presets import oktopk, topkdsa
+from sparsync.presets import oktopk, resolve
 from sparsync_papers.reproduce import (
     Comparison,
     Outcome,
@@ -155,7 +155,12 @@ def fill_in(settings: Settings) -> Outcome:
     for recipe, model, ranks, density, paper in settings.track(cases):
         ranks = settings.pick(ranks, 2)
         training = SimulatedTraining(
-            recipe, topkdsa(), ranks=ranks, density=density, steps=steps, seed=settings.seed
+            recipe,
+            resolve("topkdsa"),
+            ranks=ranks,
+            density=density,
+            steps=steps,
+            seed=settings.seed,
         )
         size, found = training.units[0].size, []
         for step in range(steps):

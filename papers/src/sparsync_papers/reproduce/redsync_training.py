@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sparsync.presets import dense, redsync, redsync_quantized
+from sparsync.presets import redsync, redsync_quantized, resolve
 from sparsync_papers.reproduce import (
     Comparison,
     Outcome,
@@ -35,7 +35,7 @@ _CHANCE = 0.5  # error above which nothing was learnt: there is nothing to compa
 _NATS = 0.06  # of loss, relative; 0.6 % between seeds of dense
 
 _WAYS = {
-    "SGD": Way(dense(), _DENSITY),
+    "SGD": Way(resolve("dense"), _DENSITY),
     "RGC": Way(redsync(compress_thd=_DENSE_BELOW), _DENSITY),
     "quantised RGC": Way(redsync_quantized(compress_thd=_DENSE_BELOW), _DENSITY),
 }

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparsync.presets import dense, sparcml
+from sparsync.presets import resolve, sparcml
 from sparsync_papers.reproduce import Comparison, Outcome, Row, Settings, artifact
 from sparsync_papers.reproduce.training import (
     RANKS,
@@ -31,7 +31,7 @@ _NOISE = 0.02  # of accuracy between seeds, on 359 images
 _WIDE_HIDDEN = 1024  # units: "wide" as 4xResNet is over ResNet
 
 
-_FULL = Way(dense())
+_FULL = Way(resolve("dense"))
 
 
 def _large(name: str, parameter: Tensor) -> bool:
@@ -156,7 +156,9 @@ def figure_6(settings: Settings) -> Outcome:
     """Top-k of the attention layers alone, from a trained model (speech)."""
     recipe, steps = text_recipe(), settings.pick(_STEPS, 3)
     ranks, seed = settings.pick(RANKS, 2), settings.seed
-    first = SimulatedTraining(recipe, dense(), ranks=ranks, density=1.0, steps=steps, seed=seed)
+    first = SimulatedTraining(
+        recipe, resolve("dense"), ranks=ranks, density=1.0, steps=steps, seed=seed
+    )
     start = first.run()
     ways = {"dense": _FULL, "4 of 512, attention": _topk(4, compress=_attention)}
     found = train_all(recipe, ways, settings, steps, initial=first.model)

@@ -13,7 +13,7 @@ from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.options import check, check_at_least
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
-from sparsync.presets import Algorithm, check_density, dense, resolve
+from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
 
@@ -128,7 +128,10 @@ class SimulationSettings:
         own = self.buckets or (ddp if self.overlap else 1)
         rows = []
         if self.baselines:
-            rows = [Contender("Dense", dense()), Contender("DenseOvlp", dense(), ddp, overlap=True)]
+            rows = [
+                Contender("Dense", resolve("dense")),
+                Contender("DenseOvlp", resolve("dense"), ddp, overlap=True),
+            ]
         for given in self.algorithms:
             algorithm = resolve(given)
             rows.append(Contender(algorithm.name, algorithm, own, self.overlap))

@@ -22,7 +22,7 @@ def check_algorithm(algorithm: Algorithm, *, world_sizes: Sequence[int] = WORLD_
     """Check the law of a whole step, residuals included, per step: selector and collective together.
 
     Example:
-        >>> from sparsync.presets import allgather
+        >>> from sparsync.presets import resolve
         >>> check_algorithm(resolve("allgather"), world_sizes=(2,))
     """
     for world_size in world_sizes:

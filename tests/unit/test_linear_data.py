@@ -6,6 +6,7 @@ import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from sparsync.linear.data import _Blocks, load_shard, row_range
 
 WRITERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 TIMES = count(10**9)
-BLOCK = 60  # bytes: a few lines of the files below
 
 
 def lines(number=40, dimensions=50, seed=0):
@@ -29,6 +29,11 @@ def lines(number=40, dimensions=50, seed=0):
         columns = np.flatnonzero(generator.random(dimensions) < 0.1) + 1
         pairs = " ".join(f"{c}:{generator.normal():.4g}" for c in columns)
         yield f"{generator.choice([-1, 1])} {pairs}" + ("  # a comment" if row % 7 == 0 else "")
+
+
+@pytest.fixture(autouse=True)
+def little_blocks(monkeypatch):
+    monkeypatch.setattr(_Blocks, "block_bytes", 60)  # a few lines of the files below
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def assert_same(left, right):
 @pytest.mark.parametrize("world_size", [1, 3, 50])
 def test_the_shards_together_are_what_scikit_learn_reads(write, suffix, world_size):
     path = write(f"rows.svm{suffix}", ["# a heading", "", *lines()])
-    features, labels = load_all(path, world_size, block_bytes=BLOCK)
+    features, labels = load_all(path, world_size)
     expected, signs = load_svmlight_file(str(path), dtype=np.float32)
     assert_same(features, sparse.csr_matrix(expected))
     assert np.array_equal(labels, signs)
@@ -90,7 +95,8 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes, suffix):
     os.utime(
         path, ns=(0, next(TIMES))
     )  # another state of the file, whatever the clock's resolution
-    labels = _Blocks(path, None, block_bytes).complete(0, 1)[1]
+    with patch.object(_Blocks, "block_bytes", block_bytes), _Blocks(path, None) as blocks:
+        labels = blocks.complete(0, 1)[1]
     assert np.concatenate(labels).tolist() == [
         float(t.split()[0]) for t in texts if t and t[0] != "#"
     ] + [1]
@@ -116,7 +122,7 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes, suffix):
 def test_a_malformed_line_is_named_by_file_and_block(write, line, message):
     path = write("bad.svm", ["1 1:1"] * 12 + [line])
     with pytest.raises(ConfigurationError) as caught:
-        load_shard(path, block_bytes=BLOCK)
+        load_shard(path)
     said = str(caught.value)
     assert said.startswith(f"{path} cannot be read in bytes 60 to 120 of its text (")
     assert message in said and "expected lines like '1 3:0.5 7:1'" in said and len(said) < 300
@@ -126,11 +132,8 @@ def test_a_malformed_line_is_named_by_file_and_block(write, line, message):
     ("arguments", "message"),
     [
         ({"dimensions": 4}, "has indices from 1 to 5; expected 1 to 4"),
-        ({"dimensions": 5, "zero_based": True}, "has indices from 1 to 5; expected 0 to 4"),
         ({"dimensions": 0}, "dimensions 0; expected at least 1"),
         ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected 0 <= rank < world_size"),
-        ({"block_bytes": 0}, "block_bytes 0; expected at least 1"),
-        ({"zero_based": "Auto"}, "zero_based='Auto'; expected True, False or 'auto'"),
         ({"positive": 3}, "positive=3 is not among the labels of "),
         ({"positive": []}, "choose from -1, 1"),
     ],
@@ -140,12 +143,6 @@ def test_what_does_not_fit_the_file_is_refused(write, arguments, message):
     with pytest.raises(ConfigurationError) as caught:
         load_shard(path, **arguments)
     assert message in str(caught.value)
-
-
-def test_an_index_of_zero_in_a_file_that_counts_from_one_is_refused(write):
-    path = write("rows.svm", ["1 1:1", "-1 0:1"])
-    with pytest.raises(ConfigurationError, match="has indices from 0 to 1; expected 1 to 1"):
-        load_shard(path, zero_based=False)
 
 
 @pytest.mark.parametrize("text", [b"", b"\n\n", b"# nothing but a comment\n"])
@@ -193,12 +190,11 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_columns_count_from_zero_where_a_zero_is_anywhere_in_the_file(write):
     path = write("zero.svm", [*lines(30), "1 0:9"])
-    features = load_shard(path, block_bytes=BLOCK).features
+    features = load_shard(path).features
     assert_same(features, sparse.csr_matrix(load_svmlight_file(str(path), dtype=np.float32)[0]))
     assert features[30, 0] == 9
     path = write("one.svm", ["1 1:9", "-1 2:1"])
     assert load_shard(path).features.toarray().tolist() == [[9, 0], [0, 1]]
-    assert load_shard(path, zero_based=True).features.toarray().tolist() == [[0, 9, 0], [0, 0, 1]]
 
 
 def test_dimensions_may_exceed_the_largest_index(write):
@@ -239,7 +235,7 @@ def test_ranks_that_start_together_read_the_same(write):
     path = write("rows.svm", lines(400))
     expected, labels = load_all(write("alone.svm", lines(400)), 4)
     with ThreadPoolExecutor(4) as pool:
-        load = lambda rank: load_shard(path, rank=rank, world_size=4, block_bytes=BLOCK)  # noqa: E731
+        load = lambda rank: load_shard(path, rank=rank, world_size=4)  # noqa: E731
         shards = list(pool.map(load, range(4), timeout=60))
     assert_same(sparse.vstack([s.features for s in shards]), expected)
     assert np.array_equal(np.concatenate([s.labels for s in shards]), labels)
@@ -254,7 +250,7 @@ def parts_of(path):
 
 
 def dense(path, **arguments):
-    shard = load_shard(path, block_bytes=BLOCK, **arguments)
+    shard = load_shard(path, **arguments)
     return shard.features.toarray().tolist(), shard.labels.tolist()
 
 
@@ -263,9 +259,9 @@ def parsed(monkeypatch):
     """The numbers of the blocks that were parsed."""
     numbers, parse = [], _Blocks._parse
 
-    def counted(blocks, number, text):
+    def counted(blocks, number):
         numbers.append(number)
-        return parse(blocks, number, text)
+        return parse(blocks, number)
 
     monkeypatch.setattr(_Blocks, "_parse", counted)
     return numbers
@@ -328,10 +324,10 @@ def test_a_damaged_cache_is_never_believed(write, spoil):
 
 def test_a_block_that_is_damaged_while_it_is_used_is_parsed_again(write, monkeypatch):
     path = write("rows.svm", lines())
-    first, read = dense(path), _Blocks._read
+    first, read = dense(path), _Blocks._cached
     monkeypatch.setattr(
         _Blocks,
-        "_read",
+        "_cached",
         lambda self, n, *names: None if "values" in names else read(self, n, *names),
     )
     assert dense(path) == first

@@ -1,9 +1,4 @@
-"""Load one rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``.
-
-scikit-learn parses the text, block by block, into a cache of NumPy archives, whose members have
-checksums.  A block is written under another name and renamed when whole.  Its content is a function of
-the file, so ranks that race write the same: no lock, no wait.
-"""
+"""Load one rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 from scipy import sparse  # type: ignore[import-untyped, unused-ignore]
@@ -29,7 +24,6 @@ from sparsync.errors import ConfigurationError
 __all__ = ["Shard", "load_shard", "row_range"]
 
 _FORMAT = 2  # of the cache; raised whenever older blocks would be read wrongly
-_LISTED = 10  # labels that a message lists
 
 
 @dataclass(frozen=True)
@@ -78,8 +72,6 @@ def load_shard(
     dimensions: int | None = None,
     cache: Path | None = None,
     positive: float | Collection[float] | None = None,
-    zero_based: bool | Literal["auto"] = "auto",
-    block_bytes: int = 1 << 26,
 ) -> Shard:
     r"""Load this rank's rows of an svmlight file; plain, ``.gz`` or ``.bz2``.
 
@@ -93,9 +85,6 @@ def load_shard(
         dimensions: number of columns; default: as many as the file's largest index needs.
         cache: folder for the cache; default: ``<source>.cache`` next to the file.
         positive: the label, or labels, of +1; all others are -1.  Default: the larger of two.
-        zero_based: whether the first column is 0 in the file; "auto": if there is an index 0
-            anywhere in the file (scikit-learn's rule).
-        block_bytes: text that is parsed at once; takes two (measured) to six times that in memory.
 
     Raises:
         ConfigurationError: the text is malformed, the labels are not two and ``positive`` does not say
@@ -112,34 +101,30 @@ def load_shard(
         >>> shard.features.toarray(), shard.labels, shard.rows_total, shard.first_row
         (array([[3., 0., 0., 0.]], dtype=float32), array([-1.], dtype=float32), 3, 2)
     """
-    if zero_based not in (True, False, "auto"):
-        raise ConfigurationError(f"zero_based={zero_based!r}; expected True, False or 'auto'")
     row_range(0, rank=rank, world_size=world_size)  # refuses a wrong rank before any work
-    blocks = _Blocks(Path(source), cache, block_bytes)
-    spans, labels = blocks.complete(rank, world_size)
-
-    lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
-    if zero_based == "auto":
-        zero_based = lowest == 0
-    base = 0 if zero_based else 1
-    width = max(highest - base + 1, 1) if dimensions is None else dimensions
-    if width < 1:
-        raise ConfigurationError(f"dimensions {width}; expected at least 1")
-    if highest >= 0 and not base <= lowest <= highest < base + width:
-        raise ConfigurationError(
-            f"{source} has indices from {lowest} to {highest}; expected {base} to {base + width - 1}"
-        )
-    starts = np.cumsum([0, *map(len, labels)]).tolist()
-    signs = _signs(np.concatenate(labels), positive, blocks.path)
-    first, stop = row_range(starts[-1], rank=rank, world_size=world_size)
-    parts = [sparse.csr_matrix((0, width), dtype=np.float32)]
-    for block, (start, end) in enumerate(pairwise(starts)):
-        low, high = max(first, start), min(stop, end)
-        if low < high:
-            values, indices, indptr = blocks.features(block)
-            rows = sparse.csr_matrix((values, indices - base, indptr), (end - start, width))
-            parts.append(rows[low - start : high - start])
-    return Shard(sparse.vstack(parts, format="csr"), signs[first:stop], starts[-1], first)
+    with _Blocks(Path(source), cache) as blocks:
+        spans, labels = blocks.complete(rank, world_size)
+        lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
+        base = min(lowest, 1)  # the first column is 0 if it occurs anywhere (scikit-learn's rule)
+        width = max(highest - base + 1, 1) if dimensions is None else dimensions
+        if width < 1:
+            raise ConfigurationError(f"dimensions {width}; expected at least 1")
+        if highest >= base + width:
+            raise ConfigurationError(
+                f"{source} has indices from {lowest} to {highest}; expected {base} to "
+                f"{base + width - 1}"
+            )
+        signs = _signs(np.concatenate(labels), positive, blocks.path)
+        first, stop = row_range(len(signs), rank=rank, world_size=world_size)
+        parts = [sparse.csr_matrix((0, width), dtype=np.float32)]
+        starts = np.cumsum([0, *map(len, labels)]).tolist()
+        for block, (start, end) in enumerate(pairwise(starts)):
+            low, high = max(first, start), min(stop, end)
+            if low < high:
+                values, indices, indptr = blocks.read(block, "values", "indices", "indptr")
+                rows = sparse.csr_matrix((values, indices - base, indptr), (end - start, width))
+                parts.append(rows[low - start : high - start])
+    return Shard(sparse.vstack(parts, format="csr"), signs[first:stop], len(signs), first)
 
 
 def _signs(
@@ -147,8 +132,8 @@ def _signs(
 ) -> np.ndarray:
     """Decide which labels are +1."""
     known = np.unique(labels).tolist()
-    listed = ", ".join(f"{label:g}" for label in known[:_LISTED])
-    listed += f", ... ({len(known):,} in all)" if len(known) > _LISTED else ""
+    listed = ", ".join(f"{label:g}" for label in known[:10])
+    listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
     if positive is None:
         if len(known) > 2:
             raise ConfigurationError(
@@ -167,57 +152,65 @@ def _signs(
 
 @final
 class _Blocks:
-    """The parsed blocks of a file, in its cache: block b has the lines that start in its bytes.
+    """The parsed blocks of a file: block b has the lines that start in its bytes of the text.
 
-    Args:
-        path: of the file.
-        cache: as for ``load_shard``.
-        block_bytes: of a block, in bytes of uncompressed text.
+    Parsed blocks are kept in the cache, as NumPy archives whose members have checksums.  A block is
+    written under another name and renamed when whole.  Its content is a function of the file, so ranks
+    that race write the same: no lock, no wait.
     """
 
-    def __init__(self, path: Path, cache: Path | None, block_bytes: int) -> None:
-        if block_bytes < 1:
-            raise ConfigurationError(f"block_bytes {block_bytes}; expected at least 1")
+    block_bytes: ClassVar[int] = 1 << 26  # of text; parsing takes up to six times that in memory
+
+    def __init__(self, path: Path, cache: Path | None) -> None:
         if not path.is_file():
             raise ConfigurationError(f"{path} is not a file; give the path of a data file")
-        self.path, self.block_bytes = path, block_bytes
+        self.path = path
         self.folder = path.with_name(f"{path.name}.cache")
         if cache is not None:  # which may hold the caches of many files
             whole = str(path.resolve()).encode(errors="surrogateescape")
             self.folder = Path(cache) / f"{path.name}-{zlib.crc32(whole):08x}"
         self.state = self._state()
+        opener: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, open)
+        self.text = opener(path, "rb")  # seeks forward in a compressed one decompress once
+        self._next = -1  # block whose lines are next in the text
         self._parsed = False
-        self._next = -1  # block whose lines are next in the open text
+
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.text.close()
 
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
         """Parse what the cache does not have; return the blocks' least and largest index, and labels.
 
         A rank parses its share first, then what the next ranks have not parsed by then.
         """
-        with self._text() as text:
-            known = self._read(0, "size")
-            size = int(known[0]) if known else text.seek(0, os.SEEK_END)
-            numbers = range(max(-(-size // self.block_bytes), 1))
-            order = sorted(numbers, key=lambda block: ((block - rank) % world_size, block))
-            found = {block: self._obtain(block, text, size, "span", "labels") for block in order}
+        with self._reading(""):
+            known = self._cached(0, "size")
+            self.size = int(known[0]) if known else self.text.seek(0, os.SEEK_END)
+        numbers = range(max(-(-self.size // self.block_bytes), 1))
+        order = sorted(numbers, key=lambda block: ((block - rank) % world_size, block))
+        found = {block: self.read(block, "span", "labels") for block in order}
         if self._state() != self.state:
             raise ConfigurationError(f"{self.path} changed while it was read; start again")
-        if self._parsed:
-            self._drop_older()
+        if self._parsed:  # remove what was made of other states of the file
+            for other in self.folder.glob("[0-9]*.npz"):
+                if not other.name.startswith(f"{self.state}-"):
+                    other.unlink(missing_ok=True)
         spans, labels = zip(*(found[block] for block in numbers), strict=True)
         if not any(map(len, labels)):
             raise ConfigurationError(f"{self.path} holds no samples; give an svmlight file")
         # a block without entries has no least and no largest index
         return [span.tolist() for span in spans if span[1] >= 0] or [[1, -1]], list(labels)
 
-    def features(self, block: int) -> list[np.ndarray]:
-        """Return values, indices (as written) and row pointers of a block."""
-        names = "values", "indices", "indptr"
-        found = self._read(block, *names)
-        if found is None:  # damaged since ``complete``
-            with self._text() as text:
-                made = self._parse(block, text)
-            found = [made[name] for name in names]
+    def read(self, block: int, *names: str) -> list[np.ndarray]:
+        """Return arrays of a block; it is parsed if the cache does not have it whole."""
+        found = self._cached(block, *names)
+        if found is None:
+            arrays = self._parse(block)
+            self._write(block, arrays)
+            found = [arrays[name] for name in names]
         return found
 
     def _state(self) -> str:
@@ -227,66 +220,7 @@ class _Blocks:
     def _file(self, block: int) -> Path:
         return self.folder / f"{self.state}-{self.block_bytes}-v{_FORMAT}-{block:05}.npz"
 
-    def _obtain(self, block: int, text: Any, size: int, *names: str) -> list[np.ndarray]:
-        found = self._read(block, *names)
-        if found is None:
-            made = {**self._parse(block, text), "size": np.array(size)}
-            self._write(block, made)
-            found = [made[name] for name in names]
-        return found
-
-    def _parse(self, block: int, text: Any) -> dict[str, np.ndarray]:
-        from sklearn.datasets import load_svmlight_file  # type: ignore[import-untyped, unused-ignore]
-
-        start, stop = block * self.block_bytes, (block + 1) * self.block_bytes
-        with self._reading(f" in bytes {start:,} to {stop:,} of its text"):
-            lines = io.BytesIO(self._lines(block, text))
-            matrix, labels = load_svmlight_file(lines, dtype=np.float32, zero_based=True)
-            if not (np.isfinite(matrix.data).all() and np.isfinite(labels).all()):
-                raise ValueError("a label or a value is not finite in float32")
-        span = [matrix.indices.min(), matrix.indices.max()] if matrix.nnz else [0, -1]
-        return {
-            "labels": labels,
-            "span": np.array(span, dtype=np.int64),
-            "values": matrix.data,
-            "indices": matrix.indices.astype(np.int32, copy=False),
-            "indptr": matrix.indptr,
-        }
-
-    def _lines(self, block: int, text: Any) -> bytes:
-        """Read the lines that start in a block's bytes."""
-        start = block * self.block_bytes
-        if block != self._next:  # else this is the place, and going back would decompress all again
-            text.seek(max(start - 1, 0))
-            if start:
-                text.readline()  # a line that starts before belongs to the block before
-        self._next = block + 1
-        lines: bytes = text.read(max(start + self.block_bytes - text.tell(), 0))
-        return lines if not lines or lines.endswith(b"\n") else lines + text.readline()
-
-    @contextlib.contextmanager
-    def _text(self) -> Iterator[Any]:
-        """Open the text; forward seeks in a compressed one decompress what they pass once."""
-        opener: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(self.path.suffix, open)
-        self._next = -1
-        with self._reading(""), opener(self.path, "rb") as text:
-            yield text
-
-    @contextlib.contextmanager
-    def _reading(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except ConfigurationError:
-            raise
-        except (ValueError, OverflowError, EOFError, OSError, zlib.error) as error:
-            raise ConfigurationError(
-                f"{self.path} cannot be read{where} ({error}); expected lines like "
-                "'1 3:0.5 7:1', with ascending indices below 2^31"
-            ) from error
-
-    # ---- the cache --------------------------------------------------------------------------------
-
-    def _read(self, block: int, *names: str) -> list[np.ndarray] | None:
+    def _cached(self, block: int, *names: str) -> list[np.ndarray] | None:
         """Return members of a block's archive; None if it is missing or damaged."""
         try:
             with zipfile.ZipFile(self._file(block)) as archive:  # ``read`` compares the checksum
@@ -311,8 +245,40 @@ class _Blocks:
             with contextlib.suppress(OSError):
                 fresh.unlink()
 
-    def _drop_older(self) -> None:
-        """Remove what was made of other states of the file."""
-        for other in self.folder.glob("[0-9]*.npz"):
-            if not other.name.startswith(f"{self.state}-"):
-                other.unlink(missing_ok=True)
+    def _parse(self, block: int) -> dict[str, np.ndarray]:
+        from sklearn.datasets import load_svmlight_file  # type: ignore[import-untyped, unused-ignore]
+
+        start, stop = block * self.block_bytes, (block + 1) * self.block_bytes
+        with self._reading(f" in bytes {start:,} to {stop:,} of its text"):
+            if block != self._next:  # else this is the place: going back would decompress all again
+                self.text.seek(max(start - 1, 0))
+                if start:
+                    self.text.readline()  # a line that starts before belongs to the block before
+            self._next = block + 1
+            lines = self.text.read(max(stop - self.text.tell(), 0))
+            if lines and not lines.endswith(b"\n"):
+                lines += self.text.readline()
+            matrix, labels = load_svmlight_file(
+                io.BytesIO(lines), dtype=np.float32, zero_based=True
+            )
+            if not (np.isfinite(matrix.data).all() and np.isfinite(labels).all()):
+                raise ValueError("a label or a value is not finite in float32")
+        span = [matrix.indices.min(), matrix.indices.max()] if matrix.nnz else [0, -1]
+        return {
+            "size": np.array(self.size),
+            "labels": labels,
+            "span": np.array(span, dtype=np.int64),
+            "values": matrix.data,
+            "indices": matrix.indices.astype(np.int32, copy=False),
+            "indptr": matrix.indptr,
+        }
+
+    @contextlib.contextmanager
+    def _reading(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OverflowError, EOFError, OSError, zlib.error) as error:
+            raise ConfigurationError(
+                f"{self.path} cannot be read{where} ({error}); expected lines like "
+                "'1 3:0.5 7:1', with ascending indices below 2^31"
+            ) from error

@@ -7,7 +7,7 @@ import pytest
 from sparsync.averaging.base import Averager
 from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.cli.train.exchanges import HOOKS, Averaged, check_algorithms
+from sparsync.cli.train.exchanges import HOOKS, check_algorithms, make_exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
@@ -30,9 +30,10 @@ def test_an_option_goes_to_the_schemes_that_have_it():
     check_algorithms(settings, ["dense", "allreduce", "local"])  # one of them has a period
     model = settings.make_workload().make_model(0)
     made = {
-        name: Averaged(settings, name, model) for name in ("allreduce", "local", "qsparse-local")
+        name: make_exchange(settings, name, model)
+        for name in ("allreduce", "local", "qsparse-local")
     }
-    assert isinstance(made["local"].averager, LocalSgd)
+    assert isinstance(made["local"].after_step.__self__, LocalSgd)
     assert made["allreduce"].options == {"buffers": "average"}
     assert made["local"].options == {"buffers": "average", "period": 3}
     chosen = made["qsparse-local"].options

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import nn
 
-from sparsync.cli.train.exchanges import Connected
+from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync_papers.optimizers import (
@@ -20,32 +20,28 @@ __all__ = ["Updates"]
 
 
 @final
-class Updates(Connected):
+class Updates(Exchange):
     """``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.name = name
-
-    def make_optimizer(self, settings: TrainSettings) -> torch.optim.Optimizer:
-        """Build the optimizer."""
-        lr = settings.learning_rate
+        lr, comm = settings.learning_rate, settings.connect()
+        optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
             if settings.momentum or settings.decay or settings.warmup_steps:
                 raise ConfigurationError(
                     "--space update with sgd is Ok-Topk's Algorithm 2: plain SGD; add --momentum 0"
                 )
-            return UpdateSpaceSGD(
-                self.model, lr, self.name, density=settings.density, comm=self.comm
+            optimizer = UpdateSpaceSGD(model, lr, name, density=settings.density, comm=comm)
+        else:
+            moments: dict[str, SecondMoment] = {"frozen": "frozen", "refreshed": "refreshed"}
+            optimizer = UpdateSpaceAdamW(
+                model,
+                lr,
+                name,
+                weight_decay=settings.decay,
+                second_moment=moments.get(settings.space, "local"),
+                warmup_steps=settings.warmup_steps,
+                density=settings.density,
+                comm=comm,
             )
-        moments: dict[str, SecondMoment] = {"frozen": "frozen", "refreshed": "refreshed"}
-        return UpdateSpaceAdamW(
-            self.model,
-            lr,
-            self.name,
-            weight_decay=settings.decay,
-            second_moment=moments.get(settings.space, "local"),
-            warmup_steps=settings.warmup_steps,
-            density=settings.density,
-            comm=self.comm,
-        )
+        super().__init__(model, optimizer, comm, sparse=True, close=comm.close)

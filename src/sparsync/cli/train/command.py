@@ -68,10 +68,7 @@ def command(
     if leads():
         check_outputs(json, plot)
     settings.connection().prepare()
-    try:
-        results = train(settings, names(algorithm))
-    finally:  # an interrupted rank 0 may have left its progress bar without showing the cursor again
-        Console(stderr=True).show_cursor()
+    results = train(settings, names(algorithm))
     if results is None:
         return
     write_json(json, results if len(results) > 1 else results[0])

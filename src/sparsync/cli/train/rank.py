@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from torch import nn
 from sparsync.cli.launch import gather
 from sparsync.cli.network import link_bytes
 from sparsync.cli.output import Bar, progress
-from sparsync.cli.train.exchanges import make_exchange
+from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads import Evaluation, Workload, outputs_of
@@ -56,9 +56,9 @@ def train_rank(
     with progress(shown=dist.get_rank() == 0, keep=True) as row:
         for name in algorithms:
             with row(name) as bar:
-                mine = _train(settings, name, workload, goal, before_step, bar)
+                exchange, mine = _train(settings, name, workload, goal, before_step, bar)
             everyone = gather(mine, [_RankReport, Evaluation, *Metric.__subclasses__()])
-            results.append(_result(settings, name, workload, computation, everyone))
+            results.append(_result(settings, name, workload, computation, exchange, everyone))
             if name == "dense" and settings.target_step is not None:
                 goal = Goal.of(results[-1].loss, settings.target_step)
     return results
@@ -71,17 +71,16 @@ def _train(
     goal: Goal | None,
     before_step: BeforeStep | None,
     bar: Bar,
-) -> _RankReport:
+) -> tuple[Exchange, _RankReport]:
     """Train to the last step, or to the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
     exchange = make_exchange(settings, name, model)
-    optimizer = exchange.make_optimizer(settings)
     clip = None if exchange.clips else settings.largest_norm
     delay = parse_delay(settings.delay)
     # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
-    mine = _RankReport(exchange.transport, exchange.counted, exchange.sparse, exchange.options)
+    mine = _RankReport()
     dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
     losses: list[float] = []  # over all ranks; only followed where there is a goal
     for step in range(settings.steps_of(name)):
@@ -90,7 +89,9 @@ def _train(
         link, started = _link_sent(), time.perf_counter()
         time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange.model, optimizer, workload, step, divisor, clip)
+            loss = _step(
+                settings, exchange.model, exchange.optimizer, workload, step, divisor, clip
+            )
             exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent() - link)
@@ -103,7 +104,9 @@ def _train(
                 break
     started = time.perf_counter()
     with _naming_gloo(f"rank {rank}, finish"):
-        mine.sent[-1] += exchange.finish()
+        exchange.finish()
+        if exchange.comm is not None:
+            mine.sent[-1] += exchange.bytes_sent()
     mine.finish = time.perf_counter() - started
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
@@ -113,7 +116,7 @@ def _train(
         mine.parameters += parameter.numel()
         digest.update(parameter.detach().contiguous().numpy().tobytes())
     mine.digest = digest.hexdigest()
-    return mine
+    return exchange, mine
 
 
 def _mean_over_ranks(loss: float) -> float:
@@ -191,15 +194,8 @@ def _naming_gloo(where: str) -> Iterator[None]:
 
 @dataclass
 class _RankReport:
-    """The measurements of one rank; gathered once, at the end.
+    """The measurements of one rank; gathered once, at the end.  Lists have one entry per step."""
 
-    The first four fields are those of ``Exchange``; lists have one entry per step.
-    """
-
-    transport: str
-    counted: str
-    sparse: bool
-    options: Mapping[str, object] | None
     parameters: int = 0  # trained elements
     finish: float = 0.0  # seconds of leaving all replicas equal
     loss: list[float] = field(default_factory=list)  # of this rank's batch
@@ -215,9 +211,9 @@ def _result(
     name: str,
     workload: Workload,
     computation: float,
+    exchange: Exchange,
     everyone: Sequence[_RankReport],
 ) -> TrainResult:
-    first = everyone[0]
     evaluation = Evaluation.total(r.evaluation for r in everyone)
     seconds = seconds_of_all([r.seconds for r in everyone])
     total = max(sum(r.seconds) + r.finish for r in everyone)
@@ -226,8 +222,8 @@ def _result(
         algorithm=name,
         ranks=len(everyone),
         steps=len(seconds),
-        density=settings.density if first.sparse else 1.0,
-        parameters=first.parameters,
+        density=settings.density if exchange.sparse else 1.0,
+        parameters=everyone[0].parameters,
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
@@ -240,13 +236,13 @@ def _result(
         seed=settings.seed,
         batch_size=settings.samples,
         context=getattr(workload, "context", None),
-        warmup_steps=settings.warmup_steps if first.sparse and first.options is None else 0,
+        warmup_steps=settings.warmup_steps if exchange.sparse and exchange.options is None else 0,
         seconds=seconds,
         seconds_computation_median=computation,
         seconds_rest_median=max(median(seconds) - computation, 0.0),
-        bytes_counted=first.counted,
+        bytes_counted="formula" if exchange.comm is None else "ledger",
         bytes_kernel=None if settings.lab is None else kernel,
-        transport=first.transport,
+        transport=exchange.transport,
         lab=settings.connection().bits_per_second,
         layers=getattr(workload, "layers", None),
         width=getattr(workload, "width", None),
@@ -256,7 +252,7 @@ def _result(
         nesterov=settings.nesterov,
         weight_decay=settings.decay,
         clip=settings.largest_norm,
-        options=first.options,
+        options=exchange.options,
         delay=settings.delay,
         seconds_finish=max(total - sum(seconds), 0.0),
     )

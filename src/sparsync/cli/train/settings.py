@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typer import Option
 
+from sparsync.api import connect
 from sparsync.averaging.binding import BufferRule
 from sparsync.cli.network import Connection
 from sparsync.cli.options import (
@@ -27,6 +28,7 @@ from sparsync.cli.workloads.delays import Persistent, parse_delay
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.presets import check_density
+from sparsync.transports.communicator import Communicator
 
 __all__ = ["TrainSettings"]
 
@@ -210,6 +212,10 @@ class TrainSettings:
     def connection(self) -> Connection:
         """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab)
+
+    def connect(self) -> Communicator:
+        """Connect this rank for an exchange that is not DDP's."""
+        return connect(self.timeout, transport=self.transport, curve_keys=self.curve_keys)
 
     @property
     def _defaults(self) -> Defaults:

@@ -108,7 +108,7 @@ class Exchange:
 
     @property
     def transport(self) -> str:
-        """What carries the gradients."""
+        """Name the transport of the gradients."""
         return "torch" if self.comm is None else transport_of(self.comm)
 
     def bytes_sent(self) -> int:

@@ -1,9 +1,7 @@
 from dataclasses import asdict
 
-import pytest
 from rich.console import Console
 
-from sparsync import ConfigurationError
 from sparsync.cli.bench import kernels as bench
 
 
@@ -26,8 +24,3 @@ def test_the_table_says_which_kernel_is_wrong():
     lines = capture.get().splitlines()
     assert [line.split()[0] for line in lines if line.rstrip().endswith("NO")] == ["sorted"]
     assert sum(line.rstrip().endswith("yes") for line in lines) == len(rows)
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ConfigurationError, match=r"--device is 'tpu'.*cpu"):
-        bench.bench_kernels("tpu", 100, 0.1)

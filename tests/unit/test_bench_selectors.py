@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from sparsync import ConfigurationError
 from sparsync.cli import app as cli
 from sparsync.cli.bench import selectors
 from sparsync.cli.bench.selectors import (
@@ -17,7 +16,6 @@ from sparsync.cli.bench.selectors import (
     SelectorSettings,
     parse_sizes,
     selector_tables,
-    write_plot,
 )
 
 ORDER = [
@@ -33,12 +31,12 @@ ORDER = [
 ]
 
 
-def measure(sizes=(16 << 10, 4 << 10), **options):
+def measure(sizes=(4 << 10,), **options):
     return selectors.bench_selectors(SelectorSettings(sizes, 0.01, seconds=0, **options))
 
 
-def shown(rows, width=80):
-    console = Console(width=width)
+def shown(rows):
+    console = Console(width=80)
     with console.capture() as capture:
         console.print(selector_tables(rows))
     return capture.get()
@@ -46,7 +44,12 @@ def shown(rows, width=80):
 
 @pytest.mark.parametrize("kind", SELECTOR_INPUTS)
 def test_every_selector_is_measured_at_every_size_smallest_first(kind):
-    rows = measure((16 << 10, 4 << 10, 4 << 10), input=kind)
+    torch.set_num_threads(2)
+    try:
+        rows = measure((16 << 10, 4 << 10, 4 << 10), input=kind)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
     assert [row.selector for row in rows] == ORDER * 2
     assert [row.size for row in rows] == [1024] * len(ORDER) + [4096] * len(ORDER)
     assert {row.k for row in rows} == {10, 41}
@@ -58,24 +61,11 @@ def test_every_selector_is_measured_at_every_size_smallest_first(kind):
             assert 1 <= row.entries_over_k <= 2 and row.recall == 1
         elif row.selector != "sampled":
             assert row.entries_over_k == row.recall == 1
-
-
-def test_ratios_are_to_the_base_and_to_the_read_of_the_same_run():
-    rows = measure()
     for group in (rows[: len(ORDER)], rows[len(ORDER) :]):
         assert group[0].speedup == group[-1].over_read == 1
         for row in group:
             assert row.speedup == group[0].seconds / row.seconds
             assert row.over_read == row.seconds / group[-1].seconds
-
-
-def line(run=lambda: None, **options):
-    return selectors._Line("", lambda: None, run, **options)
-
-
-def test_the_calls_of_a_period_have_a_median_each():
-    measured = line(period=2, samples=[[1.0, 10.0], [99.0, 20.0], [3.0, 30.0]])
-    assert measured.seconds == (3.0 + 20.0) / 2
 
 
 def test_preparation_is_not_timed():
@@ -84,44 +74,24 @@ def test_preparation_is_not_timed():
     measured = selectors._Line("", lambda: calls.append("p"), lambda: calls.append("r"), period=2)
     measured.sample(lambda: (calls.append("t"), next(times))[1])
     assert calls == list("ptrtptrt")
-    assert measured.samples == [[1.0, 4.0]]
+    assert measured.samples == [(1.0 + 4.0) / 2]
 
 
 def test_missing_entries_are_noted():
-    measured = line()
+    measured = selectors._Line("", lambda: None, lambda: None)
     measured.judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, torch.tensor([5.0, 3.0, 1.0]))
     assert (measured.entries_over_k, measured.recall) == (1.5, 0.5)
-
-
-def test_the_threads_are_as_before():
-    torch.set_num_threads(2)
-    try:
-        measure((4 << 10,))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_the_table_has_ratios_first_and_says_what_is_wrong():
     rows = measure()
     rows[1] = dataclasses.replace(rows[1], correct=False)
-    text = shown(rows)
-    assert text.index("faster than torch.topk") < text.index("over k") < text.index("ms per call")
-    assert [line.strip().split("  ")[0] for line in text.splitlines() if "WRONG" in line] == [
-        "exact, no sort of n"
-    ]
-
-
-def test_eight_sizes_fit_a_terminal():
-    rows = measure((4 << 10,))
     eight = [dataclasses.replace(r, nbytes=n) for n in parse_sizes(DEFAULT_SIZES) for r in rows]
-    assert "512 MB" in shown(eight) and "…" not in shown(eight)
-
-
-def test_the_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_plot(measure(), tmp_path / "selectors.png")
-    assert (tmp_path / "selectors.png").read_bytes().startswith(b"\x89PNG")
+    text = shown(eight)
+    assert text.index("faster than torch.topk") < text.index("over k") < text.index("ms per call")
+    wrong = [line.strip().split("  ")[0] for line in text.splitlines() if "WRONG" in line]
+    assert set(wrong) == {"exact, no sort of n"}
+    assert "512" in text and "…" not in text
 
 
 # ---- the command ----------------------------------------------------------------------------------
@@ -139,23 +109,26 @@ def command(monkeypatch, capsys):
 
 
 def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(
         "sparsync.cli.bench.command.bench_selectors",
         lambda settings: selectors.bench_selectors(dataclasses.replace(settings, seconds=0)),
     )
-    path = tmp_path / "new" / "s.json"
-    code, out, err = command("--sizes", "16KB,64KB", "--json", str(path))
+    files = tmp_path / "new" / "s.json", tmp_path / "selectors.png"
+    options = ["--sizes", "16KB,64KB", "--json", str(files[0]), "--plot", str(files[1])]
+    code, out, err = command(*options)
     assert (code, err) == (0, "")
-    rows = json.loads(path.read_text())
+    rows = json.loads(files[0].read_text())
     assert [row["selector"] for row in rows] == ORDER * 2
     for row in rows:
         assert list(row) == [field.name for field in dataclasses.fields(selectors.SelectorRow)]
         assert (row["density"], row["input"], row["device"]) == (0.001, "uniform", "cpu")
     assert "16 KB" in out and "64 KB" in out and "trimmed" in out
+    assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wrong_selection_ends_with_1(command, monkeypatch):
-    wrong = dataclasses.replace(measure((4 << 10,))[0], correct=False)
+    wrong = dataclasses.replace(measure()[0], correct=False)
     monkeypatch.setattr("sparsync.cli.bench.command.bench_selectors", lambda _: [wrong])
     code, out, _ = command()
     assert code == 1 and "WRONG" in out
@@ -184,8 +157,3 @@ def test_bad_input_is_one_line_and_ends_with_2(command, arguments, said):
 def test_a_picture_of_anything_else_is_refused(command):
     code, _, err = command("--plot", "s.png", measured="--kernels")
     assert code == 2 and "add --selectors" in err
-
-
-def test_settings_refuse_an_unknown_input():
-    with pytest.raises(ConfigurationError, match="unknown input 'odd'"):
-        SelectorSettings((4096,), input="odd")

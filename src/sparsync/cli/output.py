@@ -31,6 +31,7 @@ __all__ = [
     "Columns",
     "check_outputs",
     "check_writable",
+    "drawing",
     "format_ms",
     "format_ratio",
     "progress",
@@ -185,6 +186,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], title: str) -> Iterator[Any]:
+    """Yield matplotlib's axes of a picture of this size in inches, which is written at the end."""
+    from matplotlib.figure import Figure  # the object interface: no display, no global state
+
+    figure = Figure(figsize=size, layout="constrained")
+    axis = figure.subplots()
+    axis.spines[["top", "right"]].set_visible(False)
+    yield axis
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
 
 
 # ---- progress ---------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,44 +18,31 @@ from sparsync.kernels import native, packing
 from sparsync.kernels import reference as specification
 
 __all__ = [
-    "Backend",
     "Comparison",
     "KernelRow",
-    "Messages",
-    "backend_of",
     "bench_kernels",
+    "check_device",
     "comparisons",
     "kernel_table",
 ]
 
 _KEYS = 512  # that values are counted from, as many as a fine histogram has bins
+_BLOCK = 128  # of int8, as the codec has it
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel; the fields are the keys of the JSON.
-
-    Attributes:
-        kernel: its name.
-        speedup: seconds_torch / seconds.
-        over_add: seconds over those of ``residual.add_(gradient)`` on the whole vector.
-        seconds: best of the repetitions, the wait for the device included.
-        seconds_torch: the same of the specification, in torch's operations.
-        equal: the results are the same, bit for bit.
-        backend: "triton", the instruction set of the C++ kernels, or "torch" where neither is there.
-        device: as given.
-        threads: that torch (and C++) may use.
-    """
+    """One kernel; the fields are the keys of the JSON."""
 
     kernel: str
-    speedup: float
-    over_add: float
-    seconds: float
-    seconds_torch: float
-    equal: bool
-    backend: str
+    speedup: float  # seconds_torch / seconds
+    over_add: float  # seconds over those of ``residual.add_(gradient)`` on the whole vector
+    seconds: float  # best of the repetitions, the wait for the device included
+    seconds_torch: float  # the same of the specification, in torch's operations
+    equal: bool  # the results are the same, bit for bit
+    backend: str  # "triton", the instruction set of the C++ kernels, or "torch" without either
     device: str
-    threads: int
+    threads: int  # that torch (and C++) may use
     size: int
     density: float
 
@@ -64,6 +50,13 @@ class KernelRow:
     def correct(self) -> bool:
         """The results are the same."""
         return self.equal
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if device not in there:
+        raise ConfigurationError(f"--device is {device!r}; here it can be: {', '.join(there)}")
 
 
 def bench_kernels(
@@ -88,15 +81,14 @@ def bench_kernels(
     Raises:
         ConfigurationError: the device is not there.
     """
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        there = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        raise ConfigurationError(f"--device is {device!r}; here it can be: {there}")
-    backend = backend_of(device)
+    check_device(device)
     generator = torch.Generator().manual_seed(seed)
     residual, gradient = (torch.randn(size, generator=generator).to(device) for _ in range(2))
+    backend = kernels.backend_of(residual).__name__.rpartition(".")[2]
+    backend = {"native": native.chosen(), "reference": "torch"}.get(backend, backend)
     seconds_add, _ = _best(torch.Tensor.add_, lambda: (residual.clone(), gradient), repetitions)
     rows = []
-    for case in comparisons(backend, residual, gradient, density, streams):
+    for case in comparisons(residual, gradient, density, streams):
         seconds, result = _best(case.fast, case.make, repetitions, case.in_place)
         seconds_torch, expected = _best(case.plain, case.make, repetitions, case.in_place)
         rows.append(
@@ -107,7 +99,7 @@ def bench_kernels(
                 seconds=seconds,
                 seconds_torch=seconds_torch,
                 equal=_same(result, expected),
-                backend=backend.name,
+                backend=backend,
                 device=device,
                 threads=torch.get_num_threads(),
                 size=size,
@@ -124,19 +116,18 @@ def kernel_table(rows: Sequence[KernelRow]) -> Columns:
         f"{first.backend} on {first.device}, {first.threads} threads: "
         f"n = {first.size:,}, density {first.density:g}"
     )
-    heads = ["kernel", "times faster than torch", "over add_", "ms", "torch ms", "equal"]
     cells = [
-        [
-            row.kernel,
-            format_ratio(row.speedup),
-            format_ratio(row.over_add),
-            format_ms(row.seconds),
-            format_ms(row.seconds_torch),
-            "yes" if row.equal else "NO",
-        ]
+        {
+            "kernel": row.kernel,
+            "times faster than torch": format_ratio(row.speedup),
+            "over add_": format_ratio(row.over_add),
+            "ms": format_ms(row.seconds),
+            "torch ms": format_ms(row.seconds_torch),
+            "equal": "yes" if row.equal else "NO",
+        }
         for row in rows
     ]
-    return Columns(heads, cells, title)
+    return Columns.of(cells, title)
 
 
 # ---- clock and comparison -------------------------------------------------------------------------
@@ -184,12 +175,10 @@ def _same(mine: Any, expected: Any) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison.
+    """A function of the device's kernels, and the same in torch's operations.
 
     Attributes:
         make: fresh arguments, which either function may overwrite.
-        fast: the backend's function.
-        plain: the same in torch's operations.
         in_place: what they leave in their arguments belongs to the result.
     """
 
@@ -200,69 +189,11 @@ class Comparison:
     in_place: bool = False
 
 
-@dataclass(frozen=True)
-class Messages:
-    """Packs and unpacks the body of whole messages with the loops of a module."""
-
-    loops: Any
-    block: int = 128  # of int8, as the codec has it
-
-    def pack(self, indices: Tensor, values: Tensor, size: int, form: int) -> Any:
-        """Return a payload without header, and the values that it says."""
-        raw = self.loops.pack_values(values, form, self.block)
-        rounded = self.loops.unpack_values(raw, values.numel(), form, self.block)
-        return torch.cat([raw, self.loops.pack_indices(indices, size)]), rounded
-
-    def unpack(self, body: Tensor, nnz: int, size: int, form: int) -> Any:
-        """Return indices and values."""
-        middle = packing.value_bytes(nnz, form, self.block)
-        values = self.loops.unpack_values(body[:middle], nnz, form, self.block)
-        return self.loops.unpack_indices(body[middle:], nnz, size), values
-
-
-class _Native(Messages):
-    """The same in one call, as C++ does it."""
-
-    def pack(self, indices: Tensor, values: Tensor, size: int, form: int) -> Any:
-        return self.loops.pack(b"", indices, values, size, form, self.block)
-
-    def unpack(self, body: Tensor, nnz: int, size: int, form: int) -> Any:
-        return self.loops.unpack(body, nnz, size, form, self.block)
-
-
-@final
-@dataclass(frozen=True)
-class Backend:
-    """The kernels that serve float32 on a device: name, kernels, packing."""
-
-    name: str
-    kernels: Any
-    messages: Messages
-
-
-def backend_of(device: str) -> Backend:
-    """Return the backend of "cpu" or "cuda"; torch's operations where no other is installed."""
-    if device == "cpu":
-        return Backend(native.chosen(), kernels, _Native(packing))
-    triton = importlib.import_module("sparsync.kernels.triton")  # slow: only where it is used
-    if triton.installed():
-        return Backend("triton", triton, Messages(triton))
-    return Backend("torch", specification, Messages(packing))
-
-
 def comparisons(
-    backend: Backend, residual: Tensor, gradient: Tensor, density: float, streams: int
+    residual: Tensor, gradient: Tensor, density: float, streams: int
 ) -> list[Comparison]:
-    """Return all comparisons, on vectors of n elements, which are not modified.
-
-    Args:
-        backend: compared with torch's operations.
-        residual: `[n]` float32.
-        gradient: `[n]` float32.
-        density: k / n; twice k are candidates.
-        streams: ranks P whose entries are merged, in a region of n / P.
-    """
-    fast, spec, size = backend.kernels, specification, residual.numel()
+    """Return all comparisons, on `[n]` float32 vectors, which are not modified; see ``bench_kernels``."""
+    spec, size = specification, residual.numel()
     k = max(round(density * size), 1)
     accumulated = residual + gradient
     keys = spec.magnitude_keys(accumulated).sort(descending=True).values
@@ -271,16 +202,14 @@ def comparisons(
     ends = few, int(keys[0])
     ladder = torch.linspace(*ends, _KEYS, dtype=torch.float64, device=keys.device).long()
     limit, region = 4 * k, max(size // streams, 1)
-    parts = [
-        (at, residual[at])
-        for at in (_support(region, density, i, residual) for i in range(streams))
-    ]
+    supports = [_support(region, density, i, residual) for i in range(streams)]
+    parts = [(at, residual[at]) for at in supports]
     own, other = (_support(size, density, streams + i, residual) for i in range(2))
 
     def select(a: Tensor, b: Tensor) -> Tensor:
-        found = fast.accumulate_(a, b, many, limit)
-        chosen: Tensor = found[0][fast.top(found[1], k)]
-        return chosen
+        found = kernels.accumulate_(a, b, many, limit)
+        assert found is not None
+        return found[0][kernels.top(found[1], k)]
 
     def select_plainly(a: Tensor, b: Tensor) -> Tensor:
         return spec.top(a.add_(b), k)
@@ -294,7 +223,7 @@ def comparisons(
     def kernel(
         name: str, title: str, make: Callable[[], tuple[Any, ...]], **more: Any
     ) -> Comparison:
-        return Comparison(title, make, getattr(fast, name), getattr(spec, name), **more)
+        return Comparison(title, make, getattr(kernels, name), getattr(spec, name), **more)
 
     merged = f"merge {streams} streams, n / {streams}"
     return [
@@ -310,7 +239,7 @@ def comparisons(
         kernel("restrict", "restrict k to k", lambda: (own, other)),
         kernel("subtract_", "subtract_ k", dense),
         kernel("scatter_", "scatter_ k", dense),
-        *_packings(backend.messages, residual, density),
+        *_packings(residual, density),
     ]
 
 
@@ -320,15 +249,31 @@ def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
     return (torch.rand(size, generator=generator) < density).nonzero().flatten().to(like.device)
 
 
-def _packings(fast: Messages, x: Tensor, density: float) -> list[Comparison]:
-    size, plain = x.numel(), Messages(packing)
-    indices = _support(size, density, 0, x)
-    made = []
+def _packings(x: Tensor, density: float) -> list[Comparison]:
+    """Return the comparisons of whole messages, without their header."""
+    size, indices = x.numel(), _support(x.numel(), density, 0, x)
+    nnz, made = indices.numel(), []
+
+    def pack(values: Tensor, form: int) -> tuple[Tensor, Tensor]:
+        raw = packing.pack_values(values, form, _BLOCK)
+        rounded = packing.unpack_values(raw, nnz, form, _BLOCK)
+        return torch.cat([raw, packing.pack_indices(indices, size)]), rounded
+
+    def unpack(body: Tensor, form: int) -> tuple[Tensor, Tensor]:
+        middle = packing.value_bytes(nnz, form, _BLOCK)
+        values = packing.unpack_values(body[:middle], nnz, form, _BLOCK)
+        return packing.unpack_indices(body[middle:], nnz, size), values
+
+    def pack_fast(values: Tensor, form: int) -> tuple[Tensor, Tensor]:
+        return packing.pack(b"", indices, values, size, form, _BLOCK)
+
+    def unpack_fast(body: Tensor, form: int) -> tuple[Tensor, Tensor]:
+        return packing.unpack(body, nnz, size, form, _BLOCK)
+
     for form, name in ((packing.BF16, "bf16"), (packing.INT8, "int8")):
-        entries: tuple[Any, ...] = indices, x[indices], size, form
-        message = plain.pack(*entries)[0], indices.numel(), size, form
+        entries, message = (x[indices], form), (pack(x[indices], form)[0], form)
         made += [
-            Comparison(f"pack k, {name}", partial(tuple, entries), fast.pack, plain.pack),
-            Comparison(f"unpack k, {name}", partial(tuple, message), fast.unpack, plain.unpack),
+            Comparison(f"pack k, {name}", partial(tuple, entries), pack_fast, pack),
+            Comparison(f"unpack k, {name}", partial(tuple, message), unpack_fast, unpack),
         ]
     return made

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
 from sparsync.transports.communicator import SoloCommunicator
@@ -18,7 +18,6 @@ __all__ = [
     "Outcome",
     "Pace",
     "SimulatedRanks",
-    "Step",
     "measure",
     "measure_simulated",
     "verified_in_full",
@@ -147,14 +146,8 @@ class Measured:
     add_seconds: Sequence[float] = ()
 
 
-class Step(Protocol):
-    """Does a step on all ranks; ``alone``: with the exchange timed alone, from a common start."""
-
-    def __call__(self, *, in_full: bool, alone: bool) -> Outcome: ...
-
-
 def measure(
-    step: Step,
+    step: Callable[[bool, bool], Outcome],
     transport: str,
     pace: Pace,
     verified: tuple[bool, bool],
@@ -165,7 +158,8 @@ def measure(
     The virtual clock times both in one step.
 
     Args:
-        step: does one.
+        step: does one on all ranks; is told whether it is verified in full, and whether its exchange is
+            timed alone, from a common start.
         transport: "sim": the clock is virtual.
         pace: how many steps.
         verified: every step in full, the first and the last one; see ``verified_in_full``.
@@ -177,7 +171,7 @@ def measure(
 
     def do(total: int | None, *, alone: bool = False, last: bool = False) -> Outcome:
         in_full = every or (ends and (last or not outcomes))
-        outcomes.append(step(in_full=in_full, alone=alone))
+        outcomes.append(step(in_full, alone))
         advance(total)
         return outcomes[-1]
 
@@ -218,8 +212,8 @@ class SimulatedRanks:
         simulation = self.run(keep=True)
         return replace(simulation, results=[rank.evidence() for rank in self.ranks])
 
-    def outcome(self, *, in_full: bool, alone: bool = False) -> Outcome:
-        """Run the next step of all ranks, and judge it."""
+    def outcome(self, in_full: bool, alone: bool) -> Outcome:
+        """Run the next step of all ranks, and judge it; its exchange is alone anyway."""
         simulation, k = self.run(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, (rank.evidence() for rank in self.ranks))

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -76,16 +77,13 @@ class Team:
         """
         with self.connection.open(case.name) as comm:
             rank = WatchedReducer(case, comm)
-
-            def step(*, in_full: bool, alone: bool) -> Outcome:
-                return self._step(rank, in_full=in_full, alone=alone)
-
+            step = partial(self._step, rank)
             measured = measure(step, transport_of(comm), pace, verified, advance)
             measured.stages = dict(comm.ledger.stages)
             measured.add_seconds = self._seconds_of_add(case.size)
         return measured
 
-    def _step(self, rank: WatchedReducer, *, in_full: bool, alone: bool) -> Outcome:
+    def _step(self, rank: WatchedReducer, in_full: bool, alone: bool) -> Outcome:
         """Do one step: as a whole, or with a fence before the exchange."""
         seen = rank.seen
         seen.fence = self.line.wait if alone else None

@@ -19,9 +19,10 @@ from rich.text import Text
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.cli.bench.kernels import check_device
 from sparsync.cli.launch import on_one_thread
 from sparsync.cli.options import names
-from sparsync.cli.output import Columns, format_ms, format_ratio, progress
+from sparsync.cli.output import Columns, drawing, format_ms, format_ratio, progress
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
 from sparsync.selection import BinarySearch, Exact, Sampled, Selector, Trimmed
@@ -47,17 +48,6 @@ _ROUNDS = 20  # of error feedback that make a residual: it piles up below the th
 _DRIFT = 0.25  # standard deviation of the gradient, over the distance from k-th to 2k-th magnitude
 _PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
 _SETTLED = 10  # calls until the fused selector knows how many candidates to collect
-_STYLES = (  # in the order of the rows
-    ("black", "-"),
-    ("#1a7a4c", "-"),
-    ("#d95f02", "--"),
-    ("#1b6ca8", "--"),
-    ("#1b6ca8", "-"),
-    ("#8e4b9e", "-."),
-    ("#c2185b", "-"),
-    ("#9a9a9a", ":"),
-    ("#606060", "-"),
-)
 
 
 @dataclass(frozen=True)
@@ -85,15 +75,10 @@ class SelectorSettings:
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_device(self.device)
         if self.input not in SELECTOR_INPUTS:
-            raise ConfigurationError(
-                f"unknown input {self.input!r}; choose one of {', '.join(SELECTOR_INPUTS)}"
-            )
-        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        if self.device not in there:
-            raise ConfigurationError(
-                f"--device is {self.device!r}; here it can be: {', '.join(there)}"
-            )
+            known = ", ".join(SELECTOR_INPUTS)
+            raise ConfigurationError(f"unknown input {self.input!r}; choose one of {known}")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -128,30 +113,16 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class SelectorRow:
-    """One selector at one size; the fields are the keys of the JSON.  None: selects nothing.
-
-    Attributes:
-        selector: its name.
-        nbytes: of the residual.
-        speedup: seconds of torch.topk at this size over these.
-        over_read: seconds over those of one read of the residual.
-        entries_over_k: selected by the last call, over k.
-        recall: part of the k largest that it selected.
-        correct: the k largest, where they are promised.
-        seconds: of one call, median of the samples; where the calls of a period differ, the mean of
-            their medians.  On the CPU of its one thread's own time: waiting for a core does not
-            count.
-        samples: how many were taken.
-    """
+    """One selector at one size; the fields are the keys of the JSON.  None: selects nothing."""
 
     selector: str
-    nbytes: int
-    speedup: float
-    over_read: float
-    entries_over_k: float | None
-    recall: float | None
-    correct: bool
-    seconds: float
+    nbytes: int  # of the residual
+    speedup: float  # seconds of torch.topk at this size over these
+    over_read: float  # seconds over those of one read of the residual
+    entries_over_k: float | None  # selected by the last call, over k
+    recall: float | None  # part of the k largest that it selected
+    correct: bool  # the k largest, where they are promised
+    seconds: float  # of one call, median of the samples; on the CPU of its one thread's own time
     samples: int
     size: int
     k: int
@@ -167,10 +138,10 @@ class _Line:
     Attributes:
         prepare: makes the next step's data; not timed.
         run: returns the values that it selected.
-        period: calls per sample.
+        period: calls that differ; a sample is their mean.
         warmup: calls before, not timed.
         exact: promises the k largest.
-        samples: the seconds of each call of each sample.
+        samples: seconds per call.
     """
 
     name: str
@@ -179,24 +150,19 @@ class _Line:
     period: int = 1
     warmup: int = 1
     exact: bool = False
-    samples: list[list[float]] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
     entries_over_k: float | None = None
     recall: float | None = None
 
-    @property
-    def seconds(self) -> float:
-        """The mean over the calls of a period, each the median over the samples."""
-        return statistics.fmean(statistics.median(call) for call in zip(*self.samples, strict=True))
-
     def sample(self, clock: Callable[[], float]) -> Tensor | None:
         """Time the calls of a period; return what the last one selected."""
-        seconds, values = [], None
+        seconds, values = 0.0, None
         for _ in range(self.period):
             self.prepare()
             start = clock()
             values = self.run()
-            seconds.append(clock() - start)
-        self.samples.append(seconds)
+            seconds += clock() - start
+        self.samples.append(seconds / self.period)
         return values
 
     def judge(self, x: Tensor, k: int, values: Tensor | None) -> None:
@@ -230,22 +196,35 @@ def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
 def _rows(
     settings: SelectorSettings, nbytes: int, advance: Callable[[int | None], None]
 ) -> list[SelectorRow]:
-    """Measure one size."""
+    """Measure one size, all lines in turns: other load on the machine hits all of them alike."""
     size = nbytes // _ITEM
     k = max(round(settings.density * size), 1)
     x, gradient = _data(settings, size, k)
     lines = _lines(x, gradient, k)
-    _measure(lines, x, k, settings, advance)
+    clock = time.thread_time if settings.device == "cpu" else _clock_of_gpu
+    for line in lines:
+        for _ in range(line.warmup):
+            line.prepare()
+            line.run()
+    for _ in range(settings.repeats):
+        for line in lines:
+            end = time.perf_counter() + settings.seconds / settings.repeats
+            values = line.sample(clock)
+            while time.perf_counter() < end:
+                values = line.sample(clock)
+            line.judge(x, k, values)
+            advance(settings.repeats * len(lines))
+    seconds = [statistics.median(line.samples) for line in lines]
     return [
         SelectorRow(
             selector=line.name,
             nbytes=nbytes,
-            speedup=lines[0].seconds / line.seconds,
-            over_read=line.seconds / lines[-1].seconds,
+            speedup=seconds[0] / mine,
+            over_read=mine / seconds[-1],
             entries_over_k=line.entries_over_k,
             recall=line.recall,
             correct=not line.exact or (line.entries_over_k == line.recall == 1),
-            seconds=line.seconds,
+            seconds=mine,
             samples=len(line.samples),
             size=size,
             k=k,
@@ -253,11 +232,13 @@ def _rows(
             input=settings.input,
             device=settings.device,
         )
-        for line in lines
+        for line, mine in zip(lines, seconds, strict=True)
     ]
 
 
-# ---- data -----------------------------------------------------------------------------------------
+def _clock_of_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor]:
@@ -274,9 +255,6 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
             x += draw()
     tail = x[kernels.top(x, 2 * k)].abs().sort(descending=True).values
     return x, draw().mul_(_DRIFT * (tail[k - 1] - tail[-1]))
-
-
-# ---- lines ----------------------------------------------------------------------------------------
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
@@ -321,98 +299,55 @@ def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
     ]
 
 
-def _measure(
-    lines: list[_Line],
-    x: Tensor,
-    k: int,
-    settings: SelectorSettings,
-    advance: Callable[[int | None], None],
-) -> None:
-    """Measure all lines in turns: other load on the machine hits all of them alike."""
-    clock = time.thread_time if settings.device == "cpu" else _clock_of_gpu
-    for line in lines:
-        for _ in range(line.warmup):
-            line.prepare()
-            line.run()
-    for _ in range(settings.repeats):
-        for line in lines:
-            end = time.perf_counter() + settings.seconds / settings.repeats
-            values = line.sample(clock)
-            while time.perf_counter() < end:
-                values = line.sample(clock)
-            line.judge(x, k, values)
-            advance(settings.repeats * len(lines))
-
-
-def _clock_of_gpu() -> float:
-    """Return the time at which the GPU has finished its work."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-# ---- report ----------------------------------------------------------------------------------------
+# ---- tables and picture ----------------------------------------------------------------------------
 
 
 def selector_tables(rows: Sequence[SelectorRow]) -> Group:
     """Show the selectors over the sizes: ratios to torch.topk, entries over k, milliseconds."""
     first = rows[0]
+
+    def selected(row: SelectorRow) -> str:
+        return format_ratio(row.entries_over_k) if row.correct else "WRONG"
+
+    def ms(row: SelectorRow) -> str:
+        return f"{1e3 * row.seconds:.4f}" if row.seconds < 1e-5 else format_ms(row.seconds)
+
     return Group(
         Text(f"{first.input} input, density {first.density:g}, {first.device}\n"),
         _table("Times faster than torch.topk", rows, lambda row: format_ratio(row.speedup)),
         Text(),
-        _table("Selected entries, over k", rows, _selected),
+        _table("Selected entries, over k", rows, selected),
         Text(),
-        _table("ms per call", rows, _ms),
+        _table("ms per call", rows, ms),
     )
-
-
-def _ms(row: SelectorRow) -> str:
-    return f"{1e3 * row.seconds:.4f}" if row.seconds < 1e-5 else format_ms(row.seconds)
-
-
-def _selected(row: SelectorRow) -> str:
-    return format_ratio(row.entries_over_k) if row.correct else "WRONG"
 
 
 def _table(title: str, rows: Sequence[SelectorRow], cell: Callable[[SelectorRow], str]) -> Columns:
     """Return one line per selector, one column per size."""
     by_size = [list(group) for _, group in groupby(rows, key=lambda row: row.nbytes)]
-    heads = ["selector", *(format_size(group[0].nbytes) for group in by_size)]
-    cells = [[line[0].selector, *map(cell, line)] for line in zip(*by_size, strict=True)]
-    return Columns(heads, cells, title)
+    cells = [
+        {"selector": line[0].selector, **{format_size(row.nbytes): cell(row) for row in line}}
+        for line in zip(*by_size, strict=True)
+    ]
+    return Columns.of(cells, title)
 
 
 def write_plot(rows: Sequence[SelectorRow], path: Path) -> None:
     """Draw milliseconds over the size, both logarithmic."""
-    from matplotlib.figure import Figure  # the object interface: no display, no global state
-
     first, last = rows[0], rows[-1]
-    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
-    axis = figure.subplots()
-    selectors = [row.selector for row in rows if row.nbytes == first.nbytes]
-    for name, (colour, style) in zip(selectors, _STYLES, strict=True):
-        line = [row for row in rows if row.selector == name]
-        axis.loglog(
-            [row.nbytes for row in line],
-            [1e3 * row.seconds for row in line],
-            color=colour,
-            linestyle=style,
-            marker="o",
-            markersize=3,
-            linewidth=1.4,
-            label=f"{name}: {format_ratio(line[-1].speedup)}x",
-        )
     sizes = [row.nbytes for row in rows if row.selector == first.selector]
-    axis.set_xticks(sizes, [format_size(size).replace(" ", "\n") for size in sizes])
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.minorticks_off()
-    axis.set(xlabel="residual, float32", ylabel="ms per call")
-    axis.grid(alpha=0.3, linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(
+    title = (
         f"Selecting {100 * first.density:g} % of a residual ({first.input}, {first.device}); "
-        f"next to the names: times faster than torch.topk at {format_size(last.nbytes)}",
-        fontsize="medium",
+        f"next to the names: times faster than torch.topk at {format_size(last.nbytes)}"
     )
-    figure.savefig(path, dpi=150)
+    with drawing(path, (8.4, 4.8), title) as axis:
+        for name in (row.selector for row in rows if row.nbytes == first.nbytes):
+            line = [row for row in rows if row.selector == name]
+            label = f"{name}: {format_ratio(line[-1].speedup)}x"
+            axis.loglog(sizes, [1e3 * row.seconds for row in line], "o-", markersize=3, label=label)
+        axis.set_xticks(sizes, [format_size(size).replace(" ", "\n") for size in sizes])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.set(xlabel="residual, float32", ylabel="ms per call")
+        axis.grid(alpha=0.3, linewidth=0.6)
+        axis.figure.legend(loc="outside right center", frameon=False, fontsize=8)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.output import Columns, format_ratio, to_json
+from sparsync.cli.output import Columns, drawing, format_ratio, to_json
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep
 from sparsync.cost.wording import format_bytes, format_seconds
@@ -87,21 +87,14 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
 
 def write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
     """Draw one bar per algorithm, of the parts of its step."""
-    from matplotlib.figure import Figure  # the object interface: no display, no global state
-
-    figure = Figure(figsize=(1.6 + 0.9 * len(rows), 4.2), layout="constrained")
-    axis = figure.subplots()
-    names = [row.algorithm for row in rows]
     bottom = [0.0] * len(rows)
-    for part, (grey, hatch) in zip(_PARTS, _FILLS, strict=True):
-        heights = [row.mean(f"seconds_{part}") for row in rows]
-        axis.bar(
-            names, heights, bottom=bottom, color=grey, hatch=hatch, edgecolor="black", label=part
-        )
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axis.set_ylabel("seconds per step (virtual)")
-    axis.tick_params(axis="x", rotation=30)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.suptitle(f"{rows[0].ranks} simulated ranks", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    title = f"{rows[0].ranks} simulated ranks"
+    with drawing(path, (1.6 + 0.9 * len(rows), 4.2), title) as axis:
+        for part, (grey, hatch) in zip(_PARTS, _FILLS, strict=True):
+            heights = [row.mean(f"seconds_{part}") for row in rows]
+            style = {"color": grey, "hatch": hatch, "edgecolor": "black", "label": part}
+            axis.bar([row.algorithm for row in rows], heights, bottom=bottom, **style)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axis.set_ylabel("seconds per step (virtual)")
+        axis.tick_params(axis="x", rotation=30)
+        axis.legend(frameon=False)

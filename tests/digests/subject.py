@@ -20,8 +20,7 @@ from sparsync import (
 )
 from sparsync.api import _prepare
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.cli.launch import launch
-from sparsync.cli.mpiexec import mpiexec_command
+from sparsync.cli.launch import launch, mpiexec_command
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer

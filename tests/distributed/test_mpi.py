@@ -18,8 +18,7 @@ import sparsync
 from sparsync import ConfigurationError, testing
 from sparsync.averaging import Wagma
 from sparsync.cli.bench.command import BenchSettings
-from sparsync.cli.launch import RankError, launch
-from sparsync.cli.mpiexec import mpiexec_command
+from sparsync.cli.launch import RankError, launch, mpiexec_command
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import Engine, run

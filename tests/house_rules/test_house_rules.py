@@ -257,7 +257,6 @@ def test_no_state_in_modules_or_classes():
 
 # who may, and why that is safe
 PICKLES = {
-    "sparsync.cli.mpiexec": "its own files, in a folder of its own that others cannot write",
     "sparsync.checkpoint.files": "catches the error of torch.load",
     "sparsync_papers.workloads.cifar10": "an unpickler that refuses every name but numpy's arrays",
 }

@@ -1,8 +1,9 @@
 """Run one function on P local processes, or inside the ranks that a launcher started.
 
 Local processes are forked from a server that has imported torch once (seconds for each rank, if every
-one did it), or started by ``mpiexec``; everything but the measured messages goes over gloo.  Forked
-ranks may be placed in a ``Lab``: then all of it crosses its shaped links.
+one did it), or started by ``mpiexec``, as ``python -m sparsync.cli.launch SOCKET``; everything but the
+measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``: then all of it crosses its
+shaped links.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TypeVar, final
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -23,10 +31,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
-from sparsync.cli.mpiexec import in_group, run_under_mpiexec
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
 from sparsync.transports.communicator import check_timeout
-from sparsync.transports.launchers import destroy_process_group, detect
+from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
 
 __all__ = [
     "RankError",
@@ -36,6 +43,7 @@ __all__ = [
     "launched",
     "launched_ranks",
     "leads",
+    "mpiexec_command",
     "on_one_thread",
 ]
 
@@ -105,30 +113,70 @@ def launch(
     if world_size < 1:
         raise ConfigurationError(f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
-    if lab is not None:
-        _check_lab(lab, world_size)
+    if lab is not None and launched():
+        raise ConfigurationError(
+            "a lab inside a launcher's rank; start one process, the lab's ranks are made by it"
+        )
+    if lab is not None and lab.ranks != world_size:
+        raise ConfigurationError(
+            f"a lab of {lab.ranks} ranks for {world_size} processes; give both the same number"
+        )
     if launched():
-        return _inside_launcher(function, world_size, args, timeout)
-    if mpi:
-        results, failures = run_under_mpiexec(function, world_size, args, timeout, grace)
-        return _result(world_size, results, failures, grace)
+        present = launched_ranks(world_size)
+        if present != world_size:
+            raise ConfigurationError(
+                f"--ranks {world_size} under a launcher of {present} processes; "
+                f"omit --ranks or give {present}"
+            )
+        return _in_launched_group(function, args, timeout)
+    with (
+        _under_mpiexec(world_size, (function, args, timeout), grace)
+        if mpi
+        else _forked(world_size, (function, args, timeout), lab)
+    ) as (pipes, how_it_died):
+        return _collect(world_size, pipes, how_it_died, grace)
+
+
+def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
+    """Call ``function(*args)`` in a launcher's rank, in a gloo group; None on other ranks than 0."""
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; mpiexec and srun do not
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks(1)))
+    init_process_group(timeout=timeout)
+    try:
+        result = function(*args)
+        return result if dist.get_rank() == 0 else None
+    finally:
+        destroy_process_group()
+
+
+# ---- the parent ------------------------------------------------------------------------------------
+
+Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
+"""Of every rank a pipe that brings what became of it; and how a rank died whose pipe brings nothing."""
+
+
+@contextmanager
+def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator[Pipes]:
     # the parent serves the store on a port that the system chose: no race, no stuck port
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     # torch comes with sparsync; every optimizer imports torch._dynamo, 3 s for each rank that makes one
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
-    processes, pipes = [], []
+    processes, pipes = [], {}
     for rank in range(world_size):
-        mine, theirs = context.Pipe(duplex=False)
-        place = _Place(rank, world_size, store.port, lab.seat(rank) if lab else None, timeout)
-        call = (place, theirs, dict(os.environ), function, args)
-        process = context.Process(target=_child, args=call, daemon=True)
+        pipes[rank], theirs = context.Pipe(duplex=False)
+        place = rank, world_size, store.port, lab.seat(rank) if lab else None, dict(os.environ)
+        process = context.Process(target=_be_forked, args=(theirs, place, *call), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
-        pipes.append(mine)
+
+    def how_it_died(rank: int) -> str:
+        processes[rank].join()
+        return f"died with exit code {processes[rank].exitcode}"
+
     try:
-        return _collect(processes, pipes, grace)
+        yield pipes, how_it_died
     finally:
         for process in processes:
             if process.is_alive():
@@ -137,51 +185,130 @@ def launch(
             process.join()
 
 
-def _check_lab(lab: Lab, world_size: int) -> None:
-    if launched():
-        raise ConfigurationError(
-            "a lab inside a launcher's rank; start one process, the lab's ranks are made by it"
-        )
-    if lab.ranks != world_size:
-        raise ConfigurationError(
-            f"a lab of {lab.ranks} ranks for {world_size} processes; give both the same number"
-        )
+@contextmanager
+def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iterator[Pipes]:
+    """Start the ranks; their output goes where this process's goes."""
+    command = mpiexec_command(world_size)
+    pipes: dict[int, Connection] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsync-mpi-") as folder,
+        socket.socket(socket.AF_UNIX) as server,
+    ):
+        path = f"{folder}/socket"  # in a folder of its own that others cannot enter
+        server.bind(path)
+        server.listen(world_size)
+        server.settimeout(0.1)
+        # one thread per rank; and the environment as Python knows it, without what an MPI that
+        # this process may have initialised put there unasked
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        child = [sys.executable, "-m", "sparsync.cli.launch", path]
+        process = subprocess.Popen([*command, *child], env=environ)
+
+        def how_it_died(rank: int) -> str:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+            return f"died or was ended by mpiexec, whose exit code is {process.returncode}"
+
+        try:
+            while len(pipes) < world_size and process.poll() is None:
+                with suppress(TimeoutError, EOFError):
+                    pipe = Connection(server.accept()[0].detach())
+                    pipes[pipe.recv()] = pipe
+                    pipe.send((sys.path, world_size))  # before the call, which needs the path
+                    pipe.send(call)
+            yield pipes, how_it_died
+        finally:
+            for pipe in pipes.values():
+                pipe.close()  # those that failed may end now
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+            process.terminate()
+            process.wait()
 
 
-def _inside_launcher(
-    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+def _collect(
+    world_size: int,
+    pipes: Mapping[int, Connection],
+    how_it_died: Callable[[int], str],
+    grace: float,
 ) -> Any:
-    present = launched_ranks(world_size)
-    if present != world_size:
+    """Return what rank 0 returned; after the first failure wait for ``grace`` seconds more."""
+    results: dict[int, Any] = {}
+    failures = {rank: how_it_died(rank) for rank in range(world_size) if rank not in pipes}
+    deadline: float | None = None
+    while len(results) + len(failures) < world_size:
+        if failures and deadline is None:
+            deadline = time.monotonic() + grace
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        silent = {r: pipe for r, pipe in pipes.items() if r not in results and r not in failures}
+        ready = wait(list(silent.values()), timeout=left)
+        if not ready:
+            break
+        for rank, pipe in silent.items():
+            if pipe in ready:
+                try:
+                    done, value = pipe.recv()
+                except (EOFError, ConnectionError):
+                    done, value = False, how_it_died(rank)
+                (results if done else failures)[rank] = value
+    if not failures:
+        return results[0]
+    lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
+    hung = world_size - len(results) - len(failures)
+    if hung:
+        lines.append(f"{hung} rank(s) did not end within {grace:g} s and were terminated")
+    raise RankError("\n".join(lines))
+
+
+def mpiexec_command(ranks: int) -> list[str]:
+    """Return the command that starts this many local processes, however many cores there are.
+
+    The ``mpiexec`` next to this Python is preferred: it belongs to the MPI library of the same
+    environment.
+
+    Raises:
+        ConfigurationError: there is no ``mpiexec``.
+    """
+    own = Path(sys.executable).parent / "mpiexec"
+    found = str(own) if own.exists() else shutil.which("mpiexec")
+    if found is None:
         raise ConfigurationError(
-            f"--ranks {world_size} under a launcher of {present} processes; "
-            f"omit --ranks or give {present}"
+            "no mpiexec here; pip install 'sparsync[mpi]' brings one, or install an MPI and put its "
+            "mpiexec on PATH"
         )
-    return in_group(function, args, timeout)
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    command = [found, "-n", str(ranks)]
+    if "Open MPI" in version.stdout or "OpenRTE" in version.stdout:
+        command.append("--oversubscribe")
+        if os.geteuid() == 0:
+            command.append("--allow-run-as-root")
+    return command
 
 
-class _Place(NamedTuple):
-    """A forked rank's place: what it needs to join the others."""
-
-    rank: int
-    world_size: int
-    port: int  # of the store
-    seat: Seat | None  # in a lab
-    timeout: float
+# ---- a rank ----------------------------------------------------------------------------------------
 
 
-def _child(
-    place: _Place,
+def _be_forked(
     pipe: Connection,
-    environ: dict[str, str],
+    place: tuple[int, int, int, Seat | None, dict[str, str]],
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    timeout: float,
 ) -> None:
-    _die_with_parent()
+    """Be a rank that was forked; one that fails ends at once, so that the others notice."""
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    rank, world_size, port, seat, environ = place
     os.environ.update(environ)  # the server has that of its own start
-    rank, world_size, port, seat, timeout = place
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    try:
+
+    def run() -> Any:
         at_most = timedelta(seconds=timeout)
         # connected before entering the lab: the store stays outside, off the wire and uncounted
         store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
@@ -190,67 +317,51 @@ def _child(
         dist.init_process_group("gloo", None, at_most, world_size, rank, store)
         result = function(*args)
         destroy_process_group()
-        pipe.send(("done", result if rank == 0 else None))
+        return result if rank == 0 else None
+
+    if not _report(pipe, run):
+        os._exit(1)  # a broken group must not block the interpreter's exit
+
+
+def _be_started_by_mpiexec(path: str) -> None:
+    """Be one of its ranks; one that fails waits until the others have failed, too: it ends them all."""
+    here = detect()
+    pipe = Client(path, "AF_UNIX")
+    pipe.send(0 if here is None else here.rank)
+    sys.path, world_size = pipe.recv()
+    function, args, timeout = pipe.recv()
+
+    def run() -> Any:
+        if launched_ranks(1) != world_size:
+            raise ConfigurationError(
+                f"mpiexec was to start {world_size} ranks, this is one of {launched_ranks(1)}; "
+                "its launcher is not known here"
+            )
+        return _in_launched_group(function, args, timeout)
+
+    if not _report(pipe, run):
+        pipe.poll(None)  # until the parent has heard all
+        os._exit(1)
+
+
+def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
+    """Call ``run``, send whether it ended well and what it returned or raised; return the former."""
+    try:
+        pipe.send((True, run()))
     except KeyboardInterrupt:
         os._exit(130)
     except SparsyncError as error:
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
-        os._exit(1)  # a broken group must not block the interpreter's exit
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+        return False
     except Exception as error:
         import traceback
 
-        pipe.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        os._exit(1)
+        pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        return False
+    return True
 
 
-def _die_with_parent() -> None:
-    """End this process when the parent is gone, however it went."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _collect(processes: list[Any], pipes: list[Connection], grace: float) -> Any:
-    """Wait for all ranks; after the first failure, for ``grace`` seconds more."""
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    deadline: float | None = None
-    while len(results) + len(failures) < len(processes):
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        open_ranks = [r for r in range(len(pipes)) if r not in results and r not in failures]
-        ready = wait([pipes[r] for r in open_ranks], timeout=left)
-        if not ready:
-            break
-        for rank in open_ranks:
-            if pipes[rank] not in ready:
-                continue
-            try:
-                kind, value = pipes[rank].recv()
-            except EOFError:
-                processes[rank].join()
-                kind, value = "failed", f"died with exit code {processes[rank].exitcode}"
-            (results if kind == "done" else failures)[rank] = value
-        if failures and deadline is None:
-            deadline = time.monotonic() + grace
-    return _result(len(processes), results, failures, grace)
-
-
-def _result(
-    world_size: int, results: dict[int, Any], failures: dict[int, str], grace: float
-) -> Any:
-    """Return what rank 0 returned, or say what every rank said."""
-    if failures:
-        lines = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
-        hung = world_size - len(results) - len(failures)
-        if hung:
-            lines.append(f"{hung} rank(s) did not end within {grace:g} s and were terminated")
-        raise RankError("\n".join(lines))
-    return results[0]
+# ---- what ranks do together ------------------------------------------------------------------------
 
 
 def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
@@ -314,3 +425,7 @@ class StartLine:
         if self.one_machine:
             return float(ends.max() - starts.max()) / _NANOSECONDS
         return float((ends - starts).max()) / _NANOSECONDS
+
+
+if __name__ == "__main__":
+    _be_started_by_mpiexec(sys.argv[1])

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -56,9 +57,8 @@ def train(algorithm: str, seed: int, args: argparse.Namespace) -> dict:
             bar(args.iterations)
         averager.finish()
         seconds = time.perf_counter() - started
-    final = task.collect(
-        model, seed=seed, iteration=args.iterations, rank=rank, episodes=args.final_episodes
-    )
+    last = replace(task, episodes=args.final_episodes)
+    final = last.collect(model, seed=seed, iteration=args.iterations, rank=rank)
     weights = [parameter.tolist() for parameter in model.parameters()]
     everyone: list = [None] * ranks
     dist.all_gather_object(everyone, (seconds, steps, final.returns, weights))

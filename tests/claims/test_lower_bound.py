@@ -10,15 +10,7 @@ from sparsync.collectives.costs import lower_bound_words
 from sparsync.collectives.oktopk.phases import bound_words
 from sparsync.presets import oktopk
 
-from .measured import (
-    RANKS,
-    entry_words_received,
-    entry_words_sent,
-    k_for,
-    phase,
-    steps,
-    words,
-)
+from .measured import RANKS, entry_words_received, entry_words_sent, k_for, phase, steps, words
 
 CUTS = 1 / 16  # how finely regions are cut, in shares of a region; draws differ by less
 

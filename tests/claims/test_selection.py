@@ -87,8 +87,7 @@ def test_what_did_not_contribute_stays_in_the_residual():
         for evidence in simulation.results:
             contributed = evidence.delivered.indices
             assert torch.equal(
-                contributed,
-                evidence.selected.restrict(evidence.total.indices).indices,
+                contributed, evidence.selected.restrict(evidence.total.indices).indices
             )
             expected = evidence.accumulated.clone()
             expected[contributed] = 0

@@ -29,11 +29,7 @@ _RGC = {"compress_thd": 4096}  # bytes: "b" and "d" are exchanged whole
 _UNITS = {"unit_bytes": 4096}
 _PUBLISHED = {"thsd2": 0, "cap": None, "keep_error": False}
 _PERIODS = {"threshold_period": 2, "repartition_period": 2}
-_ALLGATHERED = {
-    "global_threshold": "allgather",
-    "balanced_split": False,
-    "threshold_period": 2,
-}
+_ALLGATHERED = {"global_threshold": "allgather", "balanced_split": False, "threshold_period": 2}
 _NESTEROV = subject.Correction(momentum=0.9, nesterov=True, clip=50.0)
 _PREVIOUS = subject.Correction(0.5, clip=50.0, clip_norm="previous", weight_decay=0.01)
 _ADAPTIVE = subject.AdaptiveDensity(0.02, high=0.05, period=2)

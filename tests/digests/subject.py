@@ -12,12 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsync import (
-    Correction,
-    LocalAdamW,
-    OuterStep,
-    simulate,
-)
+from sparsync import Correction, LocalAdamW, OuterStep, simulate
 from sparsync.api import _prepare
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.launch import launch, mpiexec_command

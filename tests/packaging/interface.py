@@ -30,10 +30,7 @@ MODULES = (
 )
 FILE = Path(__file__).with_suffix(".txt")
 
-_MARKS = {
-    inspect.Parameter.VAR_POSITIONAL: "*",
-    inspect.Parameter.VAR_KEYWORD: "**",
-}
+_MARKS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def lines() -> list[str]:

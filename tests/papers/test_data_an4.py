@@ -1,4 +1,4 @@
-"""AN4: sounds in three forms, two layouts, spectrograms, and CTC's letters."""
+"""AN4: sounds in three forms, spectrograms, and CTC's letters."""
 
 import pytest
 import torch
@@ -60,19 +60,6 @@ def test_a_tone_is_in_its_bin():
     assert level.mean().item() == pytest.approx(0, abs=1e-5)
     assert level.std().item() == pytest.approx(1, rel=1e-4)
     assert spectrogram(torch.zeros(3)).isfinite().all()
-
-
-def test_manifests_are_read(tmp_path):
-    write_wav(tmp_path / "s.wav", tone(30))
-    (tmp_path / "s.txt").write_text("hello  there\n")
-    for part in ("train", "val"):
-        (tmp_path / f"an4_{part}_manifest.csv").write_text("s.wav,s.txt\n")
-    training, _ = load(tmp_path)
-    (_, (letters, _, _)) = training.batch(torch.tensor([0]), None)
-    assert torch.equal(letters[0], numbers("HELLO THERE"))
-    (tmp_path / "an4_val_manifest.csv").write_text("s.wav,s.txt\nother.wav,s.txt\n")
-    with pytest.raises(ConfigurationError, match=r"manifest.csv:2 is 'other.wav,s.txt'; give"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,7 @@ def test_the_real_lines_vary_as_much_as_is_said():
     assert max(costs) / min(costs) >= 4 and 0.3 < np.std(costs) < 0.5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"width": 33}, {"max_tokens": 95}, {"bucket_width": 0}],
-)
+@pytest.mark.parametrize("options", [{"width": 33}, {"max_tokens": 95}, {"bucket_width": 0}])
 def test_what_no_batch_can_have_is_refused(options):
     with pytest.raises(ConfigurationError, match=f"{next(iter(options))} is"):
         LinesWorkload(**options)

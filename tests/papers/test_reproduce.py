@@ -53,7 +53,7 @@ def text_of(finished):
 def test_a_run_shows_both_figures_settings_and_what_differs():
     (finished,) = reproduce([works], seed=3)
     text = text_of(finished)
-    for part in ("0.5 & more", "[section 1]", "0.4", "no: [it] is less", "title [b]"):
+    for part in ("0.5 & more", "(section 1)", "0.4", "no: [it] is less", "title [b]"):
         assert part in text
     assert "n 5; seed 3" in text and "Differs from the paper: a lot" in text
     assert "Quick" not in text

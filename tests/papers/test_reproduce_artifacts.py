@@ -24,13 +24,7 @@ from sparsync_papers.reproduce.training import (
     text_recipe,
 )
 
-FAST = {
-    "sparcml-fig7",
-    "redsync-fig7",
-    "redsync-fig8-9",
-    "redsync-fig10",
-    "wagma-control",
-}
+FAST = {"sparcml-fig7", "redsync-fig7", "redsync-fig8-9", "redsync-fig10", "wagma-control"}
 
 
 @pytest.mark.parametrize(

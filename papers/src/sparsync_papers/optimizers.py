@@ -40,11 +40,11 @@ class UpdateSpace(torch.optim.Optimizer):
         defaults: dict[str, Any],
         algorithm: str | Algorithm,
         *,
-        density: float,
-        comm: Communicator | None,
-        unit_bytes: int | None,
-        compress: Callable[[str, Tensor], bool] | None,
-        warmup: Warmup,
+        density: float = 0.01,
+        comm: Communicator | None = None,
+        unit_bytes: int | None = None,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        warmup: Warmup = Warmup(),  # noqa: B008 (frozen)
         agreed: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
@@ -176,18 +176,11 @@ class UpdateSpaceSGD(UpdateSpace):
         residual = acc outside indexes            line 6
         w = w - u / P                             line 7
 
-    Args:
-        model: a plain module, equal on all ranks (not DDP: gradients must be local).
-        lr: learning rate; schedulers may change it between steps.
-        algorithm: a preset's name or an ``Algorithm``.
-        density: fraction k / n that is exchanged.
-        comm: default ``sparsync.connect()``.
-        unit_bytes: what is selected together, as in ``sparsync.attach``.
-        compress: which parameters are exchanged sparsely, as in ``sparsync.attach``.
-        options: of the preset.
+    The model is equal on all ranks; schedulers may change ``lr`` between steps.  ``options``: density
+    (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are the preset's.
 
     Raises:
-        ConfigurationError: lr < 0, a bad density, an unknown algorithm or option.
+        ConfigurationError: DDP's module, lr < 0, a bad density, an unknown algorithm or option.
         NonFiniteGradientError: from ``step``; parameters and residuals are as before.
 
     State: the reducer's, under "sparsync" in ``state_dict()``: one per rank.
@@ -203,28 +196,9 @@ class UpdateSpaceSGD(UpdateSpace):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        algorithm: str | Algorithm = "oktopk",
-        *,
-        density: float = 0.01,
-        comm: Communicator | None = None,
-        unit_bytes: int | None = None,
-        compress: Callable[[str, Tensor], bool] | None = None,
-        **options: Any,
+        self, model: nn.Module, lr: float, algorithm: str | Algorithm = "oktopk", **options: Any
     ) -> None:
-        super().__init__(
-            model,
-            {"lr": lr},
-            algorithm,
-            density=density,
-            comm=comm,
-            unit_bytes=unit_bytes,
-            compress=compress,
-            warmup=Warmup(),
-            **options,
-        )
+        super().__init__(model, {"lr": lr}, algorithm, **options)
 
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
         assert parameter.grad is not None
@@ -242,9 +216,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         w = (1 - lr weight_decay) w - mean of what is delivered
 
     Args:
-        model: a plain module, equal on all ranks (not DDP: gradients must be local).
-        lr: learning rate; schedulers may change it between steps.
-        algorithm: a preset's name or an ``Algorithm``.
+        model: as for ``UpdateSpaceSGD``, and so are lr, algorithm and options.
         betas: b1 and b2.
         eps: added to the root.
         weight_decay: decoupled, applied by all ranks alike.
@@ -253,7 +225,6 @@ class UpdateSpaceAdamW(UpdateSpace):
             every ``refresh_period`` steps, local in between.
         refresh_period: steps; an average is a dense allreduce of n elements.
         warmup_steps: the first steps are exchanged dense.
-        density: as for ``UpdateSpaceSGD``, and so are comm, unit_bytes, compress and options.
 
     Raises:
         ConfigurationError: bad arguments; "frozen" without a warm-up.
@@ -285,10 +256,6 @@ class UpdateSpaceAdamW(UpdateSpace):
         second_moment: SecondMoment = "local",
         refresh_period: int = 100,
         warmup_steps: int = 0,
-        density: float = 0.01,
-        comm: Communicator | None = None,
-        unit_bytes: int | None = None,
-        compress: Callable[[str, Tensor], bool] | None = None,
         **options: Any,
     ) -> None:
         check_adam(lr, betas, eps, weight_decay)
@@ -307,10 +274,6 @@ class UpdateSpaceAdamW(UpdateSpace):
             model,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             algorithm,
-            density=density,
-            comm=comm,
-            unit_bytes=unit_bytes,
-            compress=compress,
             warmup=Warmup(warmup_steps),
             agreed={"second_moment": second_moment, "refresh_period": refresh_period},
             **options,

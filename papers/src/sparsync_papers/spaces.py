@@ -10,11 +10,7 @@ from torch import nn
 from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
-from sparsync_papers.optimizers import (
-    SecondMoment,
-    UpdateSpaceAdamW,
-    UpdateSpaceSGD,
-)
+from sparsync_papers.optimizers import SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
 
 __all__ = ["Updates"]
 

@@ -67,11 +67,7 @@ MODELS: Mapping[str, PaperModel] = {
         "ImageNet",
     ),
     "transformer_wmt17": PaperModel(
-        Transformer,
-        61_362_176,
-        "WAGMA, 5.3",
-        "61,362,176; 245 MB",
-        "WMT17 en-de",
+        Transformer, 61_362_176, "WAGMA, 5.3", "61,362,176; 245 MB", "WMT17 en-de"
     ),
     "resnet44_cifar10": PaperModel(
         resnet44_cifar10, 661_338, "RedSync, Table 1", "2.65 MB", "CIFAR-10"

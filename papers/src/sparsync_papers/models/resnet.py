@@ -30,10 +30,7 @@ class _Residual(nn.Module):
                 _convolution(width, after, 1),
             )
             if bottleneck
-            else (
-                _convolution(before, width, 3, stride=stride),
-                _convolution(width, width, 3),
-            )
+            else (_convolution(before, width, 3, stride=stride), _convolution(width, width, 3))
         )
         body = [layer for part in parts for layer in (*part, nn.ReLU())]
         self.body = nn.Sequential(*body[:-1])  # the last ReLU is that of the sum

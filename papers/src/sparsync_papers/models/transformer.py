@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,18 +46,22 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(dropout)
         sizes = (width, heads, inner, dropout)
-        self.encoder = nn.ModuleList(_Block(*sizes, decodes=False) for _ in range(layers))
-        self.encoder_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(_Block(*sizes, decodes=True) for _ in range(layers))
-        self.decoder_norm = nn.LayerNorm(width)
+        own = nn.TransformerEncoderLayer(*sizes, batch_first=True, norm_first=True)
+        other = nn.TransformerDecoderLayer(*sizes, batch_first=True, norm_first=True)
+        for part in (*own.modules(), *other.modules()):
+            if isinstance(part, nn.MultiheadAttention):
+                part.register_parameter("in_proj_bias", None)
+                part.out_proj.register_parameter("bias", None)
+        self.encoder = nn.TransformerEncoder(
+            own, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(other, layers, nn.LayerNorm(width))
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        for part in self.modules():
-            if isinstance(
-                part, nn.Linear
-            ):  # also the output of an attention, whose inputs start so
-                nn.init.xavier_uniform_(part.weight)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
+        for name, parameter in (*self.encoder.named_parameters(), *self.decoder.named_parameters()):
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the logits `[batch, target positions, vocabulary]` of the token after each of target.
@@ -70,57 +72,22 @@ class Transformer(nn.Module):
                 ``int64``; padded at the end only.
         """
         padding = source == self.padding
-        memory = self._embedded(source)
-        for block in self.encoder:
-            memory = block(memory, padding=padding)
-        memory = self.encoder_norm(memory)
-        x = self._embedded(target)
-        for block in self.decoder:
-            x = block(x, memory, padding=padding)
-        return F.linear(self.decoder_norm(x), self.embedding.weight)
+        later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
+        memory = self.encoder(self._embedded(source), src_key_padding_mask=padding)
+        x = self.decoder(
+            self._embedded(target),
+            memory,
+            tgt_mask=later,
+            tgt_is_causal=True,
+            memory_key_padding_mask=padding,
+        )
+        return F.linear(x, self.embedding.weight)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         width = self.embedding.embedding_dim
         x = self.embedding(tokens) * width**0.5
         x = x + _sinusoids(tokens.shape[1], width, tokens.device).to(x)
         out: Tensor = self.dropout(x)
-        return out
-
-
-class _Block(nn.Module):
-    """Attention to itself, a decoder's to the memory, two linear layers; each normalised first."""
-
-    def __init__(
-        self, width: int, heads: int, inner: int, dropout: float, *, decodes: bool
-    ) -> None:
-        super().__init__()
-        self.decodes = decodes
-        self.own_norm = nn.LayerNorm(width)
-        attention = partial(
-            nn.MultiheadAttention, width, heads, dropout, bias=False, batch_first=True
-        )
-        self.own = attention()
-        if decodes:
-            self.memory_norm = nn.LayerNorm(width)
-            self.memory = attention()
-        self.inner_norm = nn.LayerNorm(width)
-        self.inner_in = nn.Linear(width, inner)
-        self.inner_out = nn.Linear(inner, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, memory: Tensor | None = None, *, padding: Tensor) -> Tensor:
-        own = self.own_norm(x)
-        if self.decodes:  # each position sees those up to it, then the memory
-            later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
-            seen, _ = self.own(own, own, own, attn_mask=later, is_causal=True, need_weights=False)
-            x = x + self.dropout(seen)
-            asked = self.memory_norm(x)
-            seen, _ = self.memory(asked, memory, memory, padding, need_weights=False)
-        else:
-            seen, _ = self.own(own, own, own, padding, need_weights=False)
-        x = x + self.dropout(seen)
-        inner = self.dropout(F.relu(self.inner_in(self.inner_norm(x))))
-        out: Tensor = x + self.dropout(self.inner_out(inner))
         return out
 
 

@@ -15,15 +15,7 @@ from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm, oktopk, resolve
 from sparsync.transports.sim import Links
-from sparsync_papers.reproduce import (
-    Comparison,
-    Outcome,
-    Panel,
-    Settings,
-    Table,
-    artifact,
-    joined,
-)
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
 
 FITTED_RANKS = 32
 # assumed here: the first three, the shares of the models, ARIES and gTopk's selections
@@ -247,7 +239,6 @@ def fit(alpha: float = _ALPHA) -> Effective:
 
 
 _ENTRIES = 128  # of a pair of ranks at the scale C: fewer are too uneven (docs/simulation.md)
-_NEAR = 0.02  # by which simulation and statement may differ where they were fitted
 _QUICK = "too few ranks"
 _OTHERS = tuple(s for s in SCHEMES if s not in (OKTOPK, *OURS))
 _BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # Ok-Topk over all others, and its efficiency, at P = 256
@@ -338,9 +329,7 @@ def simulate_step(
 
 
 def _outcome(
-    settings: Settings,
-    model: Model,
-    compare: Callable[[Times, Sequence[int]], list[Comparison]],
+    settings: Settings, model: Model, compare: Callable[[Times, Sequence[int]], list[Comparison]]
 ) -> Outcome:
     costs, ranks = fit(), settings.pick(model.ranks, (4,))
     entries, seed = settings.pick(_ENTRIES, 16), settings.seed
@@ -382,11 +371,7 @@ def _outcome(
             )
         title = f"{model.name}, {p} ranks"
         panels.append(Panel(title, "", "seconds per step", bars, kind="stacks"))
-    comparisons = [
-        *_fitted(model, times),
-        *compare(times, ranks),
-        *_ours(model, times, costs, ranks[-1]),
-    ]
+    comparisons = [*compare(times, ranks), *_ours(model, times, costs, ranks[-1])]
     return Outcome(rows, comparisons, used, _DIFFERS, panels)
 
 
@@ -499,27 +484,6 @@ def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparis
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"
     same, remark = low > 1 and slowest is GTOPK, f"{slowest.name} is the slowest"
     return Comparison(what, says, where, ours, same, _QUICK, remark)
-
-
-def _fitted(model: Model, times: Times) -> list[Comparison]:
-    """Show that the simulation gives what the closed forms were fitted to."""
-    found = []
-    for s in STATEMENTS:
-        if s.model is model and (s.scheme.name, FITTED_RANKS) in times:
-            ours = s.found(lambda scheme, _: times[scheme.name, FITTED_RANKS].seconds)
-            of = f"{s.scheme.name} over {s.over.name}" if s.over else f"{s.scheme.name}, s"
-            found.append(
-                Comparison(
-                    f"P = 32, fitted: {of}",
-                    f"{s.value:.3f}: {s.says}",
-                    s.where,
-                    f"{ours:.3f}",
-                    abs(ours / s.value - 1) < _NEAR,
-                    "the closed forms that were fitted are off here",
-                    "no prediction",
-                )
-            )
-    return found
 
 
 def _ours(model: Model, times: Times, costs: Effective, ranks: int) -> list[Comparison]:

@@ -13,15 +13,7 @@ from sparsync import kernels
 from sparsync.presets import oktopk, oktopk_paper
 from sparsync.selection import GaussianK, Reused
 from sparsync.sparse import SparseVector
-from sparsync_papers.reproduce import (
-    Comparison,
-    Outcome,
-    Panel,
-    Settings,
-    Table,
-    artifact,
-    joined,
-)
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
 from sparsync_papers.reproduce.training import Recipe, SimulatedTraining, digits_recipe, text_recipe
 
 _PERIOD = 32  # tau', steps (section 5.2, VGG-16 and LSTM)

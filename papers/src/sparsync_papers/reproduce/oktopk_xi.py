@@ -9,15 +9,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.presets import oktopk, resolve
-from sparsync_papers.reproduce import (
-    Comparison,
-    Outcome,
-    Panel,
-    Settings,
-    Table,
-    artifact,
-    joined,
-)
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
 from sparsync_papers.reproduce.training import (
     SimulatedTraining,
     digits_recipe,

@@ -120,11 +120,7 @@ def lstm(hidden: int = 1500, vocabulary: int = 10_000) -> Model:
 
 
 def phases(
-    model: Model,
-    scheme: Scheme,
-    ranks: int,
-    shrink: int = SHRINK,
-    machine: Machine = Machine(),
+    model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK, machine: Machine = Machine()
 ) -> dict[str, float]:
     """Return the virtual seconds of every stage of one step, on the mean of the ranks.
 
@@ -159,10 +155,7 @@ def phases(
 
 
 def predicted_phases(
-    model: Model,
-    scheme: Scheme,
-    ranks: int,
-    machine: Machine = Machine(),
+    model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
     """Return the same in closed form, layer by layer: Equation 1, and Equation 2 where dense.
 

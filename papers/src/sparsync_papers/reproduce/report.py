@@ -13,9 +13,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sparsync_papers.reproduce import Artifact, Cell, Comparison, Outcome, Unavailable
+from sparsync_papers.reproduce import Artifact, Cell, Outcome, Unavailable
 
 _MOST_ROWS = 40  # on the console
+_COMPARED = ("what", "paper", "this run", "same conclusion?")
+
+Lines = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,22 @@ class Finished:
     # the panels as PNG; None where there are none or none was asked for
     picture: bytes | None = None
 
-    def notes(self, outcome: Outcome) -> list[str]:
-        """Return the conclusion, settings and differences, a sentence or two each."""
-        used = ", ".join(f"{name} {format_cell(v)}" for name, v in outcome.settings.items())
-        quick = "Quick: scaled down to run in seconds: no statement about the paper."
-        return [
-            f"The paper's conclusion: {self.artifact.conclusion}.",
-            *([quick] if self.quick else []),
-            f"Settings: {used}; seed {self.seed}; {self.seconds:.0f} s.",
-            f"Differs from the paper: {outcome.differs}",
-        ]
+    @property
+    def heading(self) -> str:
+        """Name, title and paper."""
+        return f"{self.artifact.name}: {self.artifact.title} ({self.artifact.paper})"
 
 
-def answer(comparison: Comparison) -> str:
-    """Say whether the conclusion is the paper's, with the reason or remark."""
-    why = f": {comparison.why}" if comparison.why else ""
-    return ("yes" if comparison.same else "no") + why
+def _notes(finished: Finished, outcome: Outcome) -> list[str]:
+    """Return the conclusion, settings and differences, a sentence or two each."""
+    used = ", ".join(f"{name} {format_cell(v)}" for name, v in outcome.settings.items())
+    quick = "Quick: scaled down to run in seconds: no statement about the paper."
+    return [
+        f"The paper's conclusion: {finished.artifact.conclusion}.",
+        *([quick] if finished.quick else []),
+        f"Settings: {used}; seed {finished.seed}; {finished.seconds:.0f} s.",
+        f"Differs from the paper: {outcome.differs}",
+    ]
 
 
 def format_cell(value: Cell) -> str:
@@ -56,33 +59,41 @@ def format_cell(value: Cell) -> str:
         >>> format_cell(0.123456), format_cell(12), format_cell(True), format_cell(None)
         ('0.1235', '12', 'yes', '-')
     """
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table_of(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
+def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
     """Return the columns of the rows, and their cells as text."""
-    columns = list(dict.fromkeys(key for row in outcome.rows for key in row))
-    return columns, [[format_cell(row.get(key)) for key in columns] for row in outcome.rows]
+    columns = list(outcome.rows[0])
+    return columns, [tuple(format_cell(row[key]) for key in columns) for row in outcome.rows]
+
+
+def _compared(outcome: Outcome) -> Lines:
+    """Return what is compared: what, the paper's figure, this run's, and the conclusion."""
+    return [
+        (
+            c.what,
+            f"{c.says} ({c.where})",
+            c.ours,
+            ("yes" if c.same else "no") + (f": {c.why}" if c.why else ""),
+        )
+        for c in outcome.comparisons
+    ]
 
 
 def shown(finished: Finished) -> Group:
     """Return a run for the console: the comparison first, then rows, then settings."""
-    artifact, outcome = finished.artifact, finished.outcome
-    heading = Text(f"{artifact.name}: {artifact.title} ({artifact.paper})", style="bold")
+    outcome, heading = finished.outcome, Text(finished.heading, style="bold")
     if outcome is None:
         return Group(heading, Text(f"failed: {finished.error}", style="bold"))
-    compared = [(c.what, f"{c.says}\n[{c.where}]", c.ours, answer(c)) for c in outcome.comparisons]
-    columns, lines = table_of(outcome)
+    columns, lines = _rows(outcome)
     rows = _table(columns, lines[:_MOST_ROWS])
     if len(lines) > _MOST_ROWS:
         rows.caption = f"and {len(lines) - _MOST_ROWS} rows more: --out DIR writes all"
-    *before, settings, differs = map(Text, finished.notes(outcome))
-    comparison = _table(("what", "paper", "this run", "same\nconclusion?"), compared)
-    return Group(heading, *before, comparison, rows, settings, differs)
+    *before, settings, differs = map(Text, _notes(finished, outcome))
+    return Group(heading, *before, _table(_COMPARED, _compared(outcome)), rows, settings, differs)
 
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
@@ -102,7 +113,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         return []
     written = [folder / f"{artifact.name}.csv", folder / f"{artifact.name}.json"]
     with written[0].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, table_of(outcome)[0])
+        writer = csv.DictWriter(file, list(outcome.rows[0]))
         writer.writeheader()
         writer.writerows(outcome.rows)
     content = {
@@ -113,9 +124,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         "comparisons": [
             {
                 "stated": {"what": c.what, "says": c.says, "where": c.where},
-                "ours": c.ours,
-                "same": c.same,
-                "why": c.why,
+                **{key: getattr(c, key) for key in ("ours", "same", "why")},
             }
             for c in outcome.comparisons
         ],
@@ -131,50 +140,33 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
 
 def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> str:
     """Write all outcomes as Markdown: the table of all comparisons first, then every artifact."""
-    compared = [c for run in finished if run.outcome for c in run.outcome.comparisons]
-    same, failed = sum(c.same for c in compared), [run for run in finished if run.outcome is None]
+    done = [(run, run.outcome) for run in finished if run.outcome is not None]
+    same = [c.same for _, outcome in done for c in outcome.comparisons]
+    failed = [(r.artifact.name, f"failed: {r.error}", "", "", "") for r in finished if r.error]
+    compared = [(run.artifact.name, *line) for run, found in done for line in _compared(found)]
     parts = [
         "# The papers, reproduced",
-        f"{len(finished)} artifacts, {same} of {len(compared)} conclusions are the papers'"
+        f"{len(finished)} artifacts, {sum(same)} of {len(same)} conclusions are the papers'"
         + (f"; {len(failed)} failed." if failed else "."),
-        _markdown(
-            ("artifact", "what", "paper", "this run", "same conclusion?"),
-            [
-                (
-                    run.artifact.name,
-                    c.what,
-                    f"{c.says} ({c.where})",
-                    c.ours,
-                    answer(c),
-                )
-                for run in finished
-                if run.outcome is not None
-                for c in run.outcome.comparisons
-            ]
-            + [(run.artifact.name, f"failed: {run.error}", "", "", "") for run in failed],
-        ),
+        _markdown(("artifact", *_COMPARED), [*compared, *failed]),
     ]
-    for run in finished:
-        if run.outcome is None:
-            continue
-        name, title = run.artifact.name, run.artifact.title
-        parts += [f"## {name}: {title} ({run.artifact.paper})", *run.notes(run.outcome)]
+    for run, outcome in done:
+        parts += [f"## {run.heading}", *_notes(run, outcome)]
         if run.picture is not None:
-            parts.append(f"![{title}]({name}.png)")
-        parts.append(_markdown(*table_of(run.outcome)))
+            parts.append(f"![{run.artifact.title}]({run.artifact.name}.png)")
+        parts.append(_markdown(*_rows(outcome)))
     missing = [(item.what, item.paper, item.reason) for item in unavailable]
     parts += ["## What cannot be done here", _markdown(("what", "paper", "why not"), missing)]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+def _markdown(columns: Sequence[str], lines: Lines) -> str:
     """Write a table; a bar in a cell would end it."""
-    columns = list(columns)
-    rows = [columns, ["---"] * len(columns), *lines]
+    rows: list[Sequence[str]] = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
-def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+def _table(columns: Iterable[str], lines: Lines) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
     for column in columns:
         table.add_column(Text(column), overflow="fold")

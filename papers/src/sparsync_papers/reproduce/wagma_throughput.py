@@ -14,15 +14,7 @@ from sparsync.averaging.gossip import Exponential, exchange
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.workloads.delays import HeavyTail, RandomRanks
 from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync_papers.reproduce import (
-    Comparison,
-    Outcome,
-    Panel,
-    Row,
-    Settings,
-    Table,
-    artifact,
-)
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.lengths import LinesWorkload
 
 # Section 5.2, 64 ranks, nobody delayed, steps per second.  AD-PSGD hides its communication, so its step

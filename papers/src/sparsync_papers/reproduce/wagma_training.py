@@ -16,15 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.transports.sim import SimCommunicator, simulate
-from sparsync_papers.reproduce import (
-    Comparison,
-    Outcome,
-    Panel,
-    Row,
-    Settings,
-    Table,
-    artifact,
-)
+from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.reproduce.training import Recipe
 from sparsync_papers.reproduce.wagma_throughput import ROWS, SETTINGS, Scheme, Setting, translated
 from sparsync_papers.workloads.lengths import LinesWorkload

@@ -1,8 +1,6 @@
 """AN4, where people spell names and addresses, and the LSTM that hears letters in it.
 
-Two layouts are read: that of CMU (``etc/an4_train.fileids`` and ``.transcription``, sound below
-``wav``) and lists of "sound file,text file" (``an4_train_manifest.csv``), as Ok-Topk's experiments
-had them.
+The layout is that of CMU: ``etc/an4_train.fileids`` and ``.transcription``, sound below ``wav``.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class Spoken(Samples):
         return inputs, (padded(said, BLANK), letters, frames)
 
 
-def _of_cmu(names: Path) -> list[Utterance]:
+def _utterances(names: Path) -> list[Utterance]:
     root, texts = names.parent.parent, names.with_suffix(".transcription")
     files, lines = list(read_lines(names)), list(read_lines(texts))
     if len(files) != len(lines):
@@ -90,19 +88,6 @@ def _of_cmu(names: Path) -> list[Utterance]:
         sound = existing(root, sounds, what="an utterance of AN4", advice=_ADVICE)
         text = re.sub(r"</?s>|\([^()]*\)\s*$", "", line)  # <s> HELLO </s> (an4-file-name)
         found.append((sound, text.strip()))
-    return found
-
-
-def _of_manifest(manifest: Path) -> list[Utterance]:
-    found = []
-    for number, line in enumerate(read_lines(manifest), start=1):
-        parts = [manifest.parent / part.strip() for part in line.split(",")]
-        if len(parts) != 2 or not all(part.is_file() for part in parts):
-            raise ConfigurationError(
-                f"{manifest}:{number} is {line!r}; give a sound file and a text file that exist, with a "
-                "comma"
-            )
-        found.append((parts[0], " ".join(read_lines(parts[1])).strip()))
     return found
 
 
@@ -289,21 +274,15 @@ class LstmAn4(FolderWorkload[Spoken]):
         return Ctc()
 
     def find(self) -> tuple[Path, Path]:
-        """Return the lists of the training and of the held-out utterances, in either layout."""
-        names = ["etc/an4_train.fileids", "an4/etc/an4_train.fileids", "an4_train_manifest.csv"]
+        """Return the lists of the training and of the held-out utterances."""
+        names = ["etc/an4_train.fileids", "an4/etc/an4_train.fileids"]
         first = existing(self.data, names, what="the utterances of AN4", advice=_ADVICE)
-        others = ["an4_test.fileids"]
-        if first.suffix == ".csv":
-            others = ["an4_val_manifest.csv", "an4_test_manifest.csv"]
         what = "the held-out utterances of AN4"
-        return first, existing(first.parent, others, what=what, advice=_ADVICE)
+        return first, existing(first.parent, ["an4_test.fileids"], what=what, advice=_ADVICE)
 
     def load(self) -> tuple[Spoken, Spoken]:
         """See ``FolderWorkload``."""
-        training, held_out = (
-            Spoken(_of_manifest(path) if path.suffix == ".csv" else _of_cmu(path))
-            for path in self.find()
-        )
+        training, held_out = (Spoken(_utterances(path)) for path in self.find())
         return training, held_out
 
     def make_model(self, seed: int) -> nn.Module:

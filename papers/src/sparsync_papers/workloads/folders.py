@@ -41,12 +41,7 @@ class Samples(ABC):
     ) -> Tensor:
         """Return the numbers of a rank's samples of a step; here as ``chosen_samples`` does."""
         return chosen_samples(
-            len(self),
-            seed=seed,
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
+            len(self), seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
         )
 
 

@@ -160,7 +160,7 @@ class Bleu(Metric):
     matches: tuple[int, ...]  # n-grams that a reference has too, for n = 1, 2,
     possible: tuple[int, ...]  # n-grams of the candidates
     length: int  # words of the candidates, c
-    reference_length: int  # words of the references nearest to them in length, r
+    reference_length: int  # words of the references, r
 
     @property
     def value(self) -> float:
@@ -184,38 +184,22 @@ class Bleu(Metric):
         )
 
 
-def bleu(
-    candidates: Sequence[Words], references: Sequence[Sequence[Words]], *, longest: int = 4
-) -> Bleu:
-    """Compare translations with what people wrote.
-
-    Args:
-        candidates: words of every translation; compare uncased by giving lower case.
-        references: for each of them one or several translations that are right.
-        longest: n-grams to count (the paper's N).
+def bleu(candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4) -> Bleu:
+    """Compare translations with one that is right for each, by n-grams up to ``longest``.
 
     Example:
         >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
-        >>> references = ["the cat is on the mat".split(), "there is a cat on the mat".split()]
-        >>> bleu([seven], [references], longest=1)
-        Bleu(matches=(2,), possible=(7,), length=7, reference_length=7)
+        >>> bleu([seven], ["the cat is on the mat".split()], longest=1)
+        Bleu(matches=(2,), possible=(7,), length=7, reference_length=6)
     """
-    matches, possible = [0] * longest, [0] * longest
-    length = reference_length = 0
-    for candidate, known in zip(candidates, references, strict=True):
-        length += len(candidate)
-        reference_length += min(
-            (len(reference) for reference in known),
-            key=lambda words: (abs(words - len(candidate)), words),
-        )
-        for n in range(1, longest + 1):
-            found = _ngrams(candidate, n)
-            allowed: Counter[tuple[Hashable, ...]] = Counter()
-            for reference in known:
-                allowed |= _ngrams(reference, n)  # the larger count of each
-            matches[n - 1] += (found & allowed).total()
-            possible[n - 1] += found.total()
-    return Bleu(tuple(matches), tuple(possible), length, reference_length)
+    pairs = list(zip(candidates, references, strict=True))
+    counted = [[(_ngrams(c, n), _ngrams(r, n)) for c, r in pairs] for n in range(1, longest + 1)]
+    return Bleu(
+        tuple(sum((found & known).total() for found, known in each) for each in counted),
+        tuple(sum(found.total() for found, _ in each) for each in counted),
+        sum(map(len, candidates)),
+        sum(map(len, references)),
+    )
 
 
 def _ngrams(words: Words, n: int) -> Counter[tuple[Hashable, ...]]:
@@ -244,7 +228,7 @@ class Translation(Objective):
         known = CrossEntropy().judge_outputs(model(source, before), targets)
         written = greedy(model, source, longest=source.shape[1] + self.longer)
         candidates = [self._text(row, unknown=_NEVER) for row in written]
-        references = [[self._text(row[row != PADDING], unknown=UNKNOWN)] for row in targets]
+        references = [self._text(row[row != PADDING], unknown=UNKNOWN) for row in targets]
         metrics = {"BLEU": bleu(candidates, references)}
         return Evaluation(known.loss_sum, known.hits, known.count, metrics)
 

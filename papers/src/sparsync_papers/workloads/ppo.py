@@ -16,17 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
+from sparsync_papers.workloads.folders import seeded
 
 
 class ActorCritic(nn.Module):
     """Two perceptrons of two hidden layers (Schulman et al. 2017, 6.1): actions' logits, and a value."""
 
-    def __init__(self, observations: int, actions: int, *, width: int = 64, seed: int = 0) -> None:
+    def __init__(self, observations: int, actions: int, *, width: int = 64) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
-            torch.manual_seed(seed)
-            self.actor = _perceptron(observations, width, actions)
-            self.critic = _perceptron(observations, width, 1)
+        self.actor = _perceptron(observations, width, actions)
+        self.critic = _perceptron(observations, width, 1)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits `[batch, actions]` and values `[batch]` for observations `[batch, numbers]`."""
@@ -58,12 +57,8 @@ class Experience:
 def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: float) -> Tensor:
     """Estimate the advantages of one episode's actions (GAE; Schulman et al. 2017, equation 11).
 
-    Args:
-        rewards: `[steps]`.
-        values: `[steps + 1]`: of every state and of the one after the last action, which is 0 when
-            the episode ended there, and not when it was cut.
-        discount: gamma, per step.
-        trace: lambda, per step.
+    Rewards `[steps]`; values `[steps + 1]`: also of the state after the last action, which is 0 when
+    the episode ended there, and not when it was cut.
 
     Example:
         >>> advantages_of(torch.ones(2), torch.tensor([0.0, 2.0, 0.0]), discount=0.5, trace=0.5)
@@ -138,33 +133,24 @@ class Ppo:
             )
         return environment
 
-    def make_model(self, seed: int) -> ActorCritic:
-        """Build the model; the same seed gives the same weights."""
+    def make_model(self, seed: int) -> nn.Module:
+        """Build an ``ActorCritic``; the same seed gives the same weights."""
         environment = self.make_environment()
         (observations,) = environment.observation_space.shape
-        return ActorCritic(observations, int(environment.action_space.n), seed=seed)
+        sizes = {"observations": observations, "actions": int(environment.action_space.n)}
+        return seeded(ActorCritic, seed, **sizes)
 
     @torch.no_grad()
-    def collect(
-        self,
-        model: ActorCritic,
-        *,
-        seed: int,
-        iteration: int,
-        rank: int,
-        episodes: int | None = None,
-    ) -> Experience:
-        """Play whole episodes, by default ``self.episodes``; its time is that of their lengths."""
+    def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
+        """Play whole episodes; its time is that of their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
-        played = [
-            self._play(model, environment, generator) for _ in range(episodes or self.episodes)
-        ]
+        played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)
         return Experience(tuple(total for total, _ in played), *(torch.cat(part) for part in parts))
 
     def update_(
         self,
-        model: ActorCritic,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         experience: Experience,
         *,
@@ -172,10 +158,7 @@ class Ppo:
         iteration: int,
         rank: int,
     ) -> None:
-        """Learn from what was collected.
-
-        State: changes ``model`` and ``optimizer``.
-        """
+        """Learn from what was collected: changes ``model`` and ``optimizer``."""
         generator = _generator(seed, iteration, rank, 1)
         for _ in range(self.epochs):
             order = torch.randperm(experience.steps, generator=generator)
@@ -185,23 +168,22 @@ class Ppo:
                 optimizer.step()
 
     def _play(
-        self, model: ActorCritic, environment: Any, generator: torch.Generator
+        self, model: nn.Module, environment: Any, generator: torch.Generator
     ) -> tuple[float, tuple[Tensor, ...]]:
         """Play one episode; return its return, and the tensors of an ``Experience``."""
         seed = int(torch.randint(2**31, (), generator=generator))
         state, ended, cut = environment.reset(seed=seed)[0], False, False
         states, taken, rewards = [torch.as_tensor(state, dtype=torch.float32)], [], []
         while not (ended or cut):
-            probabilities = model.actor(states[-1]).softmax(-1)
+            probabilities = model(states[-1])[0].softmax(-1)
             taken.append(int(torch.multinomial(probabilities, 1, generator=generator)))
             state, reward, ended, cut, _ = environment.step(taken[-1])
             states.append(torch.as_tensor(state, dtype=torch.float32))
             rewards.append(float(reward))
         observations, actions = torch.stack(states), torch.tensor(taken)
         logits, values = model(observations)
-        values[
-            -1
-        ] *= not ended  # nothing follows a failure; an episode that is cut at the limit would go on
+        # nothing follows a failure; an episode that is cut at the limit would go on
+        values[-1] *= not ended
         advantages = advantages_of(
             torch.tensor(rewards), values, discount=self.discount, trace=self.trace
         )
@@ -209,7 +191,7 @@ class Ppo:
         tensors = (observations[:-1], actions, chosen, advantages, advantages + values[:-1])
         return sum(rewards), tensors
 
-    def _loss(self, model: ActorCritic, experience: Experience, chosen: Tensor) -> Tensor:
+    def _loss(self, model: nn.Module, experience: Experience, chosen: Tensor) -> Tensor:
         """Return the loss of some steps; advantages are relative to those of all."""
         logits, values = model(experience.observations[chosen])
         new = _log_probabilities(logits, experience.actions[chosen])

@@ -29,6 +29,7 @@ from sparsync.averaging.binding import Binding
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 
@@ -216,13 +217,7 @@ def descend(settings, workload, model, optimizer, step: int, rank: int) -> None:
     """Do one local step, as ``sparsync train`` does."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate_at(step)
-    inputs, targets = workload.batch(
-        seed=settings.seed,
-        step=step,
-        rank=rank,
-        world_size=RANKS,
-        batch_size=settings.samples,
-    )
+    inputs, targets = workload.batch(Draw(settings.seed, step, rank, RANKS, settings.samples))
     optimizer.zero_grad()
     workload.loss(model(inputs), targets).backward()
     optimizer.step()

@@ -23,7 +23,7 @@ import torch
 from runs import Runs, spread
 
 from sparsync.cli.workloads import workload_class
-from sparsync.cli.workloads.digits import DigitImages
+from sparsync.cli.workloads.digits import DigitsWorkload
 
 RANKS = 4
 DENSITIES = (0.01, 0.001)
@@ -78,7 +78,7 @@ def convergence(
 
 def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> dict:
     """Return the settings of a run of the second part: as many epochs, whatever the batch."""
-    images = len(DigitImages.load().training[1])
+    images = len(DigitsWorkload().parts[0][1])
     return {
         "part": "batches",
         "workload": "digits",

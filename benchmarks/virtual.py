@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.cli.output import progress
-from sparsync.cli.workloads import Workload, make_workload
+from sparsync.cli.workloads import Draw, Workload, make_workload
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.presets import Algorithm
@@ -77,9 +77,7 @@ def train(
         reducer = Reducer(comm, units, algorithm, density, xi_period=xi_period)
         prepare(reducer)
         for step in range(steps):
-            inputs, targets = workload.batch(
-                seed=seed, step=step, rank=comm.rank, world_size=ranks, batch_size=batch_size
-            )
+            inputs, targets = workload.batch(Draw(seed, step, comm.rank, ranks, batch_size))
             optimizer.zero_grad()
             workload.loss(model(inputs), targets).backward()
             gradients = [parameter.grad for parameter in model.parameters()]

@@ -7,6 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsync import SparseVector, kernels
+from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact
@@ -96,7 +97,7 @@ def transformer():
     text, model = ByteText.of_standard_library(), ByteTransformer(width=32, layers=1)
 
     def loss(step):
-        tokens, targets = text.batch(seed=0, step=step, rank=0, batch_size=4)
+        tokens, targets = text.batch(Draw(0, step, 0, 1, 4))
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     return model, loss

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback import shares
 from sparsync.feedback.reducer import Reducer
@@ -18,7 +19,7 @@ STEPS = 16
 
 def gradients(model, text, step, rank, units):
     model.zero_grad()
-    tokens, targets = text.batch(seed=0, step=step, rank=rank, batch_size=4)
+    tokens, targets = text.batch(Draw(0, step, rank, 1, 4))
     F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
     return [part.clone() for part in flat.split([unit.size for unit in units])]

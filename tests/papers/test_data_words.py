@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsync.cli.workloads import PADDING, make_workload, outputs_of
+from sparsync.cli.workloads import PADDING, Draw, make_workload, outputs_of
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.pairs import (
     END,
@@ -131,14 +131,14 @@ def test_batches_are_of_one_bucket_and_of_the_ranks_own_pairs(tmp_path):
     seen = [set(), set(), set()]
     for rank in range(3):
         for step in range(40):
-            chosen = training.chosen(seed=0, step=step, rank=rank, world_size=3, batch_size=16)
+            chosen = training.chosen(Draw(0, step, rank, 3, 16))
             assert set((chosen % 3).tolist()) == {rank} and len(chosen) == 16
             (sources, _), _ = training.batch(chosen, None)
             ends = (sources == SPECIAL.index(END)).nonzero()[:, 1]
             assert len({int(end) // 8 for end in ends}) == 1  # all of one bucket
             seen[rank].add(sources.shape[1] // 8)
     assert all(len(buckets) > 2 for buckets in seen)
-    few = training.chosen(seed=0, step=0, rank=0, world_size=1, batch_size=10**6)
+    few = training.chosen(Draw(0, 0, 0, 1, 10**6))
     assert len(few) == 8192 // 32
 
 
@@ -195,8 +195,7 @@ def test_models_learn_to_write_what_follows(tmp_path, name):
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     assert workload.evaluate(model).metrics["BLEU"].value < 0.1
     for step in range(120):
-        place = {"seed": 0, "step": step, "rank": 0, "world_size": 1, "batch_size": 12}
-        inputs, targets = workload.batch(**place)
+        inputs, targets = workload.batch(Draw(0, step, 0, 1, 12))
         optimizer.zero_grad()
         workload.loss(outputs_of(model, inputs), targets).backward()
         optimizer.step()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads import PADDING
+from sparsync.cli.workloads import PADDING, Draw
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets, LinesWorkload
 
@@ -52,7 +52,7 @@ def test_every_line_that_fits_is_there_once(lines):
 def test_a_batch_has_equally_many_lines_of_one_bucket(workload):
     widths = set()
     for step in range(60):
-        tokens, targets = workload.batch(seed=1, step=step, rank=2, world_size=4, batch_size=6)
+        tokens, targets = workload.batch(Draw(1, step, 2, 4, 6))
         width = tokens.shape[1]
         lengths = (targets != PADDING).sum(1)
         assert tokens.shape == targets.shape == (6, width)
@@ -73,7 +73,7 @@ def test_every_line_is_equally_likely(workload):
 def test_the_relative_cost_is_that_of_the_batch_and_1_on_average(workload):
     places = [{"seed": 5, "step": s, "rank": r} for s in range(100) for r in range(8)]
     costs = [workload.relative_cost(**place) for place in places]
-    tokens = [workload.batch(**p, world_size=8, batch_size=4)[0].numel() for p in places]
+    tokens = [workload.batch(Draw(**p, world_size=8, batch_size=4))[0].numel() for p in places]
     unit = tokens[0] / costs[0]
     assert costs == pytest.approx([count / unit for count in tokens])
     assert sum(costs) / len(costs) == pytest.approx(1, rel=0.05)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsync.cli.workloads import Draw
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.presets import resolve
 from sparsync_papers.reproduce import Settings
@@ -80,9 +81,7 @@ def test_a_dense_training_is_one_rank_with_the_united_batch(make):
     plain = recipe.make_model(0)
     losses = []
     for rank in range(3):
-        inputs, targets = recipe.workload.batch(
-            seed=0, step=0, rank=rank, world_size=3, batch_size=2
-        )
+        inputs, targets = recipe.workload.batch(Draw(0, 0, rank, 3, 2))
         losses.append(recipe.workload.loss(plain(inputs), targets) / 3)
     sum(losses).backward()
     many.apply(many.gradients())

@@ -8,6 +8,7 @@ import torch
 
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads import (
+    Draw,
     Evaluation,
     make_workload,
     outputs_of,
@@ -49,7 +50,7 @@ def test_every_workload_that_needs_data_is_tried_here():
 def test_it_trains_and_is_evaluated_in_shares(name, workload):
     model = workload.make_model(seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    inputs, targets = workload.batch(**PLACE)
+    inputs, targets = workload.batch(Draw(**PLACE))
     loss = workload.loss(outputs_of(model, inputs), targets)
     loss.backward()
     assert loss.item() > 0
@@ -73,7 +74,7 @@ def test_it_trains_and_is_evaluated_in_shares(name, workload):
 @every_name
 def test_batches_and_models_are_functions_of_their_arguments(name, workload):
     def flat(**changed):
-        inputs, targets = workload.batch(**{**PLACE, **changed})
+        inputs, targets = workload.batch(Draw(**{**PLACE, **changed}))
         parts = [p for side in (inputs, targets) for p in (side if type(side) is tuple else [side])]
         return torch.cat([part.flatten().double() for part in parts])
 

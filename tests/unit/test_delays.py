@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads.delays import HeavyTail, NoDelay, Persistent, RandomRanks, parse_delay
+from sparsync.cli.workloads.delays import Delay, HeavyTail, Persistent, RandomRanks, parse_delay
 from sparsync.errors import ConfigurationError
 
 
@@ -22,7 +22,7 @@ def waits(text, world_size, steps, seed=0):
 @pytest.mark.parametrize(
     ("text", "delay"),
     [
-        ("none", NoDelay()),
+        ("none", Delay()),
         ("random:2:0.32", RandomRanks(2, 0.32)),
         ("persistent:3:1", Persistent(3, 1.0)),
         ("heavytail:1.7:43.5", HeavyTail(1.7, 43.5)),

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads.digits import DigitImages, DigitsWorkload
+from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.errors import ConfigurationError
 
 
@@ -17,24 +18,22 @@ def digits():
     return DigitsWorkload()
 
 
-def test_the_images_are_split_once_and_whole():
-    images = DigitImages.load()
-    (training, digits), (held_out, _) = images.training, images.held_out
+def test_the_images_are_split_once_and_whole(digits):
+    (training, labels), (held_out, _) = digits.parts
     assert (len(training), len(held_out)) == (1438, 359)
-    assert training.min() == 0 and training.max() == 1 and set(digits.tolist()) == set(range(10))
-    assert torch.equal(DigitImages.load().held_out[0], held_out)
-    assert not torch.equal(DigitImages.load(split_seed=1).held_out[0], held_out)
+    assert training.min() == 0 and training.max() == 1 and set(labels.tolist()) == set(range(10))
+    assert torch.equal(DigitsWorkload().held_out()[0], held_out)
 
 
 @given(world_size=st.integers(1, 7), batch_size=st.integers(1, 500), epoch=st.integers(0, 3))
-def test_an_epoch_of_all_ranks_is_every_image_once(digits, world_size, batch_size, epoch):
+def test_an_epoch_of_all_ranks_is_every_sample_once(world_size, batch_size, epoch):
     seen = []
     for rank in range(world_size):
         shard = len(range(rank, 1438, world_size))
         start, end = epoch * shard, (epoch + 1) * shard
         steps = range(start // batch_size, -(-end // batch_size))
         place = {"seed": 1, "rank": rank, "world_size": world_size, "batch_size": batch_size}
-        order = torch.cat([digits.chosen(step=step, **place) for step in steps])
+        order = torch.cat([Draw(step=step, **place).samples(1438) for step in steps])
         offset = start - steps.start * batch_size
         mine = order[offset : offset + shard]
         assert set((mine % world_size).tolist()) == {rank}
@@ -43,9 +42,9 @@ def test_an_epoch_of_all_ranks_is_every_image_once(digits, world_size, batch_siz
 
 
 def test_images_are_shifted_by_at_most_a_pixel(digits):
-    place = {"seed": 0, "step": 0, "rank": 1, "world_size": 4, "batch_size": 60}
-    images, targets = digits.batch(**place)
-    originals, expected = (part[digits.chosen(**place)] for part in digits.images.training)
+    draw = Draw(seed=0, step=0, rank=1, world_size=4, batch_size=60)
+    images, targets = digits.batch(draw)
+    originals, expected = (part[draw.samples(1438)] for part in digits.parts[0])
     assert torch.equal(targets, expected)
     shifts = set()
     for image, original in zip(images, originals, strict=True):
@@ -57,23 +56,22 @@ def test_images_are_shifted_by_at_most_a_pixel(digits):
     assert len(shifts) == 9
 
 
-def test_more_ranks_than_images_are_refused(digits):
+def test_more_ranks_than_images_are_refused():
     with pytest.raises(ConfigurationError, match="rank 1438 has none; use at most 1438 ranks"):
-        digits.chosen(seed=0, step=0, rank=1438, world_size=1439, batch_size=1)
+        Draw(seed=0, step=0, rank=1438, world_size=1439, batch_size=1).samples(1438)
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'sparsync\[linear\]'"):
-        DigitImages.load()
+        DigitsWorkload().held_out()
 
 
 def test_the_small_vgg_learns_the_digits(digits):
     model = digits.make_model(0)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-    place = {"seed": 0, "rank": 0, "world_size": 1, "batch_size": 64}
     for step in range(40):
-        images, targets = digits.batch(step=step, **place)
+        images, targets = digits.batch(Draw(0, step, 0, 1, 64))
         optimizer.zero_grad()
         digits.loss(model(images), targets).backward()
         optimizer.step()

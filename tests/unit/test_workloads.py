@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from sparsync.cli.workloads import (
     PADDING,
+    Draw,
     Evaluation,
     is_hidden_matrix,
     make_workload,
@@ -63,25 +64,12 @@ def test_the_real_library_is_there_and_real_text():
     assert b"def __init__(self" in bytes(text.training.tolist())
 
 
-def test_a_batch_is_a_function_of_seed_step_and_rank(text):
-    def batch(**changed):
-        return text.batch(**{"seed": 0, "step": 0, "rank": 0, "batch_size": 4, **changed})[0]
-
-    assert torch.equal(batch(), batch())
-    for changed in ({"seed": 1}, {"step": 1}, {"rank": 1}):
-        assert not torch.equal(batch(), batch(**changed)), changed
-    assert batch(batch_size=3).shape == (3, 8)
-
-
-def test_targets_are_the_next_bytes(text):
-    for tokens, targets in (text.batch(seed=0, step=0, rank=0, batch_size=4), text.evaluation(5)):
+def test_targets_are_the_next_bytes_and_every_one_can_be_a_target(text):
+    for tokens, targets in (text.batch(Draw(0, 0, 0, 1, 4)), text.evaluation(5)):
         assert tokens.dtype == targets.dtype == torch.int64
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-def test_every_byte_of_the_training_text_can_be_a_target(text):
     shortest = replace(text, training=text.training[:9])
-    tokens, targets = shortest.batch(seed=0, step=0, rank=0, batch_size=2)
+    tokens, targets = shortest.batch(Draw(0, 0, 0, 1, 2))
     assert torch.equal(targets[0], shortest.training[1:].long())
     assert torch.equal(tokens[0], shortest.training[:8].long())
 
@@ -100,7 +88,7 @@ every_workload = pytest.mark.parametrize(
     [make_workload(name, context=8 if name == "lines" else None) for name in OFFLINE],
     ids=OFFLINE,
 )
-PLACE = {"seed": 0, "step": 0, "rank": 0, "world_size": 4, "batch_size": 3}
+DRAW = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=3)
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +117,11 @@ def test_models_are_functions_of_the_seed_and_of_the_size_that_is_needed(workloa
 
 @every_workload
 def test_batches_are_functions_of_seed_step_and_rank(workload):
-    inputs, targets = workload.batch(**PLACE)
-    again = workload.batch(**PLACE)
+    inputs, targets = workload.batch(DRAW)
+    again = workload.batch(DRAW)
     assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
     for changed in ({"seed": 1}, {"step": 1}, {"rank": 1}):
-        assert not torch.equal(inputs, workload.batch(**{**PLACE, **changed})[0]), changed
+        assert not torch.equal(inputs, workload.batch(replace(DRAW, **changed))[0]), changed
     logits = workload.make_model(0)(inputs)
     assert logits.shape[:-1] == targets.shape and len(targets) == 3
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.collectives.costs import expected_union
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
@@ -28,7 +29,7 @@ def gradients(steps: Sequence[int], ranks: int, *, batch_size: int = 8) -> Itera
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def backward(step: int, rank: int) -> None:
-        tokens, targets = text.batch(seed=0, step=step, rank=rank, batch_size=batch_size)
+        tokens, targets = text.batch(Draw(0, step, rank, ranks, batch_size))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]

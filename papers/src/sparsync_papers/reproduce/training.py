@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads import Evaluation, Workload
+from sparsync.cli.workloads import Draw, Evaluation, Workload
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
 from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
 from sparsync.feedback.correction import Correction
@@ -127,13 +127,8 @@ class SimulatedTraining:
         """Return every rank's flat gradient of every unit, at the present weights."""
         losses, gradients = [], []
         for rank in range(self.ranks):
-            inputs, targets = self.recipe.workload.batch(
-                seed=self.seed,
-                step=len(self.losses),
-                rank=rank,
-                world_size=self.ranks,
-                batch_size=self.recipe.batch_size,
-            )
+            draw = Draw(self.seed, len(self.losses), rank, self.ranks, self.recipe.batch_size)
+            inputs, targets = self.recipe.workload.batch(draw)
             self.optimizer.zero_grad()
             loss = self.recipe.workload.loss(self.model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
@@ -120,9 +121,8 @@ def _train(
         optimizer = torch.optim.SGD(model.parameters(), recipe.lr, momentum=_MOMENTUM)
 
         def descend(step: int) -> None:
-            inputs, targets = recipe.workload.batch(
-                seed=seed, step=step, rank=rank, world_size=ranks, batch_size=recipe.batch_size
-            )
+            draw = Draw(seed, step, rank, ranks, recipe.batch_size)
+            inputs, targets = recipe.workload.batch(draw)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * min((step + 1) / max(steps // _RAMP, 1), 1.0)
             optimizer.zero_grad()

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sparsync.cli.workloads.base import Batch, Workload
-from sparsync.cli.workloads.digits import chosen_samples
+from sparsync.cli.workloads.base import Batch, Draw, Workload
 from sparsync.errors import ConfigurationError
 
 
@@ -36,13 +35,9 @@ class Samples(ABC):
                 the same samples always give the same batch.
         """
 
-    def chosen(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> Tensor:
-        """Return the numbers of a rank's samples of a step; here as ``chosen_samples`` does."""
-        return chosen_samples(
-            len(self), seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
-        )
+    def chosen(self, draw: Draw) -> Tensor:
+        """Return the numbers of a rank's samples of a step."""
+        return draw.samples(len(self))
 
 
 S = TypeVar("S", bound=Samples)
@@ -93,13 +88,10 @@ class FolderWorkload(Workload, Generic[S]):
         return self.load()
 
     @final
-    def batch(self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
+    def batch(self, draw: Draw) -> Batch:
         """See ``Workload``."""
         training = self.parts[0]
-        chosen = training.chosen(
-            seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
-        )
-        return training.batch(chosen, np.random.default_rng([seed, step, rank]))
+        return training.batch(training.chosen(draw), draw.generator())
 
     @final
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:

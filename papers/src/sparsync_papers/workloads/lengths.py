@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsync.cli.workloads.base import PADDING, Defaults, HeldInMemory
+from sparsync.cli.workloads.base import PADDING, Defaults, Draw, Workload
 from sparsync.cli.workloads.text import BytesWorkload, ByteText, ByteTransformer
 from sparsync.errors import ConfigurationError
 
@@ -97,7 +97,7 @@ class LineBuckets:
 
 @final
 @dataclass(frozen=True)
-class LinesWorkload(HeldInMemory):
+class LinesWorkload(Workload):
     """The byte transformer on lines of Python's own source: WAGMA's section 5.3 at this size.
 
     Every local batch holds equally many lines of one bucket, which each rank draws for each step: the
@@ -142,18 +142,15 @@ class LinesWorkload(HeldInMemory):
         """See ``Workload``."""
         return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
 
-    def batch(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: every rank draws from the whole text, whatever ``world_size``."""
-        count = min(batch_size, self.max_tokens // self.context)
-        generator = np.random.default_rng([seed, step, rank])
-        return self.parts[0].padded(*self.parts[0].draw(generator, count))
+    def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
+        """See ``Workload``: every rank draws from the whole text, whatever the number of ranks."""
+        count = min(draw.batch_size, self.max_tokens // self.context)
+        return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
-    def held_out(self, *, lines: int = 1024) -> tuple[Tensor, Tensor]:
+    def held_out(self) -> tuple[Tensor, Tensor]:
         """See ``Workload``: lines of all lengths, as often as the held-out files have them."""
         last = len(self.parts[1].lengths) - 1
-        chosen = torch.arange(lines) * last // max(lines - 1, 1)
+        chosen = torch.arange(1024) * last // 1023
         return self.parts[1].padded(chosen, self.context)
 
     def relative_cost(self, *, seed: int, step: int, rank: int) -> float:

@@ -21,6 +21,7 @@ from sparsync.cli.workloads.base import (
     Batch,
     CrossEntropy,
     Defaults,
+    Draw,
     Evaluation,
     Metric,
     Objective,
@@ -93,19 +94,17 @@ class SentencePairs(Samples):
         """How many there are."""
         return len(self._order)
 
-    def chosen(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> Tensor:
+    def chosen(self, draw: Draw) -> Tensor:
         """Draw a rank's pairs of one bucket; every ``world_size``-th pair is the rank's (WAGMA, 5.3)."""
-        mine = self.padded_lengths[rank::world_size].contiguous()
+        mine = self.padded_lengths[draw.rank :: draw.world_size].contiguous()
         if not len(mine):
             raise ConfigurationError(
-                f"{world_size} ranks share {len(self)} pairs: rank {rank} has none; use at most "
-                f"{len(self)} ranks"
+                f"{draw.world_size} ranks share {len(self)} pairs: rank {draw.rank} has none; use at "
+                f"most {len(self)} ranks"
             )
-        count = max(1, min(batch_size, self.max_tokens // int(self.padded_lengths[-1])))
-        drawn, _ = draw_from_bucket(mine, np.random.default_rng([seed, step, rank]), count)
-        return drawn * world_size + rank
+        count = max(1, min(draw.batch_size, self.max_tokens // int(self.padded_lengths[-1])))
+        drawn, _ = draw_from_bucket(mine, draw.generator(), count)
+        return drawn * draw.world_size + draw.rank
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
         """See ``Samples``; nothing is random.

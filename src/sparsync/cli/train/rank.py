@@ -19,8 +19,8 @@ from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads import Evaluation, Workload, outputs_of
-from sparsync.cli.workloads.base import Metric
+from sparsync.cli.workloads import Draw, Evaluation, Workload, outputs_of
+from sparsync.cli.workloads.base import Metric, Perplexity
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import PeerError, SparsyncError
 
@@ -57,7 +57,7 @@ def train_rank(
         for name in algorithms:
             with row(name) as bar:
                 exchange, mine = _train(settings, name, workload, goal, before_step, bar)
-            everyone = gather(mine, [_RankReport, Evaluation, *Metric.__subclasses__()])
+            everyone = gather(mine, [_RankReport, Evaluation, Perplexity, *Metric.__subclasses__()])
             results.append(_result(settings, name, workload, computation, exchange, everyone))
             if name == "dense" and settings.target_step is not None:
                 goal = Goal.of(results[-1].loss, settings.target_step)
@@ -161,13 +161,8 @@ def _step(
     """Do one step, at the learning rate over ``divisor``; return this rank's loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate_at(step) / divisor
-    inputs, targets = workload.batch(
-        seed=settings.seed,
-        step=step,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        batch_size=settings.samples,
-    )
+    draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.samples)
+    inputs, targets = workload.batch(draw)
     optimizer.zero_grad()
     loss = workload.loss(outputs_of(model, inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]

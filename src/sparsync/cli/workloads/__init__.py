@@ -13,6 +13,7 @@ from pathlib import Path
 from sparsync.cli.workloads.base import (
     PADDING,
     Defaults,
+    Draw,
     Evaluation,
     Workload,
     is_hidden_matrix,
@@ -25,6 +26,7 @@ from sparsync.errors import ConfigurationError
 __all__ = [
     "PADDING",
     "Defaults",
+    "Draw",
     "Evaluation",
     "Workload",
     "is_hidden_matrix",

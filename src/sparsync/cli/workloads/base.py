@@ -8,17 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from sparsync.errors import ConfigurationError
 
 __all__ = [
     "PADDING",
     "Batch",
     "CrossEntropy",
     "Defaults",
+    "Draw",
     "Evaluation",
-    "HeldInMemory",
     "Mean",
     "Metric",
     "Objective",
@@ -54,6 +57,50 @@ class Defaults:
         return self.sgd_lr if optimizer == "sgd" else self.adam_lr
 
 
+@dataclass(frozen=True)
+class Draw:
+    """All that a batch depends on.
+
+    Example:
+        >>> sorted(Draw(seed=0, step=0, rank=1, world_size=2, batch_size=4).samples(8).tolist())
+        [1, 3, 5, 7]
+    """
+
+    seed: int
+    step: int
+    rank: int
+    world_size: int
+    batch_size: int
+
+    def generator(self) -> np.random.Generator:
+        """Return a generator for what is random in the batch."""
+        return np.random.default_rng([self.seed, self.step, self.rank])
+
+    def samples(self, count: int) -> Tensor:
+        """Return the numbers of the batch's samples among ``count``, `[batch_size]`.
+
+        Every rank has every ``world_size``-th, reshuffled each epoch; a batch may span several epochs.
+
+        Raises:
+            ConfigurationError: this rank has none.
+
+        Cost: a permutation of the rank's share.
+        """
+        shard = np.arange(self.rank, count, self.world_size)
+        if not len(shard):
+            raise ConfigurationError(
+                f"{self.world_size} ranks share {count} training samples: rank {self.rank} has none; "
+                f"use at most {count} ranks"
+            )
+        epoch, start = divmod(self.step * self.batch_size, len(shard))
+        stop = start + self.batch_size
+        epochs = range(epoch, epoch + -(-stop // len(shard)))
+        order = [
+            np.random.default_rng([self.seed, e, self.rank]).permutation(shard) for e in epochs
+        ]
+        return torch.from_numpy(np.concatenate(order)[start:stop])
+
+
 # ---- evaluation -------------------------------------------------------------------------------------
 
 
@@ -70,7 +117,6 @@ class Metric(ABC):
         """Return the sums over both shares; ``other`` is of the same kind."""
 
 
-@final
 @dataclass(frozen=True)
 class Mean(Metric):
     """A sum per counted thing: an accuracy, an error rate, a mean score.
@@ -90,31 +136,24 @@ class Mean(Metric):
 
     def __add__(self, other: Mean) -> Mean:
         """See ``Metric``."""
-        return Mean(self.total + other.total, self.count + other.count)
+        return type(self)(self.total + other.total, self.count + other.count)
 
 
 @final
 @dataclass(frozen=True)
-class Perplexity(Metric):
-    """The number of equally likely choices that a model's uncertainty amounts to.
+class Perplexity(Mean):
+    """The number of equally likely choices that a model's uncertainty amounts to, of nats per target.
 
     Example:
         >>> round((Perplexity(math.log(2), 1) + Perplexity(math.log(8), 1)).value, 9)
         4.0
     """
 
-    nats: float  # cross entropy, summed over targets
-    count: int
-
     @property
     def value(self) -> float:
         """The exponential of the mean; infinite where that is too large a number."""
-        mean = Mean(self.nats, self.count).value
+        mean = super().value
         return math.inf if mean > 700 else math.exp(mean)  # e^709 is the largest float64
-
-    def __add__(self, other: Perplexity) -> Perplexity:
-        """See ``Metric``."""
-        return Perplexity(self.nats + other.nats, self.count + other.count)
 
 
 @dataclass(frozen=True)
@@ -214,8 +253,7 @@ class CrossEntropy(Objective):
 
 
 def _flat(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-    if isinstance(outputs, tuple) or isinstance(targets, tuple):
-        raise TypeError("cross entropy is of one tensor of logits, and one of targets")
+    assert isinstance(outputs, Tensor) and isinstance(targets, Tensor), "of one tensor each"
     return outputs.flatten(0, -2), targets.flatten()
 
 
@@ -238,12 +276,19 @@ class Workload(ABC):
         """Build the model; the same seed gives the same weights."""
 
     @abstractmethod
-    def batch(self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
-        """Return a rank's inputs and targets of a step: a function of the arguments and nothing else."""
+    def batch(self, draw: Draw) -> Batch:
+        """Return a rank's inputs and targets of a step: a function of the draw and nothing else."""
 
-    @abstractmethod
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets to evaluate on, where they are two tensors."""
+        raise NotImplementedError
+
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of what to evaluate on, whatever the seed."""
+        """Yield a rank's share of what to evaluate on, whatever the seed; by default ``held_out``'s."""
+        inputs, targets = (part[rank::world_size] for part in self.held_out())
+        for start in range(0, len(inputs), batch_size):
+            part = slice(start, start + batch_size)
+            yield inputs[part], targets[part]
 
     @final
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -267,22 +312,6 @@ class Workload(ABC):
             )
         finally:
             model.train(training)
-
-
-class HeldInMemory(Workload):
-    """A workload whose held-out samples are two tensors."""
-
-    @abstractmethod
-    def held_out(self) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets to evaluate on, whatever the seed."""
-
-    @final
-    def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """See ``Workload``."""
-        inputs, targets = (part[rank::world_size] for part in self.held_out())
-        for start in range(0, len(inputs), batch_size):
-            part = slice(start, start + batch_size)
-            yield inputs[part], targets[part]
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

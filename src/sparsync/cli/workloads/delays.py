@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, final
 
+from sparsync.cli.options import check
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Delay", "HeavyTail", "NoDelay", "Persistent", "RandomRanks", "parse_delay"]
+__all__ = ["Delay", "HeavyTail", "Persistent", "RandomRanks", "parse_delay"]
 
 _A_DAY = 86_400.0
 
 
-class Delay(ABC):
-    """The wait of each rank, as a function of its arguments and nothing else."""
+@dataclass(frozen=True)
+class Delay:
+    """The wait of each rank, as a function of its arguments and nothing else; here none."""
 
-    @abstractmethod
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
         """Return the seconds that ``rank`` waits before a 0-based ``step``."""
-
-
-@final
-@dataclass(frozen=True)
-class NoDelay(Delay):
-    """Nobody waits."""
-
-    def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """See ``Delay``."""
         return 0.0
 
 
@@ -43,7 +34,7 @@ class RandomRanks(Delay):
     each: float  # seconds
 
     def __post_init__(self) -> None:
-        _check("COUNT", self.count, self.count >= 1, "at least 1 rank")
+        check("delay: COUNT", self.count, self.count >= 1, "at least 1 rank")
         _check_seconds("SECONDS", self.each)
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
@@ -62,7 +53,7 @@ class Persistent(Delay):
     each: float  # seconds
 
     def __post_init__(self) -> None:
-        _check("RANK", self.rank, self.rank >= 0, "one from 0 on")
+        check("delay: RANK", self.rank, self.rank >= 0, "one from 0 on")
         _check_seconds("SECONDS", self.each)
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
@@ -93,7 +84,7 @@ class HeavyTail(Delay):
     def __post_init__(self) -> None:
         _check_seconds("MIN", self.least)
         _check_seconds("MAX", self.most)
-        _check("MAX", self.most, self.least <= self.most, f"at least MIN, {self.least:g}")
+        check("delay: MAX", self.most, self.least <= self.most, f"at least MIN, {self.least:g}")
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
         """See ``Delay``."""
@@ -116,7 +107,7 @@ def parse_delay(text: str) -> Delay:
         [0.0, 0.5, 0.0]
     """
     if text == "none":
-        return NoDelay()
+        return Delay()
     makers: dict[str, tuple[Callable[[Any, float], Delay], type[int] | type[float]]] = {
         "random": (RandomRanks, int),
         "persistent": (Persistent, int),
@@ -136,9 +127,4 @@ def parse_delay(text: str) -> Delay:
 
 
 def _check_seconds(name: str, seconds: float) -> None:
-    _check(name, seconds, 0 <= seconds <= _A_DAY, "seconds from 0 to a day's")
-
-
-def _check(name: str, value: float, good: bool, expected: str) -> None:
-    if not good:
-        raise ConfigurationError(f"delay: {name} is {value}; give {expected}")
+    check(f"delay: {name}", seconds, 0 <= seconds <= _A_DAY, "seconds from 0 to a day's")

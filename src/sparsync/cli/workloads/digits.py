@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Defaults, HeldInMemory
+from sparsync.cli.workloads.base import Defaults, Draw, Workload
 from sparsync.errors import ConfigurationError
 
-__all__ = ["DigitImages", "DigitsWorkload", "SmallVgg", "chosen_samples", "shifted"]
+__all__ = ["DigitsWorkload", "SmallVgg", "shifted"]
 
 
 class SmallVgg(nn.Module):
@@ -77,25 +77,29 @@ def _pair(before: int, first: int, second: int) -> nn.Sequential:
     )
 
 
+@final
 @dataclass(frozen=True)
-class DigitImages:
-    """The images, cut in two parts.
+class DigitsWorkload(Workload):
+    """A small VGG on images of digits; every rank has every world_size-th image of the training part.
 
-    Attributes:
-        training: images `[n, 1, 8, 8]` with ``float32`` in [0, 1], and their digits `[n]`, ``int64``.
-        held_out: likewise.
+    Example:
+        >>> draw = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=32)
+        >>> images, digits = DigitsWorkload().batch(draw)
+        >>> images.shape, digits.shape
+        (torch.Size([32, 1, 8, 8]), torch.Size([32]))
     """
 
-    training: tuple[Tensor, Tensor]
-    held_out: tuple[Tensor, Tensor]
+    name: ClassVar[str] = "digits"
+    target: ClassVar[str] = "image"
+    classifies: ClassVar[bool] = True
+    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=32)
 
-    @classmethod
-    def load(cls, *, held_out: float = 0.2, split_seed: int = 0) -> DigitImages:
-        """Read scikit-learn's 1,797 images.
+    @cached_property
+    def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Scikit-learn's 1,797 images, four fifths to train on and the rest held out.
 
-        Args:
-            held_out: fraction that is not trained on.
-            split_seed: of the choice of it; not the run's seed, so that all runs compare.
+        Images `[n, 1, 8, 8]` with ``float32`` in [0, 1], and their digits `[n]`, ``int64``.  The split
+        is the same whatever the run's seed, so that all runs compare.
 
         Raises:
             ConfigurationError: scikit-learn is not installed.
@@ -108,101 +112,29 @@ class DigitImages:
                 f"({error}): pip install 'sparsync[linear]'"
             ) from error
         pixels, digits = load_digits(return_X_y=True)
-        order = np.random.default_rng(split_seed).permutation(len(digits))
+        order = np.random.default_rng(0).permutation(len(digits))
         images = torch.tensor(pixels[order] / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # of 0..16
         targets = torch.tensor(digits[order], dtype=torch.int64)
-        cut = round(len(order) * (1 - held_out))
-        return cls((images[:cut], targets[:cut]), (images[cut:], targets[cut:]))
-
-
-@final
-@dataclass(frozen=True)
-class DigitsWorkload(HeldInMemory):
-    """A small VGG on images of digits; every rank has every world_size-th image of the training part.
-
-    Example:
-        >>> images, digits = DigitsWorkload().batch(
-        ...     seed=0, step=0, rank=0, world_size=4, batch_size=32
-        ... )
-        >>> images.shape, digits.shape
-        (torch.Size([32, 1, 8, 8]), torch.Size([32]))
-    """
-
-    name: ClassVar[str] = "digits"
-    target: ClassVar[str] = "image"
-    classifies: ClassVar[bool] = True
-    defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=32)
-
-    @cached_property
-    def images(self) -> DigitImages:
-        """The data, loaded when it is first asked for."""
-        return DigitImages.load()
+        cut = round(0.8 * len(order))
+        return (images[:cut], targets[:cut]), (images[cut:], targets[cut:])
 
     def make_model(self, seed: int) -> SmallVgg:
         """See ``Workload``."""
         return SmallVgg(seed=seed)
 
-    def batch(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
         """See ``Workload``: a rank's shard, reshuffled every epoch; a batch may span several.
 
         Every image is shifted by up to one pixel: without, all of them are learned by heart in 20
         epochs, and the last runs of a comparison differ by noise alone.
         """
-        chosen = self.chosen(
-            seed=seed, step=step, rank=rank, world_size=world_size, batch_size=batch_size
-        )
-        images, digits = self.images.training
-        generator = np.random.default_rng([seed, step, rank])
-        return shifted(images[chosen], generator, most=1), digits[chosen]
-
-    def chosen(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> Tensor:
-        """Return the places in the training part of what ``batch`` returns."""
-        return chosen_samples(
-            len(self.images.training[1]),
-            seed=seed,
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
-        )
+        images, digits = self.parts[0]
+        chosen = draw.samples(len(digits))
+        return shifted(images[chosen], draw.generator(), most=1), digits[chosen]
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """See ``Workload``."""
-        return self.images.held_out
-
-
-def chosen_samples(
-    count: int, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-) -> Tensor:
-    """Return the numbers of a rank's samples of a step, `[batch_size]`.
-
-    Every rank has every ``world_size``-th of ``count`` samples, reshuffled each epoch; a batch may span
-    several epochs.
-
-    Raises:
-        ConfigurationError: this rank has none.
-
-    Example:
-        >>> place = {"seed": 0, "step": 0, "world_size": 2, "batch_size": 4}
-        >>> sorted(chosen_samples(8, rank=1, **place).tolist())
-        [1, 3, 5, 7]
-
-    Cost: a permutation of the rank's share for each batch.
-    """
-    shard = np.arange(rank, count, world_size)
-    if not len(shard):
-        raise ConfigurationError(
-            f"{world_size} ranks share {count} training samples: rank {rank} has none; use at most "
-            f"{count} ranks"
-        )
-    epoch, start = divmod(step * batch_size, len(shard))
-    epochs = range(epoch, epoch + -(-(start + batch_size) // len(shard)))
-    order = [np.random.default_rng([seed, e, rank]).permutation(shard) for e in epochs]
-    return torch.from_numpy(np.concatenate(order)[start : start + batch_size])
+        return self.parts[1]
 
 
 def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:

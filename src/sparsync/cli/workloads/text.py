@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Defaults, HeldInMemory
+from sparsync.cli.workloads.base import Defaults, Draw, Workload
 from sparsync.errors import ConfigurationError
 
 __all__ = [
@@ -45,9 +44,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
     root = root or Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [
-            name for name in inner if name not in _SKIPPED_FOLDERS
-        ]  # which it does not enter
+        inner[:] = {*inner} - _SKIPPED_FOLDERS  # it does not enter the others
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda file: file.relative_to(root).parts)
 
@@ -58,13 +55,13 @@ class ByteText:
 
     Example:
         >>> text = ByteText.of_standard_library()
-        >>> tokens, targets = text.batch(seed=0, step=0, rank=0, batch_size=8)
+        >>> tokens, targets = text.batch(Draw(seed=0, step=0, rank=0, world_size=1, batch_size=8))
         >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
         (torch.Size([8, 64]), True)
     """
 
     training: Tensor
-    held_out: Tensor  # of other files
+    held_out: Tensor  # every twentieth file
     context: int  # bytes that a model sees at once; a window is one byte longer: the last target
 
     def __post_init__(self) -> None:
@@ -77,22 +74,16 @@ class ByteText:
 
     @classmethod
     def of_standard_library(
-        cls,
-        *,
-        max_bytes: int = 8_000_000,
-        held_out_every: int = 20,
-        context: int = 64,
-        root: Path | None = None,
+        cls, *, max_bytes: int = 8_000_000, context: int = 64, root: Path | None = None
     ) -> ByteText:
         """Read Python's standard library; the same bytes in every process with this Python.
 
         Args:
             max_bytes: where to stop; the whole is about 10 MB, by Python version.
-            held_out_every: of this many files one is held out.
             context: see ``ByteText``.
             root: other files than the standard library's.
         """
-        parts: tuple[list[bytes], list[bytes]] = ([], [])
+        parts = bytearray(), bytearray()
         left = max_bytes
         for number, file in enumerate(standard_library_files(root), start=1):
             try:
@@ -100,31 +91,33 @@ class ByteText:
             except OSError:  # e.g. a dangling link: what cannot be read is not part of the text
                 continue
             left -= len(content)
-            parts[number % held_out_every == 0].append(content)
-            if not left:
-                break
-        training, held_out = (_tensor(b"".join(part)) for part in parts)
+            parts[number % 20 == 0].extend(content)
+        training, held_out = (torch.tensor(part, dtype=torch.uint8) for part in parts)
         return cls(training, held_out, context)
 
-    def batch(self, *, seed: int, step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Draw windows of the training part: a function of the arguments and nothing else.
+    def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Draw windows of the training part, whatever the number of ranks.
 
         Returns:
             Tokens and targets (the next byte of each), both `[batch_size, context]`, ``torch.int64``.
         """
-        generator = np.random.default_rng([seed, step, rank])
-        starts = generator.integers(self.training.numel() - self.context, size=batch_size)
-        return _windows(self.training, torch.from_numpy(starts), self.context)
+        last = self.training.numel() - self.context
+        starts = draw.generator().integers(last, size=draw.batch_size)
+        return self._windows(self.training, torch.from_numpy(starts))
 
     def evaluation(self, windows: int) -> tuple[Tensor, Tensor]:
-        """Return evenly spaced windows of the held-out part, whatever the seed; see ``batch``."""
+        """Return evenly spaced windows of the held-out part; see ``batch``."""
         last = self.held_out.numel() - self.context - 1
-        starts = torch.arange(windows) * last // max(windows - 1, 1)
-        return _windows(self.held_out, starts, self.context)
+        return self._windows(self.held_out, torch.arange(windows) * last // max(windows - 1, 1))
+
+    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut ``context + 1`` bytes at every start; targets lie one byte after tokens."""
+        windows = text[starts[:, None] + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
 
 
 @dataclass(frozen=True)
-class TextWorkload(HeldInMemory):
+class TextWorkload(Workload):
     """The text's side of a language model's workload; the model is a subclass's."""
 
     context: int = 64  # bytes per window
@@ -137,25 +130,13 @@ class TextWorkload(HeldInMemory):
         """The data, read when it is first asked for."""
         return ByteText.of_standard_library(context=self.context)
 
-    def batch(
-        self, *, seed: int, step: int, rank: int, world_size: int, batch_size: int
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: every rank draws from the whole text, whatever ``world_size``."""
-        return self.text.batch(seed=seed, step=step, rank=rank, batch_size=batch_size)
-
-    def held_out(self, *, windows: int = 1024) -> tuple[Tensor, Tensor]:
+    def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
         """See ``Workload``."""
-        return self.text.evaluation(windows)
+        return self.text.batch(draw)
 
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
-
-
-def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Cut ``context + 1`` bytes at every start; targets lie one byte behind tokens."""
-    windows = text[starts[:, None] + torch.arange(context + 1)].long()
-    return windows[:, :-1], windows[:, 1:]
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """See ``Workload``."""
+        return self.text.evaluation(1024)
 
 
 # ---- models ------------------------------------------------------------------------------------------
@@ -185,12 +166,7 @@ class ByteTransformer(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        context: int = 64,
-        width: int = 160,
-        layers: int = 4,
-        seed: int = 0,
+        self, *, context: int = 64, width: int = 160, layers: int = 4, seed: int = 0
     ) -> None:
         super().__init__()
         self.context = context

@@ -262,12 +262,12 @@ def test_a_node_that_has_lost_a_rank_is_asked_no_more():
     """The driver throws the error into the coroutine; later units do not wait for it again."""
     ddp, sync = on_nodes()
     train(ddp, range(1))
-    started, real = [], hierarchy._Started
-    hierarchy._Started = lambda *given: started.append(given) or Failing()
+    started, node = [], sync._nodes.node
+    node.under_way = lambda *given: started.append(given) or Failing()
     with refused("the other rank is gone", error=PeerError):
         sync._engine.submit(sync._nodes.exchange(0)).result()
     sync._engine.submit(sync._nodes.follow(1)).result()
-    hierarchy._Started = real
+    del node.under_way
     assert len(started) == 1
     sync._engine.submit(sync._nodes.refuse).result()
     train(ddp, range(1, 3))

@@ -10,7 +10,7 @@ shards would wait for shards that have none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final, final
 
@@ -19,14 +19,12 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.feedback.step import Proposal
-from sparsync.sparse import DenseVector, Vector
+from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
-from sparsync.units import Slot
 
-__all__ = ["KEY_BYTES", "PartsConsensus"]
+__all__ = ["PartsConsensus"]
 
-KEY_BYTES: Final = 8
 _NAME_BYTES: Final = 120  # of a parameter's name that travel
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
@@ -37,26 +35,31 @@ class PartsConsensus:
 
     Args:
         parts: the ranks that hold them, this one included; all construct it together.
-        keys: of this part's parameters by name, in the same order on all its replicas; a parameter has
-            the same key, of ``KEY_BYTES`` bytes, on all parts that hold it.  None: whether parameters
-            are used is not asked.
+        keys: of this part's parameters by name, in the same order on all its replicas: 64-bit numbers
+            that are equal on all parts that hold a parameter.  None: whether parameters are used is not
+            asked.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
 
-    Cost: an allgather of 121 bytes per part and step.  With keys a bit per parameter more; another
-    allgather of these bits over the replicas, under way with the exchanges; and one more over the parts
+    Cost: an allgather of 121 bytes per part and step.  With keys a byte per parameter more; another
+    allgather of these over the replicas, under way with the exchanges; and one more over the parts
     if nobody used some parameter.
     """
 
-    def __init__(self, parts: Communicator, keys: Mapping[str, bytes] | None = None) -> None:
-        self.parts = parts
-        everywhere = [] if keys is None else sorted(_gathered(parts, list(keys.values())))
-        place = {key: i for i, key in enumerate(everywhere)}
-        self._place = {name: place[key] for name, key in (keys or {}).items()}
-        self._names, self._count = list(self._place), len(everywhere)
+    def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
+        self.parts, self._names = parts, list(keys or ())
+        mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64)
+        every = mine
+        if keys is not None:
+            counts = run(parts.allgather(torch.tensor([len(mine)]), "groups"))
+            padding = mine[:1].expand(int(torch.stack(counts).max()) - len(mine))
+            every = torch.unique(
+                torch.cat(run(parts.allgather(torch.cat([mine, padding]), "groups")))
+            )
+        self._places = torch.searchsorted(every, mine)
+        self._marks = torch.zeros(len(every), dtype=torch.bool)  # used by a replica of this part
         self.used: set[str] = set()
-        self._marks = self._packed(())  # parameters that some replica of this part has used
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
         """Learn from the other replicas of this part which parameters they used.
@@ -65,10 +68,10 @@ class PartsConsensus:
             replicas: a channel to them.
             used: names of the parameters that this rank used.
         """
-        mine = _packed((i for i, name in enumerate(self._names) if name in used), len(self._names))
-        everyone = await replicas.allgather(_tensor(mine), "used")
-        marks = _merged(bytes(theirs.tolist()) for theirs in everyone)
-        self._marks = self._packed(name for i, name in enumerate(self._names) if marks >> i & 1)
+        mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
+        everyone = torch.stack(await replicas.allgather(mine, "used"))
+        self._marks.zero_()
+        self._marks[self._places] = everyone.any(0)
 
     def __call__(self, proposal: Proposal) -> str | None:
         """Return the name of a parameter that is not finite, on whatever part; None: apply the step.
@@ -77,26 +80,25 @@ class PartsConsensus:
             PeerError: the exchange of another part failed.
         """
         broken = proposal.broken()
-        outcome = _FINE if broken is None else _BROKEN
-        answers = self._ask(proposal.step, outcome, broken or "")
-        for rank, (theirs, name, _) in enumerate(answers):
-            if theirs == _FAILED:
-                raise PeerError(
-                    f"rank {proposal.rank}, step {proposal.step}: the exchange of part {rank} of this "
-                    "replica failed, its own error says why; no part applied the step"
-                )
-            if theirs == _BROKEN and broken is None:
-                broken = name
-        marks = _merged(marks for _, _, marks in answers)
-        complete = (1 << self._count) - 1
-        if broken:  # every gradient becomes NaN, or none is left
-            marks = complete
-        elif marks != complete:  # every part sees that
-            unused = {name for name in self._names if not marks >> self._place[name] & 1}
-            mine = self._packed(_delivered(proposal, unused))
-            everyone = run(self.parts.allgather(_tensor(mine), "verdict"))
-            marks |= _merged(bytes(theirs.tolist()) for theirs in everyone)
-        self.used = {name for name in self._names if marks >> self._place[name] & 1}
+        answers = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
+        outcomes = answers[:, 0].tolist()
+        if _FAILED in outcomes:
+            raise PeerError(
+                f"rank {proposal.rank}, step {proposal.step}: the exchange of part "
+                f"{outcomes.index(_FAILED)} of this replica failed, its own error says why; no part "
+                "applied the step"
+            )
+        if broken is None and _BROKEN in outcomes:
+            name = answers[outcomes.index(_BROKEN), 1 : 1 + _NAME_BYTES]
+            broken = bytes(name.tolist()).rstrip(b"\0").decode(errors="ignore")
+        marks = answers[:, 1 + _NAME_BYTES :].bool().any(0)
+        if broken is not None:  # every gradient becomes NaN, or none is left
+            marks = torch.ones_like(marks)
+        elif not bool(marks.all()):  # every part sees that
+            mine = torch.zeros_like(marks)
+            mine[self._places] = self._delivered(proposal, self._named(~marks))
+            marks |= torch.stack(run(self.parts.allgather(mine, "verdict"))).any(0)
+        self.used = self._named(marks)
         return broken
 
     def fail(self, step: int) -> None:
@@ -104,61 +106,29 @@ class PartsConsensus:
         with suppress(CommunicationError):  # they may be gone, too: the first error counts
             self._ask(step, _FAILED, "")
 
-    def _ask(self, step: int, outcome: int, name: str) -> list[tuple[int, str, bytes]]:
-        """Return every part's outcome, name and marks."""
+    def _ask(self, step: int, outcome: int, name: str) -> Tensor:
+        """Return every part's outcome, name and marks, a row each."""
         self.parts.ledger.begin_step(step)
         text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        mine = _tensor(bytes([outcome, *text, *self._marks]))
-        answers = []
-        for theirs in run(self.parts.allgather(mine, "verdict")):
-            message = bytes(theirs.tolist())
-            text, marks = message[1 : 1 + _NAME_BYTES], message[1 + _NAME_BYTES :]
-            answers.append((message[0], text.rstrip(b"\0").decode(errors="ignore"), marks))
-        return answers
+        head = torch.tensor([outcome, *text], dtype=torch.uint8)
+        mine = torch.cat([head, self._marks.to(torch.uint8)])
+        return torch.stack(run(self.parts.allgather(mine, "verdict")))
 
-    def _packed(self, names: Iterable[str]) -> bytes:
-        return _packed((self._place[name] for name in names), self._count)
+    def _named(self, marks: Tensor) -> set[str]:
+        """Return the marked parameters that this part holds."""
+        pairs = zip(self._names, marks[self._places].tolist(), strict=True)
+        return {name for name, marked in pairs if marked}
 
-
-def _gathered(parts: Communicator, keys: list[bytes]) -> set[bytes]:
-    """Return the keys of all parts."""
-    counts = [int(n) for n in run(parts.allgather(torch.tensor([len(keys)]), "groups"))]
-    mine = _tensor(b"".join(keys).ljust(max(counts) * KEY_BYTES, b"\0"))
-    everyone = [bytes(theirs.tolist()) for theirs in run(parts.allgather(mine, "groups"))]
-    return {
-        theirs[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-        for theirs, count in zip(everyone, counts, strict=True)
-        for at in range(count)
-    }
-
-
-def _delivered(proposal: Proposal, names: Collection[str]) -> list[str]:
-    """Return the parameters of which a residual arrives in this step."""
-    return [
-        slot.name
-        for unit, total in zip(proposal.units, proposal.totals, strict=True)
-        for slot in unit.slots
-        if slot.name in names and _any(total, slot)
-    ]
-
-
-def _any(total: Vector, slot: Slot) -> bool:
-    end = slot.start + slot.size
-    if isinstance(total, DenseVector):
-        return bool(total.values[slot.start : end].any())
-    return bool(total.split([slot.start, end])[0].values.any())
-
-
-def _packed(places: Iterable[int], count: int) -> bytes:
-    return sum(1 << place for place in places).to_bytes(-(-count // 8), "little")
-
-
-def _merged(messages: Iterable[bytes]) -> int:
-    marks = 0
-    for message in messages:
-        marks |= int.from_bytes(message, "little")
-    return marks
-
-
-def _tensor(message: bytes) -> Tensor:
-    return torch.tensor(list(message), dtype=torch.uint8)
+    def _delivered(self, proposal: Proposal, names: Collection[str]) -> Tensor:
+        """Tell which of this part's parameters get a residual in this step, of those named."""
+        found = set()
+        for unit, total in zip(proposal.units, proposal.totals, strict=True):
+            for slot in (slot for slot in unit.slots if slot.name in names):
+                end = slot.start + slot.size
+                if isinstance(total, DenseVector):
+                    values = total.values[slot.start : end]
+                else:
+                    values = total.split([slot.start, end])[0].values
+                if bool(values.any()):
+                    found.add(slot.name)
+        return torch.tensor([name in found for name in self._names], dtype=torch.bool)

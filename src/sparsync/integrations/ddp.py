@@ -9,7 +9,7 @@ all residuals are written together, after every total of the step is known to be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -17,56 +17,25 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.ddp_guard import DdpGuard, check_join, deliver_to_unused_
 from sparsync.integrations.hierarchy import NodeReducer, node_reducer
 from sparsync.integrations.options import Monitoring, Options
-from sparsync.integrations.sync import Groups, Sync, call_after_backward, write_
-from sparsync.units import Slot, Unit
+from sparsync.integrations.sync import Groups, Hook, Step, Sync, call_after_backward
+from sparsync.units import Slot, Unit, check_same_parameters
 
 __all__ = ["BucketStep", "DdpSync", "attach_ddp"]
 
-Arrived = tuple[Tensor, Tensor]  # a parameter, and its gradient: a view of a bucket
-
 
 def attach_ddp(model: Any, options: Options) -> DdpSync:
-    """Exchange the gradients of a DDP model; see ``attach``."""
-    _check_model(model)
-    trained = {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
-    units = options.units(trained.items(), model.module)
-    ranks = dist.get_process_group_ranks(model.process_group)
-    groups = Groups(model.process_group, options.transport.timeout)
-    try:
-        if options.transport.hierarchy is not None:
-            nodes = node_reducer(options, ranks, units, groups)
-            reducer = nodes.reducer
-        else:
-            nodes, reducer = None, options.reducer(groups.make(ranks), units)
-    except BaseException:
-        groups.close()
-        raise
-    sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
-    try:
-        sync.check_equal_weights()
-    except BaseException:
-        sync.close()
-        raise
-    return sync
-
-
-def _check_model(model: Any) -> None:
-    """Refuse a model that is not DDP, has a hook, or exchanges without one.
+    """Exchange the gradients of a DDP model; see ``attach``.
 
     Raises:
-        ConfigurationError: any of it.
+        ConfigurationError: the model is not DDP, has a hook, or exchanges without one.
     """
     if not isinstance(model, DistributedDataParallel):
         first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
@@ -79,16 +48,43 @@ def _check_model(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
-    if model._comm_hooks and _Hook.closed_of(model) is None:
+    if model._comm_hooks and _CommHook.closed_of(model) is None:
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
             "(a hook cannot be removed from DDP), or close() the first handle"
         )
+    trained = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+    units = options.units(trained.items(), model.module)
+    ranks = dist.get_process_group_ranks(model.process_group)
+    groups, nodes = Groups(model.process_group, options.transport.timeout), None
+    try:
+        if options.transport.hierarchy is not None:
+            nodes = node_reducer(options, ranks, units, groups)
+        reducer = nodes.reducer if nodes else options.reducer(groups.make(ranks), units)
+    except BaseException:
+        groups.close()
+        raise
+    sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+    try:
+        sync.check_equal_weights()
+    except BaseException:
+        sync.close()
+        raise
+    return sync
 
 
 @final
 class DdpSync(Sync):
-    """The state of one DDP model's sparse synchronisation on this rank."""
+    """The state of one DDP model's sparse synchronisation on this rank.
+
+    DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
+    else would stay on its rank, and replicas would drift apart without a word: so the model is looked at
+    on every forward pass, and every gradient is.
+    """
 
     def __init__(
         self,
@@ -99,34 +95,123 @@ class DdpSync(Sync):
         groups: Groups,
         nodes: NodeReducer | None = None,
     ) -> None:
-        parts = (None, None) if nodes is None else (nodes.consensus, nodes.pieces)
-        super().__init__(
-            model.module, reducer, groups, monitoring, model.parameters_to_ignore, *parts
-        )
-        self._nodes = nodes
-        self._whole = nodes or reducer  # takes gradients of whole units
-        self._model = weakref.ref(model)
+        ignored = model.parameters_to_ignore
+        parts = (nodes.consensus, nodes.pieces, nodes) if nodes else ()
+        super().__init__(model.module, reducer, groups, monitoring, ignored, *parts)
+        self._model, self._trained = weakref.ref(model), dict(trained)
+        self._alone = {p for name, p in model.module.named_parameters() if name in ignored}
         self._place: dict[Tensor, tuple[int, Slot]] = {
             trained[slot.name]: (i, slot)
             for i, unit in enumerate(self._whole.units)
             for slot in unit.slots
         }
         self._open = BucketStep(self._whole.units)
-        self._guard = DdpGuard(model, trained, reducer.correction)
-        hook = _Hook.closed_of(model)
-        if hook is None:
-            hook = _Hook(model)
-            model.register_comm_hook(hook, _on_bucket)
-        self._hook, hook.sync = hook, self
+        self._exchanged = False  # and no forward pass since
+        self._begun = 0  # backward passes that were exchanged
+        self._watch(model)
+        comm_hook = _CommHook.closed_of(model)
+        if comm_hook is None:
+            comm_hook = _CommHook(model)
+            model.register_comm_hook(comm_hook, _on_bucket)
+        comm_hook.sync = self
+        self.on_close.callback(comm_hook.release)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients add up on this rank."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
-    def _unhook(self) -> None:
-        self._hook.sync = None
-        self._guard.remove()
+    # ---- what DDP's hook would not see ---------------------------------------------------------
+
+    def _watch(self, model: DistributedDataParallel) -> None:
+        """Look at every forward pass and every gradient, until ``close``.
+
+        Cost: one look at every parameter per forward pass, one call per gradient.
+        """
+        me = weakref.ref(self)  # a parameter may outlive its model
+
+        def before_forward(_model: Any, _inputs: Any) -> None:
+            if (sync := me()) is not None and torch.is_grad_enabled():
+                sync._check_model()
+
+        def after_gradient(parameter: Tensor) -> None:
+            if (sync := me()) is not None:
+                sync._check_gradient(parameter)
+
+        handles: list[Any] = [model.register_forward_pre_hook(Hook(before_forward))]
+        for parameter in self._trained.values():
+            handle = parameter.register_post_accumulate_grad_hook(Hook(after_gradient))  # type: ignore[no-untyped-call]
+            handles.append(handle)
+        for handle in handles:
+            self.on_close.callback(handle.remove)
+        self._refuse_averages([model], self._trained.values())
+
+    def _check_model(self) -> None:
+        """Refuse a model that is no longer the one that was attached: by name of a parameter."""
+        self._exchanged = False
+        model = self._model()
+        assert model is not None
+        check_same_parameters(model.module, self._trained.values(), self._alone)
+        if model.find_unused_parameters:
+            return  # what is frozen or gone counts as unused
+        present = {p for p in model.module.parameters() if p.requires_grad}
+        gone = [name for name, parameter in self._trained.items() if parameter not in present]
+        if gone and len(gone) < len(self._trained):  # all: no gradients, and DDP does not wait
+            raise ConfigurationError(
+                f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
+                "DDP would wait for its gradient; wrap and attach again, or build DDP with "
+                "find_unused_parameters=True"
+            )
+
+    def _check_gradient(self, parameter: Tensor) -> None:
+        """Refuse a gradient with a graph, or one of a backward pass that is not exchanged.
+
+        Raises:
+            ConfigurationError: either; the second not within ``no_sync()``.
+        """
+        _, slot = self._place[parameter]
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise ConfigurationError(
+                f"backward(create_graph=True): the gradient of '{slot.name}' has a graph, which does "
+                "not go through the exchange; take gradients for higher orders with torch.autograd.grad"
+            )
+        model = self._model()
+        if not self._exchanged or model is None or not model.require_backward_grad_sync:
+            return
+        self._exchanged, begun = False, self._begun  # look once per backward pass, at its end
+
+        def check() -> None:
+            if self._begun == begun:
+                self._exchanged = True
+                raise ConfigurationError(
+                    f"a second backward pass added to the gradient of '{slot.name}' after its exchange, "
+                    "without a forward pass of the DDP model: it would stay on this rank. Add the "
+                    "losses, or do all but the last forward and backward pass within no_sync(); with "
+                    "several optimizers under Lightning give "
+                    "Trainer(strategy='ddp_find_unused_parameters_true')"
+                )
+
+        Variable._execution_engine.queue_callback(check)
+
+    def _check_join(self) -> None:
+        """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done.
+
+        Raises:
+            ConfigurationError: averages over the ranks that go on, or decay of weights that are old.
+        """
+        model, correction = self._model(), self.reducer.correction
+        if model is None or not model._join_config.enable:
+            return
+        if not model._divide_by_initial_world_size:
+            raise ConfigurationError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that are not done, but a "
+                "rank that is done goes on delivering its residual; leave it at True"
+            )
+        if correction and correction.weight_decay:
+            raise ConfigurationError(
+                "the correction decays by this rank's weights, which under join() are old once it is "
+                "done; give weight_decay to the optimizer"
+            )
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
@@ -134,23 +219,23 @@ class DdpSync(Sync):
         """Accumulate a bucket; submit the units that it completes."""
         if bucket.index() == 0:
             self._open = BucketStep(self._whole.units)
-            self._guard.exchanging()
+            self._exchanged = False  # DDP may say so before its first gradient
+            self._begun += 1
             self._begin_step()
-            if (model := self._model()) is not None and model._join_config.enable:
-                check_join(model, self.reducer.correction)
+            self._check_join()
         this, buffer = self._open, bucket.buffer()
-        future, gradients = this.take(bucket)
-        for parameter, gradient in gradients:
-            unit, slot = self._find(parameter)
+        future, arrived = this.take(bucket)
+        for parameter, gradient in arrived:
+            if parameter not in self._place:
+                raise ConfigurationError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
+                    "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
+                )
+            unit, slot = self._place[parameter]
             this.gradients[unit][slot] = (parameter, gradient)
-        corrector = self.reducer.corrector
-        if corrector and corrector.waits:
-            # for the norm of all gradients: nothing overlaps with the backward pass
-            this.waiting += gradients
-            gradients = this.waiting if bucket.is_last() else []
-            if gradients:
-                corrector.measure(gradient for _, gradient in gradients)
-        complete = self._accumulate(this, gradients)
+            this.waiting.append((unit, slot, gradient))
+        # where the norm of all gradients is needed, nothing overlaps with the backward pass
+        complete = self._launch(this) if bucket.is_last() or not self._measures else []
         if buffer.is_cuda:  # the engine's thread has streams of its own
             torch.cuda.current_stream(buffer.device).synchronize()
         for unit in complete:
@@ -158,63 +243,33 @@ class DdpSync(Sync):
         if bucket.is_last():
             this.check_complete()
             this.jobs.append(self._engine.submit(self._share(this)))
-            in_backward = call_after_backward(lambda: self._after(this))
-            this.finished = self._engine.submit(lambda: self._finish(this))
-            if not in_backward:
+            finished = self._engine.submit(lambda: self._close_buckets(this))
+            if not call_after_backward(lambda: self._after(this, finished)):
                 # a rank that is done, under join(): its residual is still delivered
-                self._after(this)
+                self._after(this, finished)
         return future
 
-    def _accumulate(self, this: BucketStep, gradients: Sequence[Arrived]) -> list[int]:
-        """Accumulate gradients; return the units that they complete."""
+    def _launch(self, this: BucketStep) -> list[int]:
+        """Accumulate the gradients that wait; return the units that they complete."""
+        waiting, this.waiting = this.waiting, []
+        if self.reducer.corrector and self._measures:
+            self.reducer.corrector.measure(gradient for _, _, gradient in waiting)
         complete = []
-        for parameter, gradient in gradients:
-            unit, slot = self._find(parameter)
-            weights = parameter.detach().reshape(-1)
-            self._whole.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
+        for unit, slot, _ in waiting:
+            self._accumulate(this, unit, slot)
             this.accumulated[unit] += 1
-            if this.accumulated[unit] == len(self._whole.units[unit].slots):
+            if this.accumulated[unit] == len(this.units[unit].slots):
                 complete.append(unit)
         return complete
 
-    def _find(self, parameter: Tensor) -> tuple[int, Slot]:
-        """Return the unit of a parameter, and where it lies there."""
-        if parameter not in self._place:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
-                "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
-            )
-        return self._place[parameter]
-
-    # ---- on the engine's thread ------------------------------------------------------------------
-
-    async def _exchange(self, this: BucketStep, unit: int) -> None:
-        if this.failed:  # the group is broken: do not wait for every unit's deadline
-            if self._nodes is not None:
-                await self._nodes.follow(unit)
-            return
-        try:
-            await self._whole.exchange(unit)
-        except BaseException:
-            this.failed = True
-            raise
-
     async def _share(self, this: BucketStep) -> None:
         if not this.failed:
-            await self._whole.share()
+            await self.reducer.share()
 
-    def _finish(self, this: BucketStep) -> None:
+    def _close_buckets(self, this: BucketStep) -> None:
         try:
-            self._wait(this.jobs)
-            averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
-            for unit, average in enumerate(averages):
-                write_(average, self._whole.units[unit], this.gradients[unit])
-        except NonFiniteGradientError:
-            self._whole.skip()
-            this.zero_()
-            raise
+            self._finish(this)
         except BaseException:
-            self._whole.refuse()
             this.zero_()
             raise
         finally:
@@ -222,43 +277,47 @@ class DdpSync(Sync):
 
     # ---- after DDP has copied the buckets back, on autograd's thread ------------------------------
 
-    def _after(self, this: BucketStep) -> None:
-        try:
-            assert this.finished is not None
-            this.finished.result()
-        except NonFiniteGradientError:
-            if self._nonfinite != "skip":
-                raise
+    def _after(self, this: BucketStep, finished: Future[None]) -> None:
+        self._exchanged = True
+        if not self._settle(this, finished):
             for parameter in self._place:
                 parameter.grad = None  # every optimizer skips it, momentum included
             return
-        finally:
-            self._guard.exchanged()
-            if self.reducer.monitor is not None:
-                self.reducer.monitor.write()  # here, what it raises spoils no gradient
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
-            deliver_to_unused_(pair for unit in this.gradients for pair in unit.values())
+            _deliver_to_unused(pair for unit in this.gradients for pair in unit.values())
         self._end_step(alike=True)
-        this.release()  # DDP may rebuild its buckets: the old ones must not live on
+        this.buckets.clear()  # DDP may rebuild its buckets: the old ones must not live on
+        this.gradients.clear()
 
 
 @final
-class _Hook:
+class _CommHook:
     """State of the hook, which DDP keeps for ever: without a handle it allreduces, as DDP does."""
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.model: Any = None if model is None else weakref.ref(model)
         self.sync: DdpSync | None = None
 
+    def release(self) -> None:
+        """Let go of the handle."""
+        self.sync = None
+
     @staticmethod
-    def closed_of(model: Any) -> _Hook | None:
+    def closed_of(model: Any) -> _CommHook | None:
         """Return the hook of a handle that was closed, which can be used again."""
         hooks = [state for _, state in model._comm_hooks]
-        return hooks[0] if hooks and isinstance(hooks[0], _Hook) and hooks[0].sync is None else None
+        free = hooks and isinstance(hooks[0], _CommHook) and hooks[0].sync is None
+        return hooks[0] if free else None
 
     def __reduce__(self) -> Any:
-        return _Hook, ()  # a copy of the model is not attached
+        if self.sync is not None:
+            raise ConfigurationError(
+                "a DDP model with sparsync attached cannot be copied or pickled: its threads and its "
+                "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
+                "DDP"
+            )
+        return _CommHook, ()  # a copy of the model is not attached
 
 
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
@@ -268,21 +327,18 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects str
 
 
 @final
-class BucketStep:
+class BucketStep(Step):
     """One backward pass: its buckets, and where each unit's averages go."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__(units)
         self.units = units
         self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
-        self.gradients: list[dict[Slot, Arrived]] = [{} for _ in units]
+        self.waiting: list[tuple[int, Slot, Tensor]] = []  # to be accumulated
         self.accumulated = [0 for _ in units]  # parameters of each
-        self.waiting: list[Arrived] = []  # gradients, for the norm of all of them
-        self.jobs: list[Future[None]] = []
-        self.failed = False
-        self.finished: Future[None] | None = None
 
-    def take(self, bucket: Any) -> tuple[torch.futures.Future[Tensor], list[Arrived]]:
-        """Keep a bucket; return its future and its gradients, dense also where they are COO."""
+    def take(self, bucket: Any) -> tuple[torch.futures.Future[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Keep a bucket; return its future, its parameters and gradients, dense also where COO."""
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -314,17 +370,24 @@ class BucketStep:
             # rows that hold nothing are left out: what COO gradients are for
             future.set_result(dense.to_sparse(1) if buffer.is_sparse else dense)
 
-    def release(self) -> None:
-        """Let go of the buckets."""
-        self.buckets.clear()
-        self.waiting.clear()
-        for gradients in self.gradients:
-            gradients.clear()
-
     def zero_(self) -> None:
         """Zero the gradients of a refused step, which hold what undid it, or local gradients."""
         for _, _, dense in self.buckets:
             dense.zero_()
+
+
+def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give parameters that no rank used the residual mass that was delivered to them.
+
+    DDP leaves their gradients alone (``find_unused_parameters``, ``static_graph``); dropped, that mass
+    would be lost to the model.
+    """
+    for parameter, average in averages:
+        average = average.view(parameter.shape)
+        if parameter.grad is None and bool(average.any()):
+            parameter.grad = average.clone()
+        elif parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad.copy_(average)  # DDP wants it used
 
 
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ divided over the node.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
@@ -23,18 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
-from sparsync.integrations.pieces import divide
-from sparsync.integrations.sync import Groups
+from sparsync.integrations.sync import Groups, Piece
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree
-from sparsync.transports.driver import Operation, run
+from sparsync.transports.driver import run
 from sparsync.transports.ledger import Parts
 from sparsync.transports.process_group import TorchCommunicator
-from sparsync.units import Unit
+from sparsync.units import Slot, Unit
 
 __all__ = ["NodeReducer", "node_reducer", "nodes_of"]
 
@@ -104,7 +102,7 @@ def node_reducer(
     group = groups.make(inner, backend=None)  # NCCL, where DDP has it
     node = TorchCommunicator(group, timeout=options.transport.timeout)
     run(agree(node, options.facts))
-    runs, _, _ = divide(units, node.rank, node.world_size)
+    runs, _, _ = _divide(units, node.rank, node.world_size)
     consensus = PartsConsensus(node)
     reducer = options.reducer(groups.make(outer), runs, consensus, ranks_of_a_node=node.world_size)
     return NodeReducer(reducer, units, node, consensus)
@@ -135,7 +133,7 @@ class NodeReducer:
     ) -> None:
         self.reducer, self.units = reducer, list(units)
         self.node, self.consensus = node, consensus
-        runs, self.pieces, self._lengths = divide(units, node.rank, node.world_size)
+        runs, self.pieces, self._lengths = _divide(units, node.rank, node.world_size)
         assert [run.slots for run in runs] == [unit.slots for unit in reducer.units]
         self._flat = [
             torch.zeros(length * node.world_size, dtype=unit.dtype, device=unit.device)
@@ -178,19 +176,16 @@ class NodeReducer:
     async def _scattered(self, unit: int) -> Tensor:
         flat = self._flat[unit]
         part = torch.empty(self._lengths[unit], dtype=flat.dtype, device=flat.device)
+        self.node.ledger.begin_step(self.reducer.step)
         try:
             with self.reducer.comm.stage("communicate"):
                 work = _reduce_scatter(part, flat, group=self.node.group, async_op=True)
-                await _Started(self.node, _SCATTER, work, self.reducer.step)
+                await self.node.under_way(_SCATTER, work)
         except CommunicationError:
             self._lost = True
             raise
         self._book(_SCATTER, flat)
         return part
-
-    async def share(self) -> None:
-        """Agree on the next step's shares of k, with the same place of other nodes."""
-        await self.reducer.share()
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step on all ranks of the node or on none; return whole averages."""
@@ -207,13 +202,9 @@ class NodeReducer:
         ]
 
     def refuse(self) -> None:
-        """Undo the open step."""
+        """Undo the open step, also that it has lost a rank of the node."""
         self.reducer.refuse()
         self._lost = False
-
-    def skip(self) -> None:
-        """Refuse the open step and go on to the next."""
-        self.reducer.skip()
 
     def _gathered(self, unit: int) -> Vector:
         flat, length = self._flat[unit], self._lengths[unit]
@@ -223,7 +214,7 @@ class NodeReducer:
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow
         work = _all_gather(flat, average.to(flat.dtype), group=self.node.group, async_op=True)
-        _Started(self.node, _GATHER, work, self.reducer.step).wait()
+        self.node.under_way(_GATHER, work).wait()
         self._book(_GATHER, flat)
         return DenseVector(flat[: self.units[unit].size])
 
@@ -235,46 +226,49 @@ class NodeReducer:
         ledger.received(phase, nbytes, others)
 
 
-@final
-class _Started(Operation):
-    """A native collective that is under way; in the engine, it starts in one order on all ranks."""
+def _divide(
+    units: Sequence[Unit], index: int, parts: int
+) -> tuple[list[Unit], dict[str, Piece], list[int]]:
+    """Divide every unit into equal runs of elements; the last ones may be shorter or empty.
 
-    def __init__(self, node: TorchCommunicator, phase: str, work: Any, step: int) -> None:
-        self.node, self.phase, self.work, self.step = node, phase, work, step
-        self.started = time.monotonic()
+    Args:
+        units: whole units.
+        index: which run is this rank's.
+        parts: number of runs.
 
-    def wait(self) -> None:
-        node = self.node
-        place = f"rank {node.rank} of the node, step {self.step}: phase '{self.phase}'"
-        try:
-            if self.work is not None:
-                self.work.wait(timedelta(seconds=node.timeout))
-        except RuntimeError as error:
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            if node.ran_out(time.monotonic() - self.started):
-                raise DeadlineError(
-                    f"{place} did not complete within {node.timeout:g} s; are all ranks of this node "
-                    "alive? Raise timeout= if they are only slow"
-                ) from error
-            raise PeerError(f"{place} failed: a rank of this node is gone ({why})") from error
-        self.done = True
+    Returns:
+        The units of this run, the pieces of their parameters, and the length of a run per unit.
 
-    def poll(self, seconds: float) -> bool:
-        if not self.done and (seconds > 0 or self.work is None or self.work.is_completed()):
-            self.wait()
-        return self.done
+    Example:
+        >>> from sparsync.units import Slot
+        >>> slots = Slot("a", 0, 3), Slot("b", 3, 2)
+        >>> whole = Unit(slots, torch.float32, torch.device("cpu"))
+        >>> (unit,), pieces, length = _divide([whole], index=1, parts=2)
+        >>> unit.slots, pieces["b"], length
+        ((Slot(name='b', start=0, size=2),), {'shape': [2], 'offset': [0], 'size': [2]}, [3])
+    """
+    runs, pieces, lengths = [], {}, []
+    for unit in units:
+        length = -(-unit.size // parts)
+        start, slots = index * length, []
+        for slot in unit.slots:
+            first = max(slot.start, start)
+            last = min(slot.start + slot.size, start + length)
+            if first < last:
+                slots.append(Slot(slot.name, first - start, last - first))
+                offset, size = first - slot.start, last - first
+                pieces[slot.name] = {"shape": [slot.size], "offset": [offset], "size": [size]}
+        runs.append(replace(unit, slots=tuple(slots)))
+        lengths.append(length)
+    return runs, pieces, lengths
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
     """Call it by its present name, or by that of torch before 2.13."""
-    name = (
-        "reduce_scatter_single"
-        if hasattr(dist, "reduce_scatter_single")
-        else "reduce_scatter_tensor"
-    )
-    return getattr(dist, name)(part, whole, **options)
+    present = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return present(part, whole, **options)
 
 
 def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, name)(whole, part, **options)
+    present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return present(whole, part, **options)

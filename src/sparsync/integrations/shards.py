@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.consensus import KEY_BYTES
-from sparsync.integrations.pieces import Piece
+from sparsync.integrations.sync import Piece
 
 __all__ = ["Fsdp", "Shard", "aligned", "keys_of", "ranks_of", "shards_of"]
 
@@ -91,8 +90,9 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if 0 in size:  # an empty shard has an offset behind the end, or none
-        offset, size = (0,) * len(size), tuple(0 for _ in size)
-    return Shard(name, parameter, Piece(tuple(parameter.shape), offset, size), str(placements))
+        offset = size = (0,) * len(size)
+    piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
+    return Shard(name, parameter, piece, str(placements))
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -125,18 +125,16 @@ def ranks_of(replicate: Any) -> list[int]:
     return dist.get_process_group_ranks(replicate)
 
 
-def keys_of(shards: Sequence[Shard]) -> dict[str, bytes]:
-    """Name every parameter and the ranks that hold it: layers of two stages may have the same name.
+def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
+    """Hash every parameter's name and ranks: layers of two stages may have the same name.
 
     A plain one next to DTensors is whole on each of their ranks.
     """
     meshes = {p.name: _ranks(p.parameter) for p in shards}
     everywhere = frozenset().union(*meshes.values()) or {dist.get_rank()}
     texts = {name: f"{name} {sorted(ranks or everywhere)}" for name, ranks in meshes.items()}
-    return {
-        name: hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
-        for name, text in texts.items()
-    }
+    hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
+    return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
 
 
 @final

@@ -5,39 +5,66 @@ from __future__ import annotations
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves
 
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError
+from sparsync.errors import (
+    CommunicationError,
+    ConfigurationError,
+    NonFiniteGradientError,
+    PeerError,
+)
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.scaling import rescale_
 from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
 from sparsync.feedback.step import channel_of
-from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Monitoring
-from sparsync.integrations.pieces import Piece, saved_pieces
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.rendezvous import meet, store_of
-from sparsync.units import Slot, Unit, replicated_tensors
+from sparsync.units import Slot, Unit, local_of, replicated_tensors
 
-__all__ = ["Gradients", "Groups", "Sync", "call_after_backward", "write_"]
+if TYPE_CHECKING:
+    from sparsync.integrations.consensus import PartsConsensus
+    from sparsync.integrations.hierarchy import NodeReducer
 
-S = TypeVar("S", bound="Sync")
-Gradients = Mapping[Slot, tuple[Tensor, Tensor]]  # of a unit: parameters, and their gradients
+__all__ = ["Groups", "Hook", "Piece", "Step", "Sync", "call_after_backward"]
+
+# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened;
+# by these three names.
+Piece = dict[str, list[int]]
+
+
+class Step:
+    """One step under way: the gradients that averages are written to, and the engine's jobs.
+
+    Attributes:
+        gradients: of every unit, by slot: a parameter and its gradient.
+        failed: an exchange has failed, so nothing is to be waited for any more.
+        spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
+        waited: begin and end of the training thread's wait.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in units]
+        self.jobs: list[Future[None]] = []
+        self.failed = False
+        self.spans: dict[int, tuple[float, float]] = {}
+        self.waited: tuple[float, float] | None = None
 
 
 class Sync(ABC):
@@ -53,6 +80,7 @@ class Sync(ABC):
         ignored: names of parameters and buffers that may differ between ranks.
         consensus: of the ranks that hold the other shards or stages of this replica, if there are any.
         pieces: the part of each parameter that this rank exchanges; of those left out: all of it.
+        nodes: exchanges whole units, of which the reducer has this rank's part.
 
     Attributes:
         on_close: callbacks that undo what an integration changed; ``close`` runs them.
@@ -67,20 +95,23 @@ class Sync(ABC):
         ignored: Collection[str] = (),
         consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
+        nodes: NodeReducer | None = None,
     ) -> None:
-        self.reducer = reducer
+        self.reducer, self._nodes = reducer, nodes
+        self._whole = nodes or reducer
         self._plain, self._ignored = weakref.ref(model), frozenset(ignored)
-        self._groups, self._consensus, self._pieces = groups, consensus, dict(pieces or {})
+        self._consensus, self._pieces = consensus, dict(pieces or {})
         self._inner = None if consensus is None else consensus.parts
         self._scaler, self._sentinel = monitoring.scaler, monitoring.sentinel
         self._nonfinite = monitoring.policy
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
+        self._last: Step | None = None
+        self._left = False  # averages lie in the gradients, and no backward pass has begun since
         self.on_close = ExitStack()
         self._engine = Engine(reducer.algorithm.name)
-        # a forgotten handle keeps neither its thread nor its sockets
-        weakref.finalize(self, _release, self._engine, reducer.comm)
-        ending = weakref.finalize(self, _end_groups, self._engine, groups)
-        ending.atexit = False  # the end of the process ends them
+        # a forgotten handle keeps neither its thread nor its sockets and groups
+        self._end = weakref.finalize(self, _end, self._engine, reducer.comm, groups)
+        self._end.atexit = False  # the end of the process ends them
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -91,23 +122,28 @@ class Sync(ABC):
         """Return plain numbers: steps, skipped steps, bytes per step and phase, residual norms.
 
         "inner" has the phases between shards of one replica, whose bytes count nowhere else.
+        "exchanges_last_step" has ``[unit, begin, end]``, "waited_last_step" begin and end of what the
+        training thread waited; in seconds of this machine's ``time.perf_counter()``.
         """
-        stats = reducer_stats(self.reducer)
+        stats, last = reducer_stats(self.reducer), self._last
         if self._inner is not None:
             phases = self._inner.ledger.by_phase()
             stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
+        spans = {} if last is None else last.spans
+        stats["exchanges_last_step"] = [[unit, *span] for unit, span in spans.items()]
+        stats["waited_last_step"] = list(last.waited) if last and last.waited else None
         return stats
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank; see ``load_state_dict``.
 
-        Residuals are those of this rank's pieces of parameters; "pieces" says which (``Piece``).
+        Residuals are those of this rank's pieces of parameters, which are under "pieces".
         After a ``backward()`` that broke off it is the state before that step.
         """
         if self._engine.running:
             self._discard()
         state = reducer_state(self.reducer)
-        return {**state, "pieces": saved_pieces(self._pieces)} if self._pieces else state
+        return {**state, "pieces": self._pieces} if self._pieces else state
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed.
@@ -115,12 +151,12 @@ class Sync(ABC):
         Raises:
             ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
         """
-        mine, saved = saved_pieces(self._pieces), state.get("pieces", {})
+        mine, saved = self._pieces, state.get("pieces", {})
         if saved != mine:
-            names = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]
+            name = next(name for name in {**mine, **saved} if mine.get(name) != saved.get(name))
             raise ConfigurationError(
-                f"the saved state has piece {saved.get(names[0])} of '{names[0]}', this rank holds "
-                f"{mine.get(names[0])}; load each rank's own state into the same set-up"
+                f"the saved state has piece {saved.get(name)} of '{name}', this rank holds "
+                f"{mine.get(name)}; load each rank's own state into the same set-up"
             )
         return parse_state(self.reducer, state)
 
@@ -157,27 +193,15 @@ class Sync(ABC):
     def close(self) -> None:
         """End the thread and the process groups; the model trains as if nothing had been attached."""
         self.on_close.close()
-        self._unhook()
-        self._engine.close()
-        self.reducer.comm.close()
-        self._groups.close()
+        self._end()
         if self.reducer.monitor is not None:
             self.reducer.monitor.close()
 
-    def __enter__(self: S) -> S:
+    def __enter__(self) -> Sync:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
-
-    @abstractmethod
-    def _unhook(self) -> None:
-        """Remove all hooks from the model and its parameters."""
 
     def check_equal_weights(self) -> None:
         """Refuse ranks that begin with other parameters than this one.
@@ -189,6 +213,38 @@ class Sync(ABC):
         assert model is not None
         for comm in self.communicators:
             run(check_equal_parameters(comm, replicated_tensors(model, self._ignored).items()))
+
+    # ---- averages that were not zeroed -----------------------------------------------------------
+
+    def _refuse_averages(self, modules: Iterable[nn.Module], exchanged: Collection[Tensor]) -> None:
+        """Refuse backward passes that add to averages, which momentum or decay would count again.
+
+        Gradients of a module's outputs come before any other of a backward pass.
+        """
+        correction, me = self.reducer.correction, weakref.ref(self)
+        if not correction or not (correction.momentum or correction.weight_decay):
+            return
+
+        def begin(_gradient: Tensor) -> None:
+            sync = me()
+            left = sync is not None and sync._left
+            if sync is not None:
+                sync._left = False
+            grads = [p.grad for p in exchanged if p.grad is not None] if left else []
+            if any(bool(local_of(grad).any()) for grad in grads):
+                raise ConfigurationError(
+                    "the averages of the last exchange are still in the gradients, and the correction "
+                    "would count them in momentum or decay once more; call zero_grad() after every step, "
+                    "and do all but the last backward pass of a step within no_sync()"
+                )
+
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+
+        for module in modules:
+            self.on_close.callback(module.register_forward_hook(Hook(after_forward)).remove)
 
     # ---- of every step -------------------------------------------------------------------------
 
@@ -216,15 +272,69 @@ class Sync(ABC):
         if self._scaler is not None:
             rescale_(reducer, self._scaler.get_scale())
 
-    def _wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Wait for the exchanges of a step; if one failed, tell the other shards and stages."""
+    @property
+    def _measures(self) -> bool:
+        """Whether nothing can be accumulated before the norm of all gradients is known."""
+        return self.reducer.corrector is not None and self.reducer.corrector.waits
+
+    def _accumulate(self, this: Step, unit: int, slot: Slot) -> None:
+        parameter, gradient = this.gradients[unit][slot]
+        weights = local_of(parameter).reshape(-1)
+        self._whole.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
+
+    async def _exchange(self, this: Step, unit: int) -> None:
+        """Exchange a unit; on the engine's thread, as all that follows until ``_settle``."""
+        if this.failed:  # the group is broken: do not wait for every unit's deadline
+            if self._nodes is not None:
+                await self._nodes.follow(unit)
+            return
+        begin = self.reducer.comm.now
         try:
-            for job in jobs:
-                job.result()
+            await self._whole.exchange(unit)
         except BaseException:
-            if self._consensus is not None:
-                self._consensus.fail(self.reducer.step)
+            this.failed = True
             raise
+        this.spans[unit] = begin, self.reducer.comm.now
+
+    def _finish(self, this: Step) -> None:
+        """Write the averages into the gradients when all jobs have ended, or undo the step."""
+        try:
+            try:
+                for job in this.jobs:
+                    job.result()
+            except BaseException:
+                if self._consensus is not None:  # tell the other shards and stages
+                    self._consensus.fail(self.reducer.step)
+                raise
+            averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
+            for unit, average, into in zip(
+                self._whole.units, averages, this.gradients, strict=True
+            ):
+                _write(average, unit, into)
+                if unit.device.type == "cuda":
+                    torch.cuda.current_stream(unit.device).synchronize()
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            raise
+        except BaseException:
+            self._whole.refuse()
+            raise
+
+    def _settle(self, this: Step, finished: Future[None]) -> bool:
+        """Wait for ``_finish`` on the training thread; False: no gradient is to be applied."""
+        self._last, self._left, begin = this, True, self.reducer.comm.now
+        try:
+            finished.result()
+        except NonFiniteGradientError:
+            if self._nonfinite != "skip":
+                raise
+            return False
+        finally:
+            this.waited = begin, self.reducer.comm.now
+            this.jobs.clear()
+            if self.reducer.monitor is not None:
+                self.reducer.monitor.write()  # here, what it raises spoils no gradient
+        return True
 
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
@@ -253,18 +363,13 @@ class Sync(ABC):
 
     def _discard(self) -> None:
         """Undo what a broken backward pass has begun."""
-        self._engine.submit(self.reducer.refuse).result()
+        self._engine.submit(self._whole.refuse).result()
 
 
-def _release(engine: Engine, comm: Communicator) -> None:
-    """Let the thread end, then close the sockets that it used."""
-    engine.submit(comm.close) if engine.running else comm.close()
-    engine.stop()
-
-
-def _end_groups(engine: Engine, groups: Groups) -> None:
-    """End the groups once the thread has ended; it is idle, since its jobs keep the handle alive."""
+def _end(engine: Engine, comm: Communicator, groups: Groups) -> None:
+    """End the thread, then what it used."""
     engine.close()
+    comm.close()
     groups.close()
 
 
@@ -305,24 +410,28 @@ class Groups:
         Raises:
             CommunicationError: a rank of the group is gone, or has not come here in time.
         """
-        own: Any = None
-        groups = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
-        if self._all:
-            for members in groups:
-                group = self._connect(members, backend)
-                own = group if dist.get_rank() in members else own
-        else:  # ranks that are not in the world do not call it
-            own = self._connect(ranks, backend, use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
-        self._made.append(own)
-        return own
+        every = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
+        # ranks outside the world do not call this; inside it, all have to
+        options: Any = {} if self._all else {"use_local_synchronization": True}
+        for members in every if self._all else [tuple(ranks)]:
+            try:
+                group = dist.new_group(
+                    list(members), timedelta(seconds=self.timeout), backend, **options
+                )
+            except RuntimeError as error:
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise PeerError(
+                    f"rank {dist.get_rank()}, phase 'attach': ranks {list(members)} did not connect "
+                    f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
+                ) from error
+            if dist.get_rank() in members:
+                self._made.append(group)
+        return self._made[-1]
 
     def close(self) -> None:
         """End the groups."""
         made, self._made = self._made, []
-        for group in made:
-            if not dist.is_initialized():
-                continue
+        for group in made if dist.is_initialized() else ():
             names = distributed_c10d._world.pg_names
             name = names.get(group)
             dist.destroy_process_group(group)
@@ -330,17 +439,6 @@ class Groups:
                 # torch numbers such groups by how many there are: a name that came back would find the
                 # old addresses in the store
                 names[_Reserved()] = name  # type: ignore[index]
-
-    def _connect(self, ranks: Sequence[int], backend: str | None, **options: Any) -> Any:
-        """Return a group, or nothing of use on a rank that is not in it."""
-        try:
-            return dist.new_group(list(ranks), timedelta(seconds=self.timeout), backend, **options)
-        except RuntimeError as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise PeerError(
-                f"rank {dist.get_rank()}, phase 'attach': ranks {list(ranks)} did not connect "
-                f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
-            ) from error
 
 
 class _Reserved:
@@ -350,11 +448,24 @@ class _Reserved:
         """Do nothing: torch calls this on every group."""
 
 
-# ---- what all kinds of handles do
+@final
+class Hook:
+    """A hook of a module or parameter whose copies do nothing: copied models are not attached."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call."""
+        if self._call is not None:
+            self._call(*arguments)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
 
 
-def write_(average: Vector, unit: Unit, gradients: Gradients) -> None:
-    """Write a unit's average into its gradients, each a view of a bucket."""
+def _write(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
+    """Write a unit's average into its gradients."""
     slots = unit.slots
     if isinstance(average, DenseVector):
         for slot in slots:

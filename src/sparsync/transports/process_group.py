@@ -101,6 +101,10 @@ class TorchCommunicator(Communicator):
         where = f"message from rank {source} in phase '{phase}'"
         return _Receive(self, where, source, capacity, phase, framing)
 
+    def under_way(self, phase: str, work: Any) -> Operation:
+        """Return a native collective, which was started with ``async_op``, as an operation."""
+        return _UnderWay(self, phase, work)
+
     async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
         """Use the native allreduce; booked as 2 n (P - 1) / P sent and received."""
         if self.world_size == 1 or tensor.numel() == 0:
@@ -223,6 +227,25 @@ class _Call(Operation):
             for work in self.start():
                 work.wait(timedelta(seconds=self.comm.timeout))
         self.done = True
+
+
+@final
+class _UnderWay(Operation):
+    """A native collective that is under way; ranks start them in one order."""
+
+    def __init__(self, comm: TorchCommunicator, phase: str, work: Any) -> None:
+        self.comm, self.phase, self.work = comm, phase, work
+
+    def wait(self) -> None:
+        with _named(self.comm, f"phase '{self.phase}'", among_all=True):
+            if self.work is not None:
+                self.work.wait(timedelta(seconds=self.comm.timeout))
+        self.done = True
+
+    def poll(self, seconds: float) -> bool:
+        if not self.done and (seconds > 0 or self.work is None or self.work.is_completed()):
+            self.wait()
+        return self.done
 
 
 @final

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsync.errors import ConfigurationError
 
 __all__ = [
+    "Piece",
     "Slot",
     "Unit",
     "check_same_parameters",
@@ -24,6 +25,11 @@ __all__ = [
     "plan_units",
     "replicated_tensors",
 ]
+
+
+# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened;
+# by these three names.
+Piece = dict[str, list[int]]
 
 
 @dataclass(frozen=True)

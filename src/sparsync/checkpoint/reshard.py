@@ -213,7 +213,7 @@ def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | 
 
 
 def _box(whole: Tensor, piece: Mapping[str, Sequence[int]]) -> Tensor:
-    """Return the view of a piece in a whole parameter (see ``integrations.sync.Piece``)."""
+    """Return the view of a piece in a whole parameter (see ``units.Piece``)."""
     box = whole.view(piece["shape"])
     for dim, (start, length) in enumerate(zip(piece["offset"], piece["size"], strict=True)):
         box = box.narrow(dim, start, length)

@@ -25,7 +25,8 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.hierarchy import NodeReducer, node_reducer
 from sparsync.integrations.options import Monitoring, Options
-from sparsync.integrations.sync import Groups, Hook, Step, Sync, call_after_backward
+from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
+from sparsync.transports.process_group import Groups
 from sparsync.units import Slot, Unit, check_same_parameters
 
 __all__ = ["BucketStep", "DdpSync", "attach_ddp"]

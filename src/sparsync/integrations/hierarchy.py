@@ -26,13 +26,12 @@ from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
-from sparsync.integrations.sync import Groups, Piece
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Parts
-from sparsync.transports.process_group import TorchCommunicator
-from sparsync.units import Slot, Unit
+from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.units import Piece, Slot, Unit
 
 __all__ = ["NodeReducer", "node_reducer", "nodes_of"]
 

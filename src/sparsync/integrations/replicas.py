@@ -24,11 +24,11 @@ from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
-from sparsync.integrations.sync import Groups, Hook, Step, Sync, call_after_backward
+from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
-from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Unit, check_same_parameters, local_of
 
 __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]

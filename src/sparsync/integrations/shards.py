@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.sync import Piece
+from sparsync.units import Piece
 
 __all__ = ["Fsdp", "Shard", "aligned", "keys_of", "ranks_of", "shards_of"]
 

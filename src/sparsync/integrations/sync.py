@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from sparsync.errors import (
-    CommunicationError,
-    ConfigurationError,
-    NonFiniteGradientError,
-    PeerError,
-)
+from sparsync.errors import CommunicationError, ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.scaling import rescale_
@@ -35,18 +27,14 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
-from sparsync.transports.rendezvous import meet, store_of
-from sparsync.units import Slot, Unit, local_of, replicated_tensors
+from sparsync.transports.process_group import Groups
+from sparsync.units import Piece, Slot, Unit, local_of, replicated_tensors
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.integrations.consensus import PartsConsensus
     from sparsync.integrations.hierarchy import NodeReducer
 
-__all__ = ["Groups", "Hook", "Piece", "Step", "Sync", "call_after_backward"]
-
-# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened;
-# by these three names.
-Piece = dict[str, list[int]]
+__all__ = ["Hook", "Step", "Sync", "call_after_backward"]
 
 
 class Step:
@@ -371,81 +359,6 @@ def _end(engine: Engine, comm: Communicator, groups: Groups) -> None:
     engine.close()
     comm.close()
     groups.close()
-
-
-@final
-class Groups:
-    """Makes process groups among the ranks that attach a model, and ends them.
-
-    Args:
-        world: the ranks that call everything here together; None: all.
-        timeout: seconds that any wait may take.
-    """
-
-    def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
-        self.world, self.timeout = world, timeout
-        self._all = dist.get_world_size(world) == dist.get_world_size()
-        self._made: list[dist.ProcessGroup] = []
-
-    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every rank of the world, in the order of ranks.
-
-        They meet through the store: gloo would not say which rank is missing.
-
-        Raises:
-            DeadlineError: names the ranks that have not come here in time.
-        """
-        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
-        card = json.dumps(list(numbers)).encode()
-        cards = meet(store_of(self.world), rank, size, card, self.timeout, "attach")
-        return [json.loads(card) for card in cards]
-
-    def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
-        """Return a group of this rank and others; ranks of the world call it for disjoint groups.
-
-        Args:
-            ranks: global ranks, this one among them.
-            backend: None for that of the default group.
-
-        Raises:
-            CommunicationError: a rank of the group is gone, or has not come here in time.
-        """
-        every = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
-        # ranks outside the world do not call this; inside it, all have to
-        options: Any = {} if self._all else {"use_local_synchronization": True}
-        for members in every if self._all else [tuple(ranks)]:
-            try:
-                group = dist.new_group(
-                    list(members), timedelta(seconds=self.timeout), backend, **options
-                )
-            except RuntimeError as error:
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise PeerError(
-                    f"rank {dist.get_rank()}, phase 'attach': ranks {list(members)} did not connect "
-                    f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
-                ) from error
-            if dist.get_rank() in members:
-                self._made.append(group)
-        return self._made[-1]
-
-    def close(self) -> None:
-        """End the groups."""
-        made, self._made = self._made, []
-        for group in made if dist.is_initialized() else ():
-            names = distributed_c10d._world.pg_names
-            name = names.get(group)
-            dist.destroy_process_group(group)
-            if not self._all and name is not None:
-                # torch numbers such groups by how many there are: a name that came back would find the
-                # old addresses in the store
-                names[_Reserved()] = name  # type: ignore[index]
-
-
-class _Reserved:
-    """Holds the name of a group that has ended."""
-
-    def shutdown(self) -> None:
-        """Do nothing: torch calls this on every group."""
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,16 +13,16 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.rendezvous import store_of
+from sparsync.transports.rendezvous import meet, store_of
 
-__all__ = ["RollCall", "TorchCommunicator"]
+__all__ = ["Groups", "RollCall", "TorchCommunicator"]
 
 _LENGTH_BYTES = 8
 _PATIENCE: Final = 1.0  # seconds between one rank's failure and the word of the others
@@ -356,3 +357,78 @@ class RollCall:
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
+
+
+@final
+class Groups:
+    """Makes process groups among the ranks that attach a model, and ends them.
+
+    Args:
+        world: the ranks that call everything here together; None: all.
+        timeout: seconds that any wait may take.
+    """
+
+    def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
+        self.world, self.timeout = world, timeout
+        self._all = dist.get_world_size(world) == dist.get_world_size()
+        self._made: list[dist.ProcessGroup] = []
+
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank of the world, in the order of ranks.
+
+        They meet through the store: gloo would not say which rank is missing.
+
+        Raises:
+            DeadlineError: names the ranks that have not come here in time.
+        """
+        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+        card = json.dumps(list(numbers)).encode()
+        cards = meet(store_of(self.world), rank, size, card, self.timeout, "attach")
+        return [json.loads(card) for card in cards]
+
+    def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
+        """Return a group of this rank and others; ranks of the world call it for disjoint groups.
+
+        Args:
+            ranks: global ranks, this one among them.
+            backend: None for that of the default group.
+
+        Raises:
+            CommunicationError: a rank of the group is gone, or has not come here in time.
+        """
+        every = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
+        # ranks outside the world do not call this; inside it, all have to
+        options: Any = {} if self._all else {"use_local_synchronization": True}
+        for members in every if self._all else [tuple(ranks)]:
+            try:
+                group = dist.new_group(
+                    list(members), timedelta(seconds=self.timeout), backend, **options
+                )
+            except RuntimeError as error:
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise PeerError(
+                    f"rank {dist.get_rank()}, phase 'attach': ranks {list(members)} did not connect "
+                    f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
+                ) from error
+            if dist.get_rank() in members:
+                self._made.append(group)
+        return self._made[-1]
+
+    def close(self) -> None:
+        """End the groups."""
+        made, self._made = self._made, []
+        for group in made if dist.is_initialized() else ():
+            names = distributed_c10d._world.pg_names
+            name = names.get(group)
+            dist.destroy_process_group(group)
+            if not self._all and name is not None:
+                # torch numbers such groups by how many there are: a name that came back would find the
+                # old addresses in the store
+                names[_Reserved()] = name  # type: ignore[index]
+
+
+class _Reserved:
+    """Holds the name of a group that has ended."""
+
+    def shutdown(self) -> None:
+        """Do nothing: torch calls this on every group."""

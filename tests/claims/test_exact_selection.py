@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from sparsync import SparseVector, kernels
+from sparsync import kernels
 from sparsync.cli.workloads import Draw
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback.residual import Residual
@@ -132,11 +132,3 @@ def test_the_count_is_exact_on_real_gradients(make, density, monkeypatch):
         optimizer.step()
     if rank.k >= 40:
         assert len([step for step in rank.whole if step >= 10]) <= 2
-
-
-def test_what_was_selected_is_the_accumulated_value():
-    residual, selector = Residual(3, torch.float32, CPU), Exact()
-    residual.accumulate(0, torch.tensor([1.0, 2.0, 3.0]))
-    residual.retain(SparseVector.empty(3, residual.accumulated))
-    residual.accumulate(0, torch.tensor([1.0, 2.0, 3.0]))
-    assert selector.select(residual.accumulated, 1, 0).values.tolist() == [6.0]

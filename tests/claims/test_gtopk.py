@@ -5,6 +5,7 @@ import torch
 
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives.costs import Job
 from sparsync.collectives.gtopk import GTopk
 from sparsync.presets import Algorithm
 from sparsync.selection import Exact
@@ -12,21 +13,24 @@ from sparsync.testing.cases import within
 from sparsync.transports.sim import Links
 from sparsync.wire.base import HEADER_BYTES
 
-from .measured import RANKS, WORDS_PER_ENTRY, case, k_for, messages, steps, words
+from .measured import RANKS, WORDS_PER_ENTRY, case, k_for, messages, words
 
 GTOPK = Algorithm("gtopk", Exact, GTopk)
-MORE_RANKS = (*RANKS, 5, 6, 7, 12)
+LINKS = Links(alpha=50e-6, beta=8e-9)
 
 
-def log2(world_size: int) -> int:
-    return (world_size - 1).bit_length()
+@pytest.mark.parametrize("world_size", (*RANKS, 5, 6, 7, 12))
+def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_one_after_the_other(world_size):
+    """Rank 0 receives log2 P messages of k entries, then sends as many: both directions count.
 
-
-@pytest.mark.parametrize("world_size", MORE_RANKS)
-def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_on_the_busiest_rank(world_size):
-    """Rank 0 receives log2 P messages of k entries, then sends as many: both directions count."""
-    k, rounds = k_for(world_size), log2(world_size)
-    for simulation in steps(GTOPK, world_size, "uniform", 2):
+    As time on the clock: (2 log P) alpha + (4 k log P) beta, and headers.
+    """
+    k, rounds = k_for(world_size), (world_size - 1).bit_length()
+    ranks = SimulatedRanks(case(GTOPK, world_size, "uniform", LINKS))
+    form = GTopk().cost(Job(ranks.case.size, k, world_size))
+    seconds = 2 * rounds * (LINKS.alpha + LINKS.beta * (8 * k + HEADER_BYTES))
+    for _ in range(2):
+        simulation = ranks.step()
         totals = [ledger.total() for ledger in simulation.ledgers]
         through = [total.sent + total.received for total in totals]
         headers = 2 * rounds * HEADER_BYTES
@@ -34,17 +38,11 @@ def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_on_the_busiest_rank(wor
         assert totals[0].messages_sent == messages(simulation) == rounds
         assert sum(total.messages_sent for total in totals) == 2 * (world_size - 1)
         assert words(simulation) == WORDS_PER_ENTRY * k * rounds + headers / 8
-
-
-@pytest.mark.parametrize("world_size", MORE_RANKS)
-def test_gtopk_takes_2_log_p_messages_one_after_the_other(world_size):
-    """Both terms of the table as time on the clock: (2 log P) alpha + (4 k log P) beta, and headers."""
-    links, k, rounds = Links(alpha=50e-6, beta=8e-9), k_for(world_size), log2(world_size)
-    ranks = SimulatedRanks(case(GTOPK, world_size, "uniform", links))
-    expected = 2 * rounds * (links.alpha + links.beta * (8 * k + HEADER_BYTES))
-    assert ranks.step().seconds <= expected * (1 + 1e-9)
+        assert simulation.seconds <= seconds * (1 + 1e-9)
     if world_size & (world_size - 1) == 0:
-        assert ranks.step().seconds == pytest.approx(expected)
+        assert simulation.seconds == pytest.approx(seconds)
+        assert through[0] == form.nbytes + form.relayed and form.messages == 2 * rounds
+        assert form.seconds(LINKS.alpha, LINKS.beta) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("world_size", [3, 8])

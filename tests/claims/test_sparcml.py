@@ -121,7 +121,8 @@ def test_split_allgather_stays_within_its_interval(overlap, world_size):
     assert lower * 0.99 <= entry_words(simulation) <= upper
     if overlap == "full" and K % world_size == 0:
         assert entry_words(simulation) == pytest.approx(lower)
-    assert messages(simulation) == world_size - 1 + log2(world_size)
+    counted = messages(simulation)  # SparCML's P - 1 + log2 P, not Ok-Topk's Table 1
+    assert counted == world_size - 1 + log2(world_size) < world_size + 2 * log2(world_size)
     least = LINKS.alpha * log2(world_size) + LINKS.beta * WORD_BYTES * lower
     assert least <= simulation.seconds
 
@@ -199,19 +200,9 @@ def test_dense_results_cannot_beat_lemma_5_2(world_size):
     assert simulation.seconds >= LINKS.alpha * log2(world_size) + bound * WORD_BYTES * LINKS.beta
 
 
-def test_latency_of_split_and_allgather_is_sparcml_s_and_not_table_1_s():
-    """SparCML: P - 1 + log2 P messages; Ok-Topk, Table 1: P + 2 log2 P.  Counted: the former."""
-    for world_size in FEW:
-        counted = messages(reduce(sparse(split_allgather), world_size, "none"))
-        assert counted == world_size - 1 + log2(world_size)
-        assert counted < world_size + 2 * log2(world_size)
-
-
-@pytest.mark.parametrize("world_size", POWERS)
+@pytest.mark.parametrize("world_size", POWERS[2:])  # the paper supposes P > 4
 def test_small_results_are_faster_by_doubling_and_large_ones_by_splitting(world_size):
     """Section 8.1: which of the two wins depends on latency against bandwidth."""
-    if world_size < 8:
-        pytest.skip("the paper supposes P > 4")
     small = [
         reduce(sparse(c), world_size, "full").seconds for c in (RecursiveDoubling, split_allgather)
     ]

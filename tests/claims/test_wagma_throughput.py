@@ -30,7 +30,7 @@ def step_seconds(scheme, world_size, delay, compute=COMPUTE, steps=20, **options
 def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(world_size, ratio):
     """Section 5.2: 1.25 x on 64 ranks; local SGD pays for each step's delay."""
     delay = RandomRanks(2, 0.32)
-    local = step_seconds("local", world_size, delay, period=1, steps=10)
+    local = step_seconds("local", world_size, delay, period=1, steps=6)
     assert local == pytest.approx(COMPUTE + 0.32 + 0.037, rel=0.01)
     assert local >= ratio * step_seconds("wagma", world_size, delay)
 
@@ -39,10 +39,14 @@ def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
     """Section 5.2: 1.51 to 1.57 steps per second on 64 ranks, nobody late; AD-PSGD 1.61."""
     schemes = {"local": {"period": 1}, "allreduce": {}, "dpsgd": {}, "sgp": {"neighbours": 2}}
     schemes |= {"wagma": {}}
-    seconds = {s: step_seconds(s, 64, Delay(), steps=10, **o) for s, o in schemes.items()}
+    # WAGMA's tenth step is a global average
+    counts = {"wagma": 10}
+    seconds = {
+        s: step_seconds(s, 64, Delay(), steps=counts.get(s, 3), **o) for s, o in schemes.items()
+    }
     assert max(seconds.values()) <= 1.07 * min(seconds.values())
     assert min(seconds.values()) > 1.03 * COMPUTE, "communication is charged"
-    assert step_seconds("adpsgd", 64, Delay(), steps=10) == pytest.approx(COMPUTE, rel=1e-3)
+    assert step_seconds("adpsgd", 64, Delay(), steps=4) == pytest.approx(COMPUTE, rel=1e-3)
     assert seconds["local"] <= 1.07 * COMPUTE
 
 

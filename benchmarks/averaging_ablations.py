@@ -78,7 +78,7 @@ def report(cache: convergence.Cache, seeds: int, steps: int) -> str:
 `python benchmarks/averaging_ablations.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
 ranks, tau = 10, two of them late by 320 ms on every step, as in section 5.2, drawn anew each time; all in
 virtual time (see `benchmarks/averaging-convergence.md`). The byte transformer with one layer of width 64
-({size:,} parameters), 2 windows per rank, {steps} steps of SGD with momentum 0.9 behind 20 of warm-up,
+({size:,} parameters), 2 windows per rank, {steps} steps of SGD with momentum 0.9 after 20 of warm-up,
 Allreduce-SGD's best learning rate for all: {losses}.
 
 *Over WAGMA*: held-out loss of runs with the same seed, mean and standard deviation. *Throughput*: steps

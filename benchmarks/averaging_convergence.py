@@ -35,7 +35,7 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
-BETWEEN = 295  # steps: five behind a global average, five before the next
+BETWEEN = 295  # steps: five after a global average, five before the next
 # name -> who is late for 320 ms (section 5.2), and on which steps: every so many
 DELAYS = {
     "two of eight late on every step": ("random:2:0.32", 1),  # as many as 5.2 has among 64
@@ -431,7 +431,7 @@ def report(cache: Cache, seeds: int, name: str) -> str:
     return f"""# Schemes of averaging after equal steps
 
 `python benchmarks/averaging_convergence.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
-ranks, {STEPS} steps of SGD with momentum 0.9, learning rate constant behind 20 steps of warm-up:
+ranks, {STEPS} steps of SGD with momentum 0.9, learning rate constant after 20 steps of warm-up:
 Allreduce-SGD's best for all rows. *digits*: the CNN of `sparsync train`, 16 images per rank; *bytes*:
 the byte transformer with 2 layers of width 96, 8 windows per rank. WAGMA's tau is 10.
 
@@ -451,7 +451,7 @@ ranks' updates is in the final mean, where every update counts 1/P. *Models sent
 ![held-out loss over virtual time]({name})
 
 In the tables below: mean and standard deviation over seeds; *over allreduce*: of runs with the same
-seed; **bold**: not worse by more than 1 %. Everything is evaluated behind `finish()`. *Own models*: mean
+seed; **bold**: not worse by more than 1 %. Everything is evaluated after `finish()`. *Own models*: mean
 of the ranks' own losses over the loss of their mean, after {BETWEEN} steps, midway between two global
 averages. *any*: who waits for others does so whoever is late, and comes to the same models.
 {tables}

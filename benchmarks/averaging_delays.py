@@ -58,7 +58,7 @@ def seconds_per_step(scheme: str, delay: str, steps: int, seed: int) -> float:
     )
     results = train(settings, [scheme])
     assert results is not None, "start this without a launcher"
-    assert results[0].replicas_equal, f"{scheme}: replicas differ behind finish()"
+    assert results[0].replicas_equal, f"{scheme}: replicas differ after finish()"
     return results[0].seconds_total / steps
 
 

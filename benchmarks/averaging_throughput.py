@@ -61,7 +61,7 @@ What two late ranks per step add to a step of Figure 4 at 64 ranks, in ms (of 32
 **Why D-PSGD and SGP are better here than there.** A rank waits for its neighbours of this step alone, so
 a delay travels one hop per step and delays of distant ranks pass at the same time: few of the 320 ms are
 paid. The paper's paid like local SGD: its D-PSGD was 1.02 x as fast as local SGD with delays (1.25 over
-1.23) and 1.03 x without (1.57 / 1.52), where one that waits less gains on it. With a barrier behind every
+1.23) and 1.03 x without (1.57 / 1.52), where one that waits less gains on it. With a barrier after every
 step, in italics, the schemes here pay all, too, and the target is reached.
 
 In Figure 10 they were 1.24 x (2.33 / 1.88) and 1.11 x as fast as local SGD there, {gossip:.1f} x and

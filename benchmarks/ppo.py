@@ -84,7 +84,7 @@ def table(rows: list[dict], args: argparse.Namespace) -> str:
         f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}. Mean and standard "
         f"deviation over runs. Every rank collects {args.episodes} whole episodes per iteration, learns "
         f"from them, and averages its model; {args.iterations} iterations. *Return*: of "
-        f"{args.final_episodes} new episodes per rank with the model behind `finish()`; the steps of an "
+        f"{args.final_episodes} new episodes per rank with the model after `finish()`; the steps of an "
         "episode, of at most 500 in CartPole. *Time*: of the slowest rank, through `finish()`. A policy "
         "that lives longer takes longer, hence *per step*: that time over the steps that a rank collects "
         "on average; *ratio*: of that to the first row's with the same seed, which ran just before or "

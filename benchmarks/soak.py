@@ -9,7 +9,7 @@ anew and load the checkpoint, in the same processes.  Every other life ends with
 the others must say so in time.  The next life loads the last checkpoint, with another number of ranks.
 
 Checked again and again: the law (what accumulated is in the total or in a residual), equal replicas,
-unchanged residuals when a step is refused, the state behind a restart; and that memory, threads and
+unchanged residuals when a step is refused, the state after a restart; and that memory, threads and
 open files stay what they were.  The .json is written after every life, and a later call goes on.
 """
 

@@ -63,7 +63,7 @@ def report(record: dict, path: Path) -> None:
                 *rows,
                 "",
                 "Memory is a rank's resident set, without garbage and what glibc keeps; it may grow by "
-                f"{100 * FLAT:g} % behind the first {100 * WARM:g} % of a life (the worst rank's "
+                f"{100 * FLAT:g} % after the first {100 * WARM:g} % of a life (the worst rank's "
                 "medians). `soak.png` shows it over time; it falls where the kernel takes back pages of "
                 "files (the code of libraries) that were not used lately. Residual between lives: the "
                 "sum over ranks in the checkpoint against that after loading it, most often by another "

@@ -27,8 +27,8 @@ def parts(documented: Any) -> dict[str, str]:
     found = {"": text.strip()}
     for label, body in zip(rest[::2], rest[1::2], strict=True):
         if label in _INDENTED:
-            body, behind = _indented(body)
-            found[""] = f"{found['']}\n\n{behind}".strip()
+            body, rest = _indented(body)
+            found[""] = f"{found['']}\n\n{rest}".strip()
         found[label] = inspect.cleandoc(body) if label == "Example" else body.strip("\n")
         if label in _RUNNING:
             found[label] = " ".join(body.split())

@@ -31,7 +31,7 @@ WIDTH = 20_000  # elements per region
 
 
 def gathered(counts, trigger):
-    """Balance and allgatherv of so many entries per rank."""
+    """Balance and allgatherv of this many entries per rank."""
     world_size = len(counts)
     boundaries = [WIDTH * rank for rank in range(world_size + 1)]
 

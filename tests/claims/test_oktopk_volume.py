@@ -17,7 +17,7 @@ from sparsync.transports.sim import simulate
 
 from .measured import ADVERSARIAL, EXCHANGEABLE, FEW, RANKS, k_for, oktopk_step, steps, words
 
-REPARTITION = 3  # steps 0 and 3 cut regions anew, 1 and 2 reuse them
+REPARTITION = 3  # steps 0 and 3 cut regions again, 1 and 2 reuse them
 STEPS = 4
 
 

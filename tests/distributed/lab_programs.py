@@ -21,7 +21,7 @@ PORT = 5000
 def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
     """Reduce once; every rank's address, inode, and bytes on its link around the allreduce."""
     vector = torch.ones(elements)
-    before = local_traffic()  # ahead of the barrier: behind it others may be sending already
+    before = local_traffic()  # ahead of the barrier: after it others may be sending already
     dist.barrier()
     dist.all_reduce(vector)
     for _ in range(2):  # what is sent leaves in order: when the second is over, all of it has left

@@ -59,8 +59,10 @@ def run(directory: Path, *code: str) -> None:
     assert process.returncode == 0, process.stderr
 
 
-def test_every_block_of_the_readme_runs(tmp_path):
-    run(tmp_path, side(blocks("diff")[0], "+"), *blocks("python"), TRAINED)
+def test_every_block_of_the_readme_runs_and_the_diff_starts_from_plain_ddp(tmp_path):
+    before, after = (side(blocks("diff")[0], sign) for sign in "-+")
+    assert "sparsync" not in before
+    run(tmp_path, before, "model = model.module", after, *blocks("python"), TRAINED)
 
 
 def test_every_block_about_arrays_runs(tmp_path):
@@ -70,12 +72,6 @@ def test_every_block_about_arrays_runs(tmp_path):
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
-
-
-def test_the_diff_starts_from_plain_ddp(tmp_path):
-    before = side(blocks("diff")[0], "-")
-    assert "sparsync" not in before
-    run(tmp_path, before)
 
 
 def test_every_algorithm_is_listed():

@@ -12,14 +12,10 @@ from sparsync_papers.workloads.cifar10 import Resnet20Cifar10, read_python
 from .data_files import pixels_of, write_cifar10, write_cifar10_binary
 
 
-def load(folder):
-    return Resnet20Cifar10(folder).parts
-
-
 @pytest.mark.parametrize("write", [write_cifar10, write_cifar10_binary])
 def test_images_and_labels_are_those_of_the_files(write, tmp_path):
     write(tmp_path)
-    training, test = load(tmp_path)
+    training, test = Resnet20Cifar10(tmp_path).parts
     assert (len(training), len(test)) == (20, 4)
     pixels, labels = pixels_of(0)
     assert training.labels[:4].tolist() == labels
@@ -30,7 +26,7 @@ def test_images_and_labels_are_those_of_the_files(write, tmp_path):
 
 def test_images_are_whitened_and_moved_only_while_training(tmp_path):
     write_cifar10(tmp_path)
-    training, _ = load(tmp_path)
+    training, _ = Resnet20Cifar10(tmp_path).parts
     chosen = torch.arange(20)
     plain, labels = training.batch(chosen, None)
     assert plain.shape == (20, 3, 32, 32) and plain.dtype == torch.float32
@@ -98,7 +94,7 @@ def test_a_cut_binary_file_and_a_missing_one_are_told(tmp_path):
     file = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ConfigurationError, match=r"data_batch_3.bin has 12,291 bytes, which is no"):
-        load(tmp_path)
+        Resnet20Cifar10(tmp_path).load()
     file.unlink()
     with pytest.raises(ConfigurationError, match=r"there is no data_batch_3.bin in .*; unpack"):
-        load(tmp_path)
+        Resnet20Cifar10(tmp_path).load()

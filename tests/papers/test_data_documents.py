@@ -14,10 +14,6 @@ from .data_files import write_documents
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def load(folder):
-    return BertWikipedia(folder, context=16).parts
-
-
 def named_documents(folder, count=40, sentences=6):
     """Document d has sentences "d.s d.s d.s", so every token says where it is from."""
     names = [f"d{d}s{s}" for d in range(count) for s in range(sentences)]
@@ -37,7 +33,7 @@ def test_pieces_are_the_longest_that_fit():
 
 def test_documents_are_blocks_of_lines(tmp_path):
     write_documents(tmp_path)
-    training, held_out = load(tmp_path)
+    training, held_out = BertWikipedia(tmp_path, context=16).parts
     assert (len(training), len(held_out)) == (6, 3) and len(training.vocabulary) == 16
     assert training.sentences(2) == ["The cats sat on the mat.", "A dog runs runs ."]
     assert len(named_documents(tmp_path)) == 40  # more empty lines change nothing
@@ -57,9 +53,8 @@ def test_passages_follow_each_other_in_half_of_the_pairs(tmp_path):
             said = [words[number] for number in row[:length].tolist()]
             cut = said.index("[SEP]")
             assert said[0] == "[CLS]" and said[-1] == "[SEP]" and said.count("[SEP]") == 2
-            assert segment.tolist() == [0] * (cut + 1) + [1] * (length - cut - 1) + [0] * (
-                32 - length
-            )
+            first_and_second = [0] * (cut + 1) + [1] * (length - cut - 1)
+            assert segment.tolist() == first_and_second + [0] * (32 - length)
             first, second = said[1:cut], said[cut + 1 : -1]
             document = first[0].split("s")[0]
             if other:
@@ -98,13 +93,13 @@ def test_files_that_cannot_be_used_are_told(tmp_path):
     write_documents(tmp_path)
     (tmp_path / "valid.txt").write_text("one line\nand one more\n")
     with pytest.raises(ConfigurationError, match=r"valid.txt has fewer than two documents; give"):
-        load(tmp_path)
+        BertWikipedia(tmp_path, context=16).load()
     (tmp_path / "train.txt").write_text("")
     with pytest.raises(ConfigurationError, match=r"cannot read .*train.txt .*; give documents"):
-        load(tmp_path)
+        BertWikipedia(tmp_path, context=16).load()
     (tmp_path / "vocab.txt").write_text("[UNK]\n[PAD]\n[SEP]\n")
     with pytest.raises(ConfigurationError, match=r"vocab.txt has no \[CLS\]; add a line"):
-        load(tmp_path)
+        BertWikipedia(tmp_path, context=16).load()
     (tmp_path / "vocab.txt").unlink()
     with pytest.raises(ConfigurationError, match=r"there is no vocab.txt in .*; put BERT's there"):
-        load(tmp_path)
+        BertWikipedia(tmp_path, context=16).load()

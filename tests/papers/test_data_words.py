@@ -185,7 +185,9 @@ def test_bleu_of_pieces_is_that_of_words_and_unknown_ones_are_never_right():
         assert found.hits == found.count == len(row) and found.loss < 1e-6
 
 
-@pytest.mark.parametrize("name", ["transformer-wmt17", "atis"])
+@pytest.mark.parametrize(
+    "name", ["atis", pytest.param("transformer-wmt17", marks=pytest.mark.slow)]
+)
 def test_models_learn_to_write_what_follows(tmp_path, name):
     write, sizes = WRITERS[name]
     write(tmp_path)

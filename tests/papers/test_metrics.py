@@ -66,13 +66,6 @@ def test_edit_distances_by_hand(heard, said, edits):
     assert edit_distance(heard, said) == edits
 
 
-@given(words, words, words)
-def test_edit_distance_is_a_distance(a, b, c):
-    assert edit_distance(a, b) == edit_distance(b, a)
-    assert (edit_distance(a, b) == 0) == (a == b)
-    assert edit_distance(a, c) <= edit_distance(a, b) + edit_distance(b, c)
-
-
 def test_error_rates_weigh_sentences_by_their_lengths():
     heard, said = [["a", "b"], ["c"]], [["a", "b", "c", "d"], ["x"]]
     assert error_rate(heard, said) == Mean(3, 5)

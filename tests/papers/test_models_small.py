@@ -73,33 +73,6 @@ def test_shapes_are_as_documented_and_every_parameter_has_a_gradient(name):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "lr", "steps"),
-    [
-        ("resnet20_cifar10", 2, 0.02, 15),
-        ("transformer_wmt17", 8, 0.02, 20),
-        ("lstm_ptb", 32, 0.05, 40),
-    ],
-)
-def test_it_learns_a_batch_by_heart(name, width, lr, steps):
-    """Classes alone, without the inputs, would take a loss of log 30 to one of log 7: by 0.57."""
-    model = small(name, width=width)
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout | torch.nn.LSTM):
-            part.eval()
-    inputs, _ = inputs_of(name)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    losses = []
-    for _ in range(steps):
-        logits = model(*inputs).flatten(0, -2)
-        loss = F.cross_entropy(logits, torch.arange(len(logits)) % 7)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-
-
 def test_convolutions_start_as_he_says():
     for model in (small("vgg16_cifar10", width=16), small("resnet20_cifar10", width=16)):
         convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -157,18 +130,10 @@ def test_bert_tells_orders_and_segments_apart():
     assert torch.equal(model(inputs)[0], model(inputs, torch.zeros_like(inputs))[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("transformer_wmt17", {"width": 9, "heads": 3}, "width is 9, expected an even one"),
-        ("lstm_an4", {"bins": 40}, "bins is 40, expected at least 41"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(name, options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        small(name, **options)
-
-
-def test_more_tokens_than_positions_are_refused():
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigurationError, match="width is 9, expected an even one"):
+        small("transformer_wmt17", width=9, heads=3)
+    with pytest.raises(ConfigurationError, match="bins is 40, expected at least 41"):
+        small("lstm_an4", bins=40)
     with pytest.raises(ConfigurationError, match=r"13 tokens .* at most 12"):
         small("bert")(tokens(1, 13))

@@ -32,7 +32,7 @@ def updates(world_size, step):
 
 
 def trained(make, world_size, *, steps=STEPS, reload_at=None, idle_from=STEPS, conclude=False):
-    """Models `[steps, P, n]` behind every step; ranks move by ``update``, at last by nothing."""
+    """Models `[steps, P, n]` after every step; ranks move by ``update``, at last by nothing."""
 
     async def program(comm):
         averager, vector, models = make(), torch.zeros(SIZE, dtype=torch.float64), []
@@ -57,7 +57,7 @@ def trained(make, world_size, *, steps=STEPS, reload_at=None, idle_from=STEPS, c
 
 
 def push_sum(graph, world_size, steps=STEPS, idle_from=STEPS):
-    """Algorithm 1 of SGP with matrices: z behind every step, and the last weights."""
+    """Algorithm 1 of SGP with matrices: z after every step, and the last weights."""
     x = torch.zeros(world_size, SIZE, dtype=torch.float64)
     w, models = torch.ones(world_size, dtype=torch.float64), []
     for step in range(steps):
@@ -148,7 +148,7 @@ def test_sgp_keeps_the_dtype_and_its_weight_stays_one(dtype):
 
 
 def block_filter(world_size, period, eta, zeta, nesterov):
-    """BMUF as its paper has it, W(t), G(t) and Delta(t); the model behind every block."""
+    """BMUF as its paper has it, W(t), G(t) and Delta(t); the model after every block."""
     shared, start, change, blocks = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE), []
     for block in range(STEPS // period):
         steps = range(block * period, (block + 1) * period)

@@ -27,7 +27,7 @@ def update(rank, step):
 
 
 def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
-    """Models `[steps, P, n]` behind every step; ``watch`` sees averager, model and result of each."""
+    """Models `[steps, P, n]` after every step; ``watch`` sees averager, model and result of each."""
 
     async def program(comm):
         averager, vector, models = make(), torch.ones(SIZE, dtype=torch.float64), []
@@ -94,8 +94,8 @@ def test_the_contract(chosen):
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_replicas_are_equal_behind_every_exchange(name):
     models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS[name], "period": 2}), 9)
-    behind = [1, 3, 5, 7, 9]  # the last: conclude, in the middle of a period
-    assert torch.equal(models[behind], models[behind][:, :1].expand_as(models[behind]))
+    after = [1, 3, 5, 7, 9]  # the last: conclude, in the middle of a period
+    assert torch.equal(models[after], models[after][:, :1].expand_as(models[after]))
     assert not torch.equal(models[8, 0], models[8, 1])
 
 
@@ -103,7 +103,7 @@ def test_replicas_are_equal_behind_every_exchange(name):
 @settings(max_examples=5)
 @given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(algorithm, decay, density, seed):
-    """Residuals before and what ranks moved is what was applied, and residuals behind."""
+    """Residuals before and what ranks moved is what was applied, and residuals after."""
     movements, kept = {}, {}
 
     def watch(rank, step, averager, local):
@@ -172,7 +172,7 @@ def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
     def make():
         return OuterStep(algorithm=algorithm, density=0.1, period=2, momentum=0.9)
 
-    def broken(rank, step):  # the first exchange behind the reload is refused
+    def broken(rank, step):  # the first exchange after the reload is refused
         return update(rank, step) * (math.nan if (rank, step) == (1, 5) else 1)
 
     through = on_all_ranks(make, 11, update=broken)

@@ -91,7 +91,7 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
     seen = {}
     make = partial(Wagma, group_size=2, sync_period=None)
     simulate(train(make, 2, delay, seen), 2, links=Links(alpha=0, beta=0))
-    w0 = (1 + 2) / 2  # behind step 0
+    w0 = (1 + 2) / 2  # after step 0
     fresh, stale = w0 + 1, 2.0  # what rank 1 published at step 0 was 0 + 2
     total = fresh + stale
     assert seen[1][0][0] == pytest.approx(total / 2)
@@ -159,7 +159,7 @@ FAULTS = [
     pytest.param(0.75, math.inf, id="dies"),
     pytest.param(0.95, 6.0, id="stands still, comes back"),
     pytest.param(0.31, 1.0, id="is back before the deadline"),
-    pytest.param(1.03, 40.0, id="comes back behind the end"),
+    pytest.param(1.03, 40.0, id="comes back after the end"),
 ]
 
 

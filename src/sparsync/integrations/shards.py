@@ -89,7 +89,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if all(placement.is_replicate() for placement in placements):
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if 0 in size:  # an empty shard has an offset behind the end, or none
+    if 0 in size:  # an empty shard has an offset past the end, or none
         offset = size = (0,) * len(size)
     piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
     return Shard(name, parameter, piece, str(placements))

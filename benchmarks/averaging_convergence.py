@@ -58,7 +58,7 @@ ROWS = {
     "Allreduce-SGD": ("allreduce", {}),
     "WAGMA, S = 2 (default)": ("wagma", {}),
     "WAGMA, S = 4": ("wagma", {"group_size": 4}),
-    "no group collectives": ("wagma", {"grouping": "none"}),
+    "no group collectives": ("local", {"period": 10}),
     "fixed groups, S = 2": ("wagma", {"dynamic": False}),
     "fixed groups, S = 4": ("wagma", {"dynamic": False, "group_size": 4}),
     "S = P = 8": ("wagma", {"group_size": 8}),

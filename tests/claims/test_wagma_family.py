@@ -43,7 +43,7 @@ def matrix_of(make, steps):
 
 def test_neither_is_local_sgd():
     def wagma():
-        return Wagma(grouping="none", sync_period=3)
+        return Wagma(group_size=1, sync_period=3)
 
     for steps in (2, 3):
         assert torch.equal(matrix_of(wagma, steps), matrix_of(lambda: LocalSgd(period=3), steps))

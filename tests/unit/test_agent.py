@@ -31,10 +31,8 @@ class Hand(Host):
 def make(world_size, **options):
     agents = []
     for rank in range(world_size):
-        rounds = ModelRounds(world_size, None, "wait-avoiding", dynamic=True)
         model = torch.zeros(4)
-        rounds.restart(0, model)
-        agents.append(Agent(rounds, 0, model, **options))
+        agents.append(Agent(ModelRounds(model, world_size, None), world_size, 0, model, **options))
         agents[-1].host = Hand(rank, world_size)
     return agents
 
@@ -55,7 +53,8 @@ def deliver(agents, *, lost=lambda source, dest, kind: False):
 
 def arrive(agent, step, value):
     told = []
-    agent.arrive(round_of(step), torch.full((4,), float(value)), told.append)
+    model = torch.full((4,), float(value))
+    agent.arrive(round_of(step), model, lambda answer: told.append(answer[0]))
     return told
 
 
@@ -100,10 +99,10 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
         agents[0].tick()
     assert [peer for peer, _, _ in agents[0].left_out] == [1]
     agents[0].host.sent.clear()
-    agents[1].host.send(0, Header(Kind.PING, 0, round_of(1), 0).join(None))
+    agents[1].post(0, Header(Kind.PING, 0, round_of(1)).pack())
     deliver(agents)
     (welcome,) = arrive(agents[1], 1, 7)
-    assert welcome.result.model.tolist() == [0.0] * 4
+    assert welcome.resumes and welcome.result.total.tolist() == [0.0] * 4
 
 
 def test_a_second_actor_ends_the_first():

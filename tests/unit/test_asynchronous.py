@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.averaging import AdPsgd, AllreduceAverage, EagerSgd
+from sparsync.averaging import AdPsgd, EagerSgd
 from sparsync.averaging.eager import EagerRounds
 from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
 from sparsync.errors import ConfigurationError
@@ -44,7 +44,10 @@ def seconds_of(make, world_size=8):
 
 def test_whoever_waits_less_ends_earlier():
     """Per step two of eight ranks are late: allreduce waits for both, a drawn rank is late at times."""
-    allreduce, majority = seconds_of(AllreduceAverage), seconds_of(SCHEMES["eager, majority"])
+    allreduce, majority = (
+        seconds_of(ALL_SCHEMES["allreduce"]),
+        seconds_of(SCHEMES["eager, majority"]),
+    )
     solo, pairs = seconds_of(SCHEMES["eager, solo"]), seconds_of(AdPsgd)
     assert allreduce == pytest.approx(30 * (COMPUTE + 0.3), rel=0.01)
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsync.averaging.base import mean
-from sparsync.averaging.local import AllreduceAverage
+from sparsync.averaging.schemes import SCHEMES
 
 from .averager_models import Smoothed, add_, linear, train_
 from .zmq_group import together
+
+allreduce = SCHEMES["allreduce"]
 
 
 @settings(max_examples=8)
@@ -33,7 +35,7 @@ def test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides(dtyp
             model.to(memory_format=torch.channels_last)
         kept = [(p, p.data_ptr(), p.dtype, p.stride()) for p in model]
         start = [p.detach().clone() for p in model]
-        averager = AllreduceAverage(model, comm=comm)
+        averager = allreduce(model, comm=comm)
         add_(model, 2 * comm.rank)
         averager.step()
         for p, value, (own, *layout) in zip(model, start, kept, strict=True):
@@ -51,7 +53,7 @@ def test_complex_parameters_travel_and_tied_ones_once():
         model = nn.ModuleList([linear(), linear()])
         model[1].weight = model[0].weight
         model.spectrum = nn.Parameter(torch.tensor([1 + 2j]))
-        averager = AllreduceAverage(model, comm=comm)
+        averager = allreduce(model, comm=comm)
         size = averager._binding.read().numel()
         with torch.no_grad():
             model.spectrum += 2j * comm.rank
@@ -72,7 +74,7 @@ def test_frozen_parameters_stay_and_are_settled_only_where_they_differ():
         model[0].requires_grad_(False)
         model[1].requires_grad_(False)
         nn.init.constant_(model[0].weight, rounds)
-        averager = AllreduceAverage(model, comm=comm)
+        averager = allreduce(model, comm=comm)
         add_(model, 1.0)
         averager.step()
         assert averager._binding.read().numel() == 3
@@ -90,7 +92,7 @@ def test_buffers_follow_their_rule(rule):
     def program(comm):
         model = nn.BatchNorm1d(1, momentum=1.0)
         model.register_buffer("table", torch.tensor([-torch.inf]), persistent=False)
-        averager = AllreduceAverage(model, comm=comm, buffers=rule)
+        averager = allreduce(model, comm=comm, buffers=rule)
         for _ in range(comm.rank + 1):
             model(torch.full((4, 1), 2.0 * comm.rank))
         model.table = torch.tensor([float(comm.rank)])
@@ -118,7 +120,7 @@ def test_moments_stay_or_travel_or_are_reset(rule, expected):
     def program(comm):
         model = linear()
         optimizer = torch.optim.Adam(model.parameters())
-        averager = AllreduceAverage(model, comm=comm, optimizer=optimizer, moments=rule)
+        averager = allreduce(model, comm=comm, optimizer=optimizer, moments=rule)
         ((comm.rank + 1) * model.weight).sum().backward()
         if comm.rank:
             model.bias.sum().backward()  # rank 0 has no state for its bias: zero to others
@@ -154,7 +156,7 @@ def test_it_trains_as_one_process_with_all_batches():
     def program(comm):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        with AllreduceAverage(model, comm=comm) as averager:
+        with allreduce(model, comm=comm) as averager:
             train_(model, optimizer, comm.rank, 5, averager)
         return model.weight.detach()
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync.averaging.local import AllreduceAverage, LocalSgd
+from sparsync.averaging import LocalSgd
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
 
 from .averager_models import Smoothed, failure, linear, train_
 from .zmq_group import together
 
 ROOT = Path(__file__).parents[2]
+
+allreduce = SCHEMES["allreduce"]
 
 
 # ---- what is compared at the start -----------------------------------------------------------------
@@ -38,31 +41,31 @@ def starts(make, words, world_size=2):
 
 def test_unequal_starts_are_named():
     starts(
-        lambda comm: AllreduceAverage(linear(comm.rank), comm=comm),
+        lambda comm: allreduce(linear(comm.rank), comm=comm),
         r"initial values of 'weight' .*seed all ranks alike",
     )
 
     def frozen(comm):
         model = nn.ModuleList([linear(comm.rank).requires_grad_(False), linear()])
-        return AllreduceAverage(model, comm=comm)
+        return allreduce(model, comm=comm)
 
     starts(frozen, r"initial values of '0.weight'")
 
 
 def test_unequal_tensors_are_named():
     starts(
-        lambda comm: AllreduceAverage(linear(bias=comm.rank == 0), comm=comm),
+        lambda comm: allreduce(linear(bias=comm.rank == 0), comm=comm),
         r"tensor 1 of the model: rank (0 has 'bias' \[1\] torch.float32|1 has nothing)",
     )
     starts(
-        lambda comm: AllreduceAverage(linear().requires_grad_(comm.rank == 0), comm=comm),
+        lambda comm: allreduce(linear().requires_grad_(comm.rank == 0), comm=comm),
         r"tensor 0 of the model: rank \d has 'weight' \[1, 2\] torch.float32",
     )
 
     def stepped(comm):
         model = linear()
         optimizer = torch.optim.Adam(model.parameters())
-        averager = AllreduceAverage(model, comm=comm, optimizer=optimizer, moments="average")
+        averager = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
         if comm.rank == 0:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -84,7 +87,7 @@ def test_unequal_settings_are_named():
 def test_models_that_do_not_train_alone_are_refused(wrapper):
     wrapped = type("Mine", (type(wrapper, (nn.Sequential,), {}),), {})(linear())
     for model in (wrapped, nn.Sequential(wrapped)):
-        assert wrapper in failure(ConfigurationError, AllreduceAverage, model)
+        assert wrapper in failure(ConfigurationError, allreduce, model)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +103,13 @@ def test_models_that_do_not_train_alone_are_refused(wrapper):
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_what_cannot_work_is_refused(make, options, words):
-    assert words in failure(ConfigurationError, AllreduceAverage, make(), **options)
+    assert words in failure(ConfigurationError, allreduce, make(), **options)
 
 
 def test_a_model_that_changes_is_refused_but_may_freeze():
     model = nn.ModuleList([linear(), linear()])
     model[1].requires_grad_(False)
-    averager = AllreduceAverage(model)
+    averager = allreduce(model)
     model[0].requires_grad_(False)
     averager.step()
     model[1].requires_grad_(True)
@@ -120,7 +123,7 @@ def test_a_model_that_changes_is_refused_but_may_freeze():
 def test_what_is_not_finite_stays_at_home_unless_it_may_spread():
     def program(comm, rule):
         model = linear()
-        averager = AllreduceAverage(model, comm=comm, nonfinite=rule)
+        averager = allreduce(model, comm=comm, nonfinite=rule)
         averager.step()
         if comm.rank == 1:
             model.bias.data.fill_(torch.nan)
@@ -137,7 +140,7 @@ def test_what_is_not_finite_stays_at_home_unless_it_may_spread():
 
 
 def test_without_a_model_there_is_no_step():
-    assert "without a model" in failure(ConfigurationError, AllreduceAverage().step)
+    assert "without a model" in failure(ConfigurationError, allreduce().step)
 
 
 # ---- the end, and what is saved --------------------------------------------------------------------

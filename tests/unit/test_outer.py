@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsync import ConfigurationError, LocalAdamW, simulate
-from sparsync.averaging.local import LocalSgd
+from sparsync.averaging import LocalSgd
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep, sparseloco
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve

@@ -4,8 +4,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from sparsync.averaging import LocalSgd
 from sparsync.averaging.base import Averager
-from sparsync.averaging.local import LocalSgd
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.train.exchanges import HOOKS, check_algorithms, make_exchange
 from sparsync.cli.train.settings import TrainSettings
@@ -51,8 +51,8 @@ def test_an_option_that_no_algorithm_has_is_refused():
 
 def test_an_installed_package_adds_a_scheme(monkeypatch):
     def points(group, name=None):
-        found = [EntryPoint("theirs", "sparsync.averaging.local:LocalSgd", group),
-                 EntryPoint("wrong", "sparsync.averaging.local:__doc__", group)]  # fmt: skip
+        found = [EntryPoint("theirs", "sparsync.averaging.base:LocalSgd", group),
+                 EntryPoint("wrong", "sparsync.averaging.base:__doc__", group)]  # fmt: skip
         return [point for point in found if name in (None, point.name)]
 
     monkeypatch.setattr("sparsync.averaging.schemes.entry_points", points)

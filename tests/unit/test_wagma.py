@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.averaging import AllreduceAverage, LocalSgd, Wagma
+from sparsync.averaging import Wagma
 from sparsync.averaging.agent import tree_children
-from sparsync.averaging.wagma import ModelRounds, group_allreduce
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.averaging.wagma import group_allreduce
 from sparsync.errors import ConfigurationError, DeadlockError
 from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
@@ -62,7 +63,7 @@ def test_a_late_rank_holds_up_nobody_until_the_global_average():
     def delay(step, rank):
         return 0.32 if (step, rank) == (3, 2) else 0.0
 
-    waits = simulate(train(AllreduceAverage, 9, delay), 4, links=Links(alpha=0)).seconds
+    waits = simulate(train(SCHEMES["allreduce"], 9, delay), 4, links=Links(alpha=0)).seconds
     avoids = simulate(train(lambda: Wagma(sync_period=None), 9, delay), 4, links=Links(alpha=0))
     # conclude waits for the late rank, which has not lost its delay
     assert avoids.seconds == pytest.approx(waits, rel=1e-3)
@@ -122,13 +123,6 @@ def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, count,
     assert low / 3 <= float(models(simulation)[0][0]) <= high
 
 
-def test_without_groups_it_is_local_sgd_bit_for_bit():
-    delay = late(4, 0.2)
-    none = simulate(train(lambda: Wagma(grouping="none", sync_period=5), 13, delay), 4)
-    local = simulate(train(lambda: LocalSgd(period=5), 13, delay), 4)
-    assert all(map(torch.equal, models(none), models(local)))
-
-
 @pytest.mark.slow
 def test_random_delays_cost_less_than_with_allreduce():
     """Section 5.2's delays at 64 ranks: two of them wait 320 ms per step; the paper has 1.26 x."""
@@ -139,7 +133,7 @@ def test_random_delays_cost_less_than_with_allreduce():
 
     links = Links(alpha=2e-6, beta=1e-10)
     wagma = simulate(program(Wagma), 64, links=links).seconds
-    allreduce = simulate(program(AllreduceAverage), 64, links=links).seconds
+    allreduce = simulate(program(SCHEMES["allreduce"]), 64, links=links).seconds
     assert allreduce / wagma > 1.26
 
 
@@ -214,12 +208,6 @@ def test_both_ways_to_sum_a_group_are_equal_on_all_ranks(world_size, size):
     if world_size == 8:
         words = results[0][1].total().sent / 4 / size
         assert words == pytest.approx(3 if size < 10 else 1.75, rel=0.01)
-
-
-def test_rounds_skip_steps_without_an_average():
-    rounds = ModelRounds(2, 5, "none", dynamic=True)
-    assert [rounds.following(v) for v in (-1, 0, 9, 10)] == [9, 9, 19, 19]
-    assert ModelRounds(2, None, "none", dynamic=True).following(3) > 2**60
 
 
 @pytest.mark.parametrize(

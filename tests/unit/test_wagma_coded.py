@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.averaging import Wagma
-from sparsync.averaging.wagma import ModelRounds, codec_of, coded_allreduce
+from sparsync.averaging.wagma import CODECS, ModelRounds, coded_allreduce
 from sparsync.errors import ConfigurationError
 from sparsync.transports.sim import Links, simulate
 
@@ -42,7 +42,7 @@ def test_a_sum_and_what_it_lost_make_the_exact_sum(world_size, size, values, see
     vectors = [drift(seed, rank, size) for rank in range(world_size)]
 
     async def program(comm):
-        return await coded_allreduce(comm, vectors[comm.rank], codec_of(values), seed)
+        return await coded_allreduce(comm, vectors[comm.rank], CODECS[values], seed)
 
     sums = simulate(program, world_size).results
     assert all(torch.equal(one.total, sums[0].total) for one in sums)
@@ -74,15 +74,16 @@ def test_an_old_model_of_a_late_rank_owes_nothing_and_what_was_owed_stays():
     models = {0: [drift(0, 0, size), drift(1, 0, size)], 1: [drift(0, 1, size)]}
 
     async def program(comm):
-        rounds = ModelRounds(2, None, "wait-avoiding", dynamic=True, codec=codec_of("bf16"))
-        rounds.restart(0, torch.zeros(size, dtype=torch.float64))
+        base = torch.zeros(size, dtype=torch.float64)
+        rounds = ModelRounds(base, 2, None, codec=CODECS["bf16"])
         rounds.publish(1, models[comm.rank][0])
-        await rounds.reduce(comm, rounds.contribution(1))
-        owed = rounds.error
+        await rounds.reduce(comm, 1, 1)
+        owed, newest = rounds.error, 1
         if comm.rank == 0:  # rank 1 is late
-            rounds.publish(3, models[0][1])
-        sent = rounds.contribution(3)
-        return owed, sent, await rounds.reduce(comm, rounds.contribution(3)), rounds.error
+            newest = 3
+            rounds.publish(newest, models[0][1])
+        sent = rounds._vector
+        return owed, sent, await rounds.reduce(comm, 3, newest), rounds.error
 
     (_, fresh, total, _), (owed, old, _, error) = simulate(program, 2).results
     exact = old[first:] + fresh[first:].to(torch.bfloat16).double()

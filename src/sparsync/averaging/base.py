@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["Averager", "mean"]
+__all__ = ["Averager", "LocalSgd", "mean"]
 
 A = TypeVar("A", bound="Averager")
 
@@ -225,3 +225,40 @@ class Averager(Stateful):
 async def mean(comm: Communicator, vector: Tensor) -> Tensor:
     """Average a vector over all ranks."""
     return await comm.allreduce(vector, "average") / comm.world_size
+
+
+@final
+class LocalSgd(Averager):
+    """Averages all models when ``(step + 1) % period == 0``.
+
+    With a period of 1 and plain SGD from equal models this is averaging the gradients ("allreduce").
+
+    Args:
+        model: as for ``Averager``.
+        period: local steps between averages, H.
+        binding: the other arguments of ``Averager``.
+
+    Cost: one dense allreduce every ``period`` steps.   State: none.
+    Differs from the paper: nothing.
+
+    Example:
+        >>> averager = LocalSgd(nn.Linear(2, 1), period=4)
+        >>> averager.step(); averager.finish(); averager.state_dict()["steps"]
+        1
+
+    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, "Allreduce-SGD", "local SGD"; Stich, ICLR 2019.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, period: int = 8, **binding: Any) -> None:
+        if period < 1:
+            raise ConfigurationError(f"LocalSgd: period is {period}; give at least 1 step")
+        self.period = period
+        super().__init__(model, **binding)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the period closes with local step ``step``."""
+        return (step + 1) % self.period == 0
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean when the period closes, the model itself otherwise."""
+        return await mean(comm, vector) if self.is_due(step) else vector

@@ -1,20 +1,50 @@
-"""An averager whose actor runs next to this rank's training, and answers it."""
+"""Averagers with an actor next to the training, which answers peers whatever its rank computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sparsync.averaging.base import Averager
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Ledger, Parts
 
-__all__ = ["Accompanied"]
+__all__ = ["Accompanied", "Companion"]
+
+
+class Companion(Actor):
+    """An actor that books its messages; its rank takes the books over with every answer."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+
+    def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
+        """Send a head, of whole words so that values after it are aligned, and values."""
+        message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        if body is not None:
+            message = torch.cat([message, body.contiguous().view(torch.uint8)])
+        parts = Parts(header=len(head), value=message.numel() - len(head))
+        self.ledger.sent("average", message.numel(), parts)
+        self.host.send(dest, message)
+
+    def answer(self, reply: Reply, result: object) -> None:
+        """Give a rank the result that it waits for."""
+        traffic, self.ledger = self.ledger, Ledger()
+        reply((result, traffic))
+
+    def failure(self, peer: int, step: int, reason: str) -> PeerError:
+        """Return the error of a wait for a peer that is gone."""
+        where = f"rank {self.host.rank}, step {step}, phase 'average'"
+        return PeerError(f"{where}: rank {peer}: {reason}")
 
 
 class Accompanied(Averager):
-    """Runs an actor next to this rank's training, and calls it."""
+    """Runs a companion next to this rank's training, and asks it."""
 
     _comm: Communicator | None = None
 
@@ -27,7 +57,7 @@ class Accompanied(Averager):
         self._host = comm.companions["averaging"] = comm.host(actor)
 
     async def _ask(self, step: int, function: Callable[[Reply], None]) -> Any:
-        """Let the actor's thread call ``function(reply)``; wait for the reply and return it.
+        """Let the actor's thread call ``function(reply)``; return what it answers.
 
         Raises:
             DeadlineError: that takes longer than the communicator's timeout.
@@ -37,4 +67,6 @@ class Accompanied(Averager):
                 f"{type(self).__name__}: call begin() before average() and conclude()"
             )
         where = f"rank {self._comm.rank}, step {step}: phase 'average'"
-        return await self._host.ask(function, lambda: where)
+        result, traffic = await self._host.ask(function, lambda: where)
+        self._comm.ledger.take(traffic)
+        return result

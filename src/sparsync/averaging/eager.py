@@ -66,27 +66,23 @@ class EagerSgd(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        shared = self.memory.setdefault("shared", vector)
-        rounds = EagerRounds(self.quorum, self.seed, comm.world_size, shared)
-        rounds.publish(2 * step, torch.zeros_like(vector))
-        self._taken = shared
-        self._agent = Agent(rounds, step, torch.zeros_like(vector))
+        self._taken = self.memory.setdefault("shared", vector)
+        rounds = EagerRounds(self.quorum, self.seed, comm.world_size, self._taken)
+        self._agent = Agent(rounds, comm.world_size, step, torch.zeros_like(vector))
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over this rank's local step; take the sums that are there."""
-        return await self._sum(comm, round_of(step), vector)
+        return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Sum what waits on all ranks; they wait for each other."""
-        return await self._sum(comm, 2 * step, vector)
+        return await self._sum(2 * step, vector)
 
-    async def _sum(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
+    async def _sum(self, version: int, vector: Tensor) -> Tensor:
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, vector - self._taken, reply)
         )
-        comm.ledger.take(answer.traffic)
-        assert isinstance(answer.result, Round), "nobody is left out without a deadline"
         self.memory["shared"], waiting = answer.result.total
         self._taken = self.memory["shared"] + waiting
         return self._taken
@@ -96,23 +92,14 @@ class EagerSgd(Accompanied):
 class EagerRounds(Rounds):
     """Rounds that sum updates; one that comes too late is in a later sum.
 
-    Args:
-        quorum: see ``EagerSgd``.
-        seed: of the ranks that begin.
-        world_size: P.
-        shared: what the sums are added to, one by one: equal bits on ranks that have the same sums.
+    Sums are added to ``shared`` one by one: equal bits on ranks that have the same sums.
     """
 
     def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
         self.quorum, self.seed, self.world_size = quorum, seed, world_size
         self.shared = shared
-        self.published = -1
         self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
         self._given = self._waiting  # those of the round under way
-
-    def synchronous(self, version: int) -> bool:
-        """No step waits for all."""
-        return False
 
     def activates(self, version: int, rank: int) -> bool:
         """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
@@ -122,13 +109,12 @@ class EagerRounds(Rounds):
 
     def publish(self, version: int, vector: Tensor) -> None:
         """Add an update to what waits."""
-        self.published = version
         self._waiting = self._waiting + vector
 
-    def contribution(self, version: int) -> Tensor:
-        """Return all that waits; nothing is zeros."""
+    async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
+        """Sum all that waits on any rank."""
         self._given = self._waiting
-        return self._given
+        return await comm.allreduce(self._given, "average")
 
     def end(self, result: Round) -> None:
         """Apply a sum; what this rank gave waits no more."""
@@ -138,7 +124,3 @@ class EagerRounds(Rounds):
     def collected(self, newest: Round) -> Round:
         """Return the shared model and this rank's updates that wait, `[2, n]`."""
         return newest._replace(total=torch.stack([self.shared, self._waiting]))
-
-    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
-        """Sum over all ranks."""
-        return await comm.allreduce(vector, "average")

@@ -1,7 +1,8 @@
-"""Synchronous gossip: every rank averages with its neighbours in a graph, after every step."""
+"""Gossip: ranks average with few others; D-PSGD and SGP after every step, AD-PSGD in between."""
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
+from sparsync.averaging.companion import Accompanied, Companion
 from sparsync.errors import ConfigurationError
+from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Raw
 
-__all__ = ["Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
+__all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
 
-_WEIGHT_BYTES: Final = 8  # a float64 in front of every message of SGP
+_WORD: Final = 8  # bytes in front of a message's values: SGP's weight, AD-PSGD's kind
+_ASK, _REPLY = (bytes([kind]) + bytes(_WORD - 1) for kind in (0, 1))
 
 
 class Graph(ABC):
@@ -44,10 +48,6 @@ class Ring(Graph):
         """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
         both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
         return [neighbour for neighbour in both if neighbour != rank]
-
-    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the neighbours: the ring is undirected."""
-        return self.neighbours(rank, world_size, step)
 
 
 @final
@@ -97,17 +97,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message`` to all neighbours; return those received, and the own one, by rank.
-
-    Args:
-        comm: the group.
-        graph: who sends to whom at ``step``.
-        message: `[m]`, of equal length and dtype on all ranks; not modified.
-        step: 0-based.
-        phase: name in the ledger.
-
-    Cost: as many messages of m elements as there are neighbours and sources.
-    """
+    """Send ``message``, `[m]`, to all neighbours; return those received, and the own one, by rank."""
     payload = message.view(torch.uint8)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -157,10 +147,7 @@ class Dpsgd(Averager):
         """Return the mean over this rank and its neighbours."""
         for _ in range(self.mixing_steps):
             models = await exchange(comm, Ring(), vector, step, "gossip")
-            total = models[0].clone()
-            for theirs in models[1:]:
-                total += theirs
-            vector = total.div_(len(models))
+            vector = sum(models[1:], start=models[0]) / len(models)
         return vector
 
 
@@ -225,13 +212,13 @@ class Sgp(Averager):
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        weight = torch.tensor([share * self.state.weight], dtype=torch.float64)
-        parts = [t.view(torch.uint8) for t in (weight.to(vector.device), share * self._x(vector))]
+        weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
+        parts = [part.view(torch.uint8) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
         total, weight_total = torch.zeros_like(vector), 0.0
         for message in messages:
-            weight_total += message[:_WEIGHT_BYTES].view(torch.float64).item()
-            total += message[_WEIGHT_BYTES:].view(vector.dtype)
+            weight_total += message[:_WORD].view(torch.float64).item()
+            total += message[_WORD:].view(vector.dtype)
         return self._keep(weight_total, total.div_(weight_total))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -247,3 +234,119 @@ class Sgp(Averager):
         self.state = SgpState(weight)
         self.memory = {} if weight == 1 else {"model": z}
         return z
+
+
+@final
+class AdPsgd(Accompanied):
+    """Averages pairs of models in the background; no rank ever waits for one that computes.
+
+    After each local step a rank takes its model as its agent has it by then, and the agent asks a
+    random partner's agent for an average, unless the last one has not been answered yet.
+
+    Args:
+        model: as for ``Averager``.
+        seed: of the partners.
+        binding: the other arguments of ``Averager``.
+
+    Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
+    3 n.   State: the last model taken.
+    Differs from the paper: any rank may ask any other: agents answer at once, so there is no deadlock
+    and the graph need not be bipartite; exchanges are begun once per step, not as often as possible.
+
+    Example:
+        >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
+
+    References: Lian et al., Asynchronous Decentralized Parallel SGD, ICML 2018; WAGMA-SGD, IEEE TPDS
+    2021, section 2.2.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
+        self.seed = seed
+        super().__init__(model, **binding)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        self._agent = _PairAgent(vector, self.seed)
+        self._run(comm, self._agent)
+        self.memory["taken"] = vector
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Hand over what the local step did; take the model as it is by now."""
+        return await self._take(vector, step, ask=True)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean of all models, once no exchange is under way."""
+        await self._take(vector, step, ask=False)
+        agent = self._agent
+        await self._ask(step, agent.rest)
+        await comm.barrier()  # all have their answers: nobody asks any more
+        self.memory["taken"] = final = await mean(comm, agent.model)
+        self._host.call(lambda: setattr(agent, "model", final))
+        return final
+
+    async def _take(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
+        change = vector - self.memory["taken"]
+        taken: Tensor = await self._ask(
+            step, lambda reply: self._agent.update(change, step, reply, ask=ask)
+        )
+        self.memory["taken"] = taken
+        return taken
+
+
+@final
+class _PairAgent(Companion):
+    """Holds a rank's model, and averages it with one partner at a time.
+
+    Who asks sends x and gets the partner's y: it adds (y - x) / 2 and the partner (x - y) / 2, to what
+    either has by then; so the sum of all models never changes, whatever comes between.
+    """
+
+    def __init__(self, model: Tensor, seed: int) -> None:
+        super().__init__()
+        self.model, self.seed = model, seed
+        self._asked: Tensor | None = None  # what was sent and has no answer yet
+        self._idle: Reply | None = None
+        self._count = self._step = 0
+
+    def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
+        """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
+        self._step = step
+        self.model = self.model + change
+        if ask and self._asked is None and self.host.world_size > 1:
+            self._count += 1
+            draw = random.Random(f"{self.seed} {self.host.rank} {self._count}")
+            hop = 1 + draw.randrange(self.host.world_size - 1)
+            self._partner = (self.host.rank + hop) % self.host.world_size
+            self._asked = self.model
+            self.post(self._partner, _ASK, self.model)
+        self.answer(reply, self.model)
+
+    def rest(self, reply: Reply) -> None:
+        """Answer when nothing is asked."""
+        if self._asked is None:
+            self.answer(reply, None)
+        else:
+            self._idle = reply
+
+    def receive(self, source: int, payload: Tensor) -> None:
+        """Answer a partner, or take its answer."""
+        self.ledger.received("average", payload.numel())
+        theirs = payload[_WORD:].clone().view(self.model.dtype)
+        if payload[0] == _ASK[0]:
+            self.post(source, _REPLY, self.model)
+            self.model = self.model + (theirs - self.model) / 2
+            return
+        assert self._asked is not None, "an answer follows a question"
+        self.model = self.model + (theirs - self._asked) / 2
+        self._asked = None
+        if self._idle is not None:
+            idle, self._idle = self._idle, None
+            self.answer(idle, None)
+
+    def tick(self) -> None:
+        """Nothing is ever due."""
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Fail, if its answer is waited for."""
+        if self._asked is not None and peer == self._partner:
+            raise self.failure(peer, self._step, reason)

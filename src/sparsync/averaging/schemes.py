@@ -8,11 +8,11 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Final, final
 
-from sparsync.averaging.adpsgd import AdPsgd
-from sparsync.averaging.base import Averager
+from torch import nn
+
+from sparsync.averaging.base import Averager, LocalSgd
 from sparsync.averaging.eager import EagerSgd
-from sparsync.averaging.gossip import Dpsgd, Sgp
-from sparsync.averaging.local import AllreduceAverage, LocalSgd
+from sparsync.averaging.gossip import AdPsgd, Dpsgd, Sgp
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.averaging.wagma import Wagma
 from sparsync.errors import ConfigurationError
@@ -50,10 +50,14 @@ class _Schemes(Mapping[str, Callable[..., Averager]]):
         return len(list(iter(self)))
 
 
+def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
+    return LocalSgd(model, period=1, **binding)
+
+
 # each is called with a model, or without one, and with keyword arguments
 SCHEMES: Mapping[str, Callable[..., Averager]] = _Schemes(
     {
-        "allreduce": AllreduceAverage,
+        "allreduce": _allreduce,
         "local": LocalSgd,
         "dpsgd": Dpsgd,
         "sgp": Sgp,

@@ -26,24 +26,24 @@ from sparsync.wire import Codec, Qsgd, Whole
 from sparsync.wire.base import MessageFraming
 
 __all__ = [
+    "CODECS",
     "CodedSum",
     "Grouping",
     "ModelRounds",
     "Values",
     "Wagma",
-    "codec_of",
     "coded_allreduce",
     "group_allreduce",
 ]
 
-Grouping = Literal["wait-avoiding", "synchronous", "none"]
+Grouping = Literal["wait-avoiding", "synchronous"]
 Values = Literal["fp32", "bf16", "int8"]
 
 _LOG = logging.getLogger("sparsync")
 _ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
 _BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
 _INT8_BLOCK: Final = 128  # elements that share a float32 scale, as in ``Packed``: 8.25 bits each
-_CODECS: Final = MappingProxyType[str, Codec[DenseVector]](
+CODECS: Final = MappingProxyType[str, Codec[DenseVector]](
     {"bf16": Whole(torch.bfloat16), "int8": Qsgd(8, block=_INT8_BLOCK, scale="max")}
 )
 
@@ -64,10 +64,10 @@ class Wagma(Accompanied):
     Args:
         model: as for ``Averager``.
         group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
-            differ by one rank.
+            differ by one rank; 1: only global averages, which is local SGD.
         sync_period: tau, in steps; None: no global average before ``finish``.
-        grouping: "wait-avoiding" (alpha of section 4), "synchronous" (beta: a group waits for its
-            members), or "none" (neither: local SGD).
+        grouping: "wait-avoiding" (alpha of section 4), or "synchronous" (beta: a group waits for its
+            members).
         dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
         values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; what rounding
             takes away is contributed later.  Global averages are never rounded.
@@ -113,15 +113,16 @@ class Wagma(Accompanied):
             raise ConfigurationError(f"sync_period is {sync_period}; give at least 1 step, or None")
         if grouping not in get_args(Grouping):
             raise ConfigurationError(
-                f"grouping is {grouping!r}; choose wait-avoiding, synchronous or none"
+                f"grouping is {grouping!r}; choose wait-avoiding or synchronous"
             )
         if deadline is not None and not deadline > 0:
             raise ConfigurationError(f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
         self.dynamic, self.values, self.deadline = dynamic, values, deadline
         self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason
-        self._codec = codec_of(values)
-        self._rounds: ModelRounds | None = None
+        if values not in get_args(Values):
+            raise ConfigurationError(f"values is {values!r}; choose fp32, bf16 or int8")
+        self._codec = CODECS.get(values)
         self._present: list[int] = []
         super().__init__(model, **binding)
 
@@ -137,40 +138,35 @@ class Wagma(Accompanied):
             raise ConfigurationError(
                 f"group_size is {size} of {comm.world_size} ranks; give at most all of them"
             )
-        rounds = ModelRounds(
-            size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
+        self._rounds = ModelRounds(
+            vector, size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
         )
-        rounds.error = self.memory.get("error")
-        rounds.restart(2 * step, vector)
-        self._rounds, self._taken = rounds, 2 * step
-        self._agent = Agent(rounds, step, vector, self.deadline)
+        self._rounds.error = self.memory.get("error")
+        self._taken = 2 * step
+        self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Average with the group, or with all."""
-        if not self._begun_rounds().has(step):
-            return vector
-        return await self._arrive(comm, round_of(step), vector)
+        return await self._arrive(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models; ranks wait for each other."""
-        return await self._arrive(comm, 2 * step, vector)
+        return await self._arrive(2 * step, vector)
 
-    async def _arrive(self, comm: Communicator, version: int, vector: Tensor) -> Tensor:
+    async def _arrive(self, version: int, vector: Tensor) -> Tensor:
         """Arrive at a round; return the model that this rank goes on with."""
-        rounds = self._begun_rounds()
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, vector, reply)
         )
-        comm.ledger.take(answer.traffic)
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
         self.left_out, self._present = answer.left_out, answer.present
-        self.memory = {} if rounds.error is None else {"error": rounds.error}
-        result = answer.result
-        if not isinstance(result, Round):
-            self.resume_at = result.step
-            return result.model
+        error, result = self._rounds.error, answer.result
+        self.memory = {} if error is None else {"error": error}
+        if answer.resumes:
+            self.resume_at = step_of(result.version + 1)
+            return result.total / result.models
         # lines 10 to 14 and 16 of Algorithm 2; a result is taken once
         if result.version <= self._taken:
             return vector
@@ -179,29 +175,17 @@ class Wagma(Accompanied):
             return result.total / result.models
         return (result.total + vector) / (result.models + 1)
 
-    def _begun_rounds(self) -> ModelRounds:
-        if self._rounds is None:
-            raise ConfigurationError("Wagma: call begin() before average() and conclude()")
-        return self._rounds
-
 
 @final
 class ModelRounds(Rounds):
     """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
 
-    With a codec, group averages carry how far a model is from the last global average, which all ranks
-    have.  What rounding takes away is added to what a rank contributes next::
+    With a codec, group averages carry how far a model is from the last global average, ``base``, which
+    all ranks have.  What rounding takes away is added to what a rank contributes next::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
 
     So the mean over ranks of W + error stays what it is while nobody is late.
-
-    Args:
-        group_size: S.
-        sync_period: tau; None: never.
-        grouping: see ``Wagma``.
-        dynamic: groups change from step to step.
-        codec: of group averages; None: values travel as they are.
 
     Attributes:
         error: `[n]`, None without a codec.
@@ -209,9 +193,10 @@ class ModelRounds(Rounds):
 
     def __init__(
         self,
+        base: Tensor,
         group_size: int,
         sync_period: int | None,
-        grouping: Grouping,
+        grouping: Grouping = "wait-avoiding",
         *,
         dynamic: bool = True,
         codec: Codec[DenseVector] | None = None,
@@ -219,71 +204,45 @@ class ModelRounds(Rounds):
         self.group_size, self.sync_period = group_size, sync_period
         self.grouping, self.dynamic, self.codec = grouping, dynamic, codec
         self.error: Tensor | None = None
-        self.published = self._round = -1
-        self._vector = self._base = torch.empty(0)
-
-    def has(self, step: int) -> bool:
-        """Tell whether something is averaged after a step."""
-        return self.grouping != "none" or self._is_global(round_of(step))
+        self._vector = self._base = base
 
     def _is_global(self, version: int) -> bool:
         closes = self.sync_period is not None and (step_of(version) + 1) % self.sync_period == 0
         return version % 2 == 0 or closes
 
-    def following(self, version: int) -> int:
-        """Return the next round of a step."""
-        following = super().following(version)
-        step = step_of(following)
-        if self.has(step):
-            return following
-        if self.sync_period is None:
-            return round_of(2**61)  # never
-        return round_of(step + self.sync_period - 1 - step % self.sync_period)
-
     def synchronous(self, version: int) -> bool:
         """Tell whether a rank takes part only when it has arrived itself."""
-        return self.grouping != "wait-avoiding" or self._is_global(version)
+        return self.grouping == "synchronous" or self._is_global(version)
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
         """Return all that are present, or this rank's group among them."""
         if self._is_global(version):
             return present
-        place, count = list(present).index(rank), len(present)
-        step = step_of(version) if self.dynamic else 0
-        mine = groups.group_of(place, count, min(self.group_size, count), step)
-        return [present[i] for i in mine]
-
-    def restart(self, version: int, model: Tensor) -> None:
-        """Begin with a model that all ranks have."""
-        self._base = model
-        if self.published >= 0:
-            self.error = None  # it belonged to the model that is given up
-        self.publish(version, model)
+        count, step = len(present), step_of(version) if self.dynamic else 0
+        size = min(self.group_size, count)
+        return [present[i] for i in groups.group_of(present.index(rank), count, size, step)]
 
     def publish(self, version: int, vector: Tensor) -> None:
         """Contribute ``vector`` from now on; nobody changes it."""
-        self.published = version
         self._vector = vector if self.error is None else vector + self.error
 
-    def contribution(self, version: int) -> Tensor:
-        """Return what was published last."""
-        self._round = version
-        return self._vector
+    def restart(self, version: int, model: Tensor) -> None:
+        """Differ from this model from now on; the error belonged to the one that is given up."""
+        self._vector, self._base, self.error = model, model, None
 
     def end(self, result: Round) -> None:
         """Take a global average: its mean is what ranks differ from; nothing is owed any more."""
         if self._is_global(result.version):
             self._base, self.error = result.total / result.models, None
 
-    async def reduce(self, comm: Communicator, vector: Tensor) -> Tensor:
+    async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
         """Sum over the group."""
-        version = self._round
         if self.codec is None or self._is_global(version):
-            return await group_allreduce(comm, vector)
-        base, stale = self._base, self.published < version
-        coded = await coded_allreduce(comm, vector - base, self.codec, version)
+            return await group_allreduce(comm, self._vector)
+        base = self._base
+        coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
         # a stale model is an extra one: what rounding took from it is owed to nobody
-        owed = self.error if stale else coded.lost
+        owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
 
@@ -299,35 +258,17 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
     more = vector.numel() * vector.element_size() * (hops - 2 * (size - 1) / size)
     if size & (size - 1) or more * _BETA > hops * _ALPHA:
         return await comm.allreduce(vector, "average")
-    framing = Raw("value")
     for hop in range(hops):
         partner = comm.rank ^ (1 << hop)
         payload = vector.contiguous().view(torch.uint8)
-        receiving = comm.irecv(partner, payload.numel(), "average", framing)
-        sending = comm.isend(payload, partner, "average", framing)
-        raw: Tensor = await receiving
-        await sending
-        theirs = raw.clone().view(vector.dtype)  # a body may start at any byte
+        receiving = comm.irecv(partner, payload.numel(), "average", Raw("value"))
+        await comm.isend(payload, partner, "average", Raw("value"))
+        theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte
         vector = vector + theirs if comm.rank < partner else theirs + vector
     return vector
 
 
 # ---- rounded messages -----------------------------------------------------------------------------
-
-
-def codec_of(values: Values) -> Codec[DenseVector] | None:
-    """Return the codec of group averages; None: values travel as they are.
-
-    Raises:
-        ConfigurationError: unknown.
-
-    Example:
-        >>> codec_of("fp32"), codec_of("bf16")
-        (None, Whole(torch.bfloat16))
-    """
-    if values not in get_args(Values):
-        raise ConfigurationError(f"values is {values!r}; choose fp32, bf16 or int8")
-    return _CODECS.get(values)
 
 
 class CodedSum(NamedTuple):
@@ -349,35 +290,36 @@ async def coded_allreduce(
 ) -> CodedSum:
     """Sum over a group: every member sums one block of rounded vectors, and sends the rounded sum.
 
-    Args:
-        comm: the group.
-        vector: `[n]` of this rank.
-        codec: of all messages.
-        seed: of the codec's draws, with the rank.
+    The codec's draws depend on ``seed`` and the rank.
 
     Cost: S - 1 + ceil(log2 S) messages; 2 n (S - 1) / S elements, rounded.
     """
-    size, mine = vector.numel(), comm.rank
-    width = -(-size // comm.world_size)
-    blocks = [vector[min(r * width, size) :][:width] for r in range(comm.world_size)]
+    width = -(-vector.numel() // comm.world_size)
+    starts = [min(r * width, vector.numel()) for r in range(comm.world_size)]
+    blocks = [vector[start : start + width] for start in starts]
+    mine = slice(starts[comm.rank], starts[comm.rank] + width)
     codec = codec.seeded(comm.rank, seed)
     framing = MessageFraming(codec)
+
+    def decoded(payload: Tensor, size: int) -> Tensor:
+        return codec.decode(payload, size).values.to(vector.dtype)
+
     encoded = [codec.encode(DenseVector(block)) for block in blocks]
     lost = vector - torch.cat([one.decoded.values for one in encoded])
-    lost[mine * width :][:width] = 0  # this rank sums its own block, which is not rounded
-    capacity = codec.nbytes(width, width, vector.dtype)
-    payloads = [one.payload for one in encoded]
-    received = await comm.alltoallv(payloads, [capacity] * len(blocks), "average", framing)
-    total = torch.zeros_like(blocks[mine])
+    lost[mine] = 0  # this rank sums its own block, which is not rounded
+    capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
+    received = await comm.alltoallv(
+        [one.payload for one in encoded],
+        [capacities[comm.rank]] * len(blocks),
+        "average",
+        framing,
+    )
+    total = torch.zeros_like(blocks[comm.rank])
     for rank, raw in enumerate(received):
-        own = rank == mine
-        total += blocks[mine] if own else codec.decode(raw, len(total)).values.to(vector.dtype)
+        total += blocks[rank] if rank == comm.rank else decoded(raw, len(total))
     rounded = codec.encode(DenseVector(total))
     lost_of_sum = torch.zeros_like(vector)
-    lost_of_sum[mine * width :][:width] = total - rounded.decoded.values
-    capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
+    lost_of_sum[mine] = total - rounded.decoded.values
     sums = await comm.allgatherv(rounded.payload, capacities, "average", framing)
-    whole = [
-        codec.decode(raw, len(blocks[r])).values.to(vector.dtype) for r, raw in enumerate(sums)
-    ]
+    whole = [decoded(raw, len(block)) for raw, block in zip(sums, blocks, strict=True)]
     return CodedSum(torch.cat(whole), lost, lost_of_sum)

@@ -312,7 +312,7 @@ def ablations(settings: Settings) -> Outcome:
     whole, waits = "S = P", "S = P, waits for its group"
     schemes = {
         _WAGMA: ROWS[_WAGMA],
-        none: Scheme("wagma", {"grouping": "none"}),
+        none: Scheme("local", {"period": 10}),
         fixed: Scheme("wagma", {"dynamic": False}),
         four: Scheme("wagma", {"group_size": 4}),
         whole: Scheme("wagma", {"group_size": "P"}),

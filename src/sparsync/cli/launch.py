@@ -74,12 +74,13 @@ def leads() -> bool:
     return here is None or here.rank == 0
 
 
-def on_one_thread(function: Callable[[], T]) -> T:
-    """Call ``function`` with one thread of torch: virtual ranks take turns, more threads would wait."""
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let torch have one thread: virtual ranks take turns, more threads would wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return function()
+        yield
     finally:
         torch.set_num_threads(threads)
 

@@ -242,7 +242,8 @@ def bench(settings: BenchSettings) -> list[Row] | None:
     connection = settings.connection()
     if connection.simulated:
         connection.prepare()
-        measured = on_one_thread(lambda: _measure_all(settings, measure_simulated))
+        with on_one_thread():
+            measured = _measure_all(settings, measure_simulated)
     else:
         measured = connection.start(_measure_on_rank, settings.ranks, settings)
     if measured is None:

@@ -181,16 +181,12 @@ def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
     move; it is then as warm in the caches as after an accumulation.  On the CPU all run on one thread,
     as torch.topk does anyway.
     """
-
-    def measure() -> list[SelectorRow]:
-        rows = []
-        with progress() as bar:
-            for nbytes in sorted(set(settings.sizes)):
-                with bar(format_size(nbytes)) as advance:
-                    rows += _rows(settings, nbytes, advance)
-        return rows
-
-    return on_one_thread(measure)
+    rows = []
+    with on_one_thread(), progress() as bar:
+        for nbytes in sorted(set(settings.sizes)):
+            with bar(format_size(nbytes)) as advance:
+                rows += _rows(settings, nbytes, advance)
+    return rows
 
 
 def _rows(

@@ -35,7 +35,8 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
     connection = settings.connection()
     if connection.simulated:
         connection.prepare()
-        return with_ratios(on_one_thread(lambda: simulate_all(settings)))
+        with on_one_thread():
+            return with_ratios(simulate_all(settings))
     results: list[LinearResult] | None = connection.start(train_all, settings.ranks, settings)
     return None if results is None else with_ratios(results)
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
 from sparsync.cli.options import Plot, names, takes
-from sparsync.cli.output import check_outputs, progress
+from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradients import load_gradients
-from sparsync.cli.simulate.report import as_json, tables, write_plot
 from sparsync.cli.simulate.settings import SimulationSettings
-from sparsync.cli.simulate.training import simulate_training
+from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
 from sparsync.cost.machine import Machine
+from sparsync.cost.wording import format_bytes, format_seconds
 from sparsync.errors import ConfigurationError
 from sparsync.presets import presets
 from sparsync.transports.sim import Links, Ports, Topology, TwoLevel
 
 __all__ = ["command"]
+
+_PARTS = ("computation", "selection", "packing", "communication")
+_FILLS = (("white", ""), ("0.75", "//"), ("0.55", ".."), ("0.25", ""))  # grey, hatch
+_MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases", "ports"))
 
 
 @takes(SimulationSettings)
@@ -74,7 +80,7 @@ def command(
     settings = SimulationSettings(
         names(algorithm),
         model_size=_model_size(model_size, fields["inputs"]),
-        links=_topology(_links(network, measured, ports), nodes, inner_network),
+        links=_topology(network, measured, ports, nodes, inner_network),
         compute=seconds,
         spread=spread,
         stragglers=tuple(_straggler(text) for text in straggler or ()),
@@ -85,15 +91,21 @@ def command(
     with progress() as row:
         rows = simulate_training(settings, row)
     if plot is not None:
-        write_plot(rows, plot)
+        _write_plot(rows, plot)
     if json:
-        sys.stdout.write(as_json(rows))
+        entries = [{**asdict(row), **{name: row.mean(name) for name in _MEANS}} for row in rows]
+        sys.stdout.write(to_json(entries))
     else:
-        Console().print(tables(rows, settings), highlight=False)
+        Console().print(_tables(rows, settings), highlight=False)
 
 
-def _links(network: str | None, measured: Machine | None, ports: str) -> Links:
-    """Return the links that are given, those of the measured machine, or the default."""
+# ---- options ---------------------------------------------------------------------------------------
+
+
+def _topology(
+    network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
+) -> Topology:
+    """Return the links that are given, those of the measured machine, or the default; in nodes or not."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:
@@ -101,16 +113,12 @@ def _links(network: str | None, measured: Machine | None, ports: str) -> Links:
     checked: Ports = "unlimited" if ports == "unlimited" else "single"
     if ports != checked:
         raise ConfigurationError(f"ports is {ports!r}; choose single or unlimited")
-    return replace(links, ports=checked)
-
-
-def _topology(links: Links, nodes: int | None, inner: str | None) -> Topology:
-    """Put ranks into nodes, if asked for."""
-    if nodes is None:
-        if inner is not None:
-            raise ConfigurationError("--inner-network is of nodes; give --nodes RANKS, too")
-        return links
-    return TwoLevel(nodes, parse_network(inner or "80gbit,5us"), links)
+    links = replace(links, ports=checked)
+    if nodes is not None:
+        return TwoLevel(nodes, parse_network(inner or "80gbit,5us"), links)
+    if inner is not None:
+        raise ConfigurationError("--inner-network is of nodes; give --nodes RANKS, too")
+    return links
 
 
 def _model_size(given: int | None, inputs: str) -> int:
@@ -128,9 +136,7 @@ def _model_size(given: int | None, inputs: str) -> int:
 def _compute(text: str) -> tuple[float, float]:
     """Read seconds and their spread."""
     try:
-        seconds, spread = (float(part) for part in (*text.split(","), "0")[:2])
-        if text.count(",") > 1:
-            raise ValueError
+        seconds, spread = map(float, (text if "," in text else f"{text},0").split(","))
     except ValueError as error:
         raise ConfigurationError(f"compute is {text!r}; give SEC or SEC,spread") from error
     return seconds, spread
@@ -143,3 +149,73 @@ def _straggler(text: str) -> tuple[int, float]:
         return int(rank), float(factor)
     except ValueError as error:
         raise ConfigurationError(f"straggler is {text!r}; give RANK:FACTOR, e.g. 3:2.5") from error
+
+
+# ---- tables and picture ----------------------------------------------------------------------------
+
+
+def _tables(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> Group:
+    """Show the steps and their parts; then the phases of the last step."""
+    base = next((row.mean("seconds") for row in rows if row.algorithm == "Dense"), None)
+    steps = []
+    for row in rows:
+        seconds = row.mean("seconds")
+        parts = [format_seconds(max(row.mean(f"seconds_{part}"), 0.0)) for part in _PARTS]
+        steps.append(
+            {
+                "algorithm": row.algorithm,
+                "time per step": format_seconds(seconds),
+                "speed-up": format_ratio(base / seconds if base and seconds else None),
+                **dict(zip(("compute", "select", "pack", "network"), parts, strict=True)),
+                "sent": format_bytes(row.mean("bytes_sent")),
+                "received": format_bytes(row.mean("bytes_received")),
+                "scale": f"{row.scale:.3g}",
+            }
+        )
+    phases = [
+        {
+            "algorithm": row.algorithm,
+            "phase": name,
+            "messages": f"{phase['messages']:,.0f}",
+            "sent": format_bytes(phase["bytes_send"]),
+            "received": format_bytes(phase["bytes_receive"]),
+            "time sending": format_seconds(phase["seconds_send"]),
+            "time receiving": format_seconds(phase["seconds_receive"]),
+        }
+        for row in rows
+        for name, phase in row.steps[-1].phases.items()
+    ]
+    caption = Text("\n" + _caption(rows, settings) + "\n")
+    return Group(Columns.of(steps), caption, Columns.of(phases) if phases else Text())
+
+
+def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
+    """Describe the simulation, and its scale where none was given."""
+    lines = [
+        f"{settings.ranks} ranks, {settings.model_size:,} elements, density {settings.density:g}, "
+        f"inputs {settings.inputs}; virtual seconds, parts are means over ranks",
+        "network: communication, and waiting for others, where no work hides it",
+        "sent, received: through the busiest port; below, of the last step's phases",
+    ]
+    if settings.scale is None and any(row.scale > 1 for row in rows):
+        chosen = ", ".join(f"{row.algorithm} {row.scale:.3g}" for row in rows)
+        lines.append(f"scale chosen by memory: {chosen}")
+    bucketed = ", ".join(f"{row.algorithm} {row.buckets}" for row in rows if row.buckets > 1)
+    if bucketed:
+        lines.append(f"buckets: {bucketed}")
+    return "\n".join(lines)
+
+
+def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
+    """Draw one bar per algorithm, of the parts of its step, readable in grey."""
+    bottom = [0.0] * len(rows)
+    title = f"{rows[0].ranks} simulated ranks"
+    with drawing(path, (1.6 + 0.9 * len(rows), 4.2), title) as axis:
+        for part, (grey, hatch) in zip(_PARTS, _FILLS, strict=True):
+            heights = [row.mean(f"seconds_{part}") for row in rows]
+            style = {"color": grey, "hatch": hatch, "edgecolor": "black", "label": part}
+            axis.bar([row.algorithm for row in rows], heights, bottom=bottom, **style)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axis.set_ylabel("seconds per step (virtual)")
+        axis.tick_params(axis="x", rotation=30)
+        axis.legend(frameon=False)

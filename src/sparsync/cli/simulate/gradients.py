@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -26,26 +26,24 @@ __all__ = ["Gradients", "gradients", "load_gradients", "placed"]
 _CELLS = 2  # per entry wanted: the smaller half of the elements is seldom sent
 
 
-class Gradients(ABC):
+@dataclass(frozen=True)
+class Gradients:
     """The gradients of one row.
 
     Attributes:
         sizes: elements of every unit, of n / C.
         held: elements of every unit that a rank holds.
         density: k / held.
+        draw: returns `[held]` per unit, fresh, by rank and step.
+        places: returns where in the unit the held elements lie, ascending, by rank and unit; None:
+            they are all.
     """
 
-    sizes: tuple[int, ...]
-    held: tuple[int, ...]
+    sizes: Sequence[int]
+    held: Sequence[int]
     density: float
-
-    @abstractmethod
-    def draw(self, rank: int, step: int) -> list[Tensor]:
-        """Return `[held]` per unit, fresh."""
-
-    def places(self, rank: int, unit: int) -> Tensor | None:
-        """Return where in the unit the held elements lie, ascending; None: they are all."""
-        return None
+    draw: Callable[[int, int], Sequence[Tensor]]
+    places: Callable[[int, int], Tensor] | None = None
 
 
 def gradients(contender: Contender, settings: SimulationSettings, scale: float) -> Gradients:
@@ -59,17 +57,19 @@ def gradients(contender: Contender, settings: SimulationSettings, scale: float) 
     if spread:
         sizes = [max(n, 1) for n in sizes]
         if contender.selects and _CELLS * settings.density < 1:
-            return _Spread(sizes, settings)
+            return _spread(sizes, settings)
 
-    def whole(rank: int, step: int) -> Tensor:
+    def draw(rank: int, step: int) -> Sequence[Tensor]:
         if spread and not contender.selects:
-            return torch.zeros(sum(sizes))
-        if recorded is not None:
-            return recorded[(rank + step * settings.ranks) % len(recorded)].clone()
-        draw = Draw(size, settings.ranks, rank, step, settings.seed)
-        return gradient("uniform" if spread else settings.inputs, draw)
+            whole = torch.zeros(sum(sizes))
+        elif recorded is not None:
+            whole = recorded[(rank + step * settings.ranks) % len(recorded)]
+        else:
+            drawn = Draw(size, settings.ranks, rank, step, settings.seed)
+            whole = gradient("uniform" if spread else settings.inputs, drawn)
+        return [part.clone() for part in torch.split(whole, sizes)]
 
-    return _Whole(sizes, settings.density if contender.selects else 1.0, whole)
+    return Gradients(sizes, sizes, settings.density if contender.selects else 1.0, draw)
 
 
 def load_gradients(path: Path) -> Tensor:
@@ -98,74 +98,46 @@ def load_gradients(path: Path) -> Tensor:
     return loaded.reshape(-1, loaded.shape[-1]).float()
 
 
-@final
-class _Whole(Gradients):
-    """Gradients whose elements are all held."""
-
-    def __init__(
-        self, sizes: Sequence[int], density: float, whole: Callable[[int, int], Tensor]
-    ) -> None:
-        self.sizes = self.held = tuple(sizes)
-        self.density, self._whole = density, whole
-
-    def draw(self, rank: int, step: int) -> list[Tensor]:
-        whole = self._whole(rank, step)
-        return [part.clone() for part in torch.split(whole, list(self.sizes))]
-
-
-@final
-class _Spread(Gradients):
-    """Normal values at 2 k places of a unit, one in each of as many cells of equal width.
+def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
+    """Return normal values at 2 k places of a unit, one in each of as many cells of equal width.
 
     A part of the cells (``shared``) has its place and its value from all ranks together, the others
     from each rank alone; places stay from step to step, values are fresh.
     """
+    held = [min(_CELLS * max(round(settings.density * size), 1), size) for size in sizes]
 
-    def __init__(self, sizes: Sequence[int], settings: SimulationSettings) -> None:
-        self.sizes, self._settings = tuple(sizes), settings
-        entries = [max(round(settings.density * size), 1) for size in sizes]
-        self.held = tuple(min(_CELLS * k, n) for k, n in zip(entries, sizes, strict=True))
-        self.density = 1 / _CELLS
+    def generator(rank: int, unit: int, step: int) -> torch.Generator:
+        # hashes of whole numbers are the same in every process
+        key = hash((settings.seed, rank, unit, step + 2))
+        return torch.Generator().manual_seed(key & (2**63 - 1))
 
-    def draw(self, rank: int, step: int) -> list[Tensor]:
-        return [self._mixed(torch.randn, rank, unit, step) for unit in range(len(self.sizes))]
+    def mixed(draw: Callable[..., Tensor], rank: int, unit: int, step: int) -> Tensor:
+        """Draw numbers of one's own, but in the shared cells those of all."""
+        own = draw(held[unit], generator=generator(rank, unit, step))
+        if not settings.shared:
+            return own
+        common = torch.rand(held[unit], generator=generator(settings.ranks, unit, -2))
+        shared = draw(held[unit], generator=generator(settings.ranks, unit, step))
+        return torch.where(common < settings.shared, shared, own)
 
-    def places(self, rank: int, unit: int) -> Tensor:
+    def values(rank: int, step: int) -> list[Tensor]:
+        return [mixed(torch.randn, rank, unit, step) for unit in range(len(sizes))]
+
+    def places(rank: int, unit: int) -> Tensor:
         # drawn again when they are asked for: kept, they would take more memory than all else
-        size, cells = self.sizes[unit], self.held[unit]
-        edges = torch.arange(cells + 1) * size // cells
-        within = self._mixed(torch.rand, rank, unit, -1)
+        edges = torch.arange(held[unit] + 1) * sizes[unit] // held[unit]
+        within = mixed(torch.rand, rank, unit, -1)
         return edges[:-1] + (within * edges.diff()).long().clamp(max=edges.diff() - 1)
 
-    def _mixed(self, draw: Callable[..., Tensor], rank: int, unit: int, step: int) -> Tensor:
-        """Draw numbers of one's own, but in the shared cells those of all."""
-        cells, everyone = self.held[unit], self._settings.ranks
-        own = draw(cells, generator=self._generator(rank, unit, step))
-        if not self._settings.shared:
-            return own
-        common = torch.rand(cells, generator=self._generator(everyone, unit, -2))
-        shared = draw(cells, generator=self._generator(everyone, unit, step))
-        return torch.where(common < self._settings.shared, shared, own)
-
-    def _generator(self, rank: int, unit: int, step: int) -> torch.Generator:
-        # hashes of whole numbers are the same in every process
-        key = hash((self._settings.seed, rank, unit, step + 2))
-        return torch.Generator().manual_seed(key & (2**63 - 1))
+    return Gradients(sizes, held, 1 / _CELLS, values, places)
 
 
 def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
     """Return an algorithm whose collectives see whole units, where ranks hold parts of them."""
     units = iter(range(len(source.sizes)))  # collectives are made unit by unit
-
-    def make() -> Collective:
-        return _Placed(algorithm.make_collective(), source, next(units))
-
-    return Algorithm(
-        algorithm.name,
-        algorithm.make_selector,
-        make,
-        average=algorithm.average,
-        shared=algorithm.shared,
+    return replace(
+        algorithm,
+        make_collective=lambda: _Placed(algorithm.make_collective(), source, next(units)),
     )
 
 
@@ -190,16 +162,15 @@ class _Placed(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Put the selected entries in their places; take back what was delivered of them."""
-        places = self.source.places(comm.rank, self.unit)
-        if places is None or not isinstance(selected, SparseVector):
+        find = self.source.places
+        if find is None or not isinstance(selected, SparseVector):
             return await self.inner.reduce(comm, selected, k, step)
-        held, size = places.numel(), self.source.sizes[self.unit]
-        whole = SparseVector(places[selected.indices], selected.values, size)
-        del places
+        places = find(comm.rank, self.unit)[selected.indices]
+        whole = SparseVector(places, selected.values, self.source.sizes[self.unit])
         reduced = await self.inner.reduce(comm, whole, k, step)
-        places = self.source.places(comm.rank, self.unit)
-        assert places is not None and isinstance(reduced.delivered, SparseVector)
+        places = find(comm.rank, self.unit)
+        assert isinstance(reduced.delivered, SparseVector)
         # what this rank keeps of other ranks' entries has no place here; it changes no time
         mine = reduced.delivered.restrict(places)
-        back = SparseVector(kernels.restrict(places, mine.indices), mine.values, held)
+        back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

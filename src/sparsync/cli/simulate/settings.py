@@ -25,19 +25,12 @@ _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 
 @dataclass(frozen=True)
 class Contender:
-    """One row: an algorithm, and how its exchange is divided.
-
-    Attributes:
-        name: for tables.
-        algorithm: to run.
-        buckets: units that are selected and exchanged together.
-        overlap: buckets are exchanged while the backward pass goes on.
-    """
+    """One row: an algorithm, and how its exchange is divided."""
 
     name: str
     algorithm: Algorithm
-    buckets: int = 1
-    overlap: bool = False
+    buckets: int = 1  # units that are selected and exchanged together
+    overlap: bool = False  # buckets are exchanged while the backward pass goes on
 
     @property
     def selects(self) -> bool:

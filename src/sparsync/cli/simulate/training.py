@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
@@ -24,74 +24,51 @@ from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.ledger import Framing, Several
-from sparsync.transports.sim import Port, Prices, SimCommunicator, Simulation, Weight, simulate
+from sparsync.transports.sim import Prices, SimCommunicator, Simulation, Weight, simulate
 from sparsync.units import Slot, Unit
 from sparsync.wire.base import Header, MessageFraming
 
 __all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
 
-_ENTRY_BYTES = (
-    16  # of memory, per entry held: index and value, and half as much while they are merged
-)
+# of memory, per entry held: index and value, and half as much while they are merged
+_ENTRY_BYTES = 16
 _BLOCK = 64  # elements of the blocks of a scaled dense allreduce: no padding
 # entries that a rank holds: k times this, whatever P is; without a name the sum, up to n
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
 _GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")  # P k entries in messages
-_BACKWARD = (
-    2 / 3
-)  # of the computation (two products of matrices per layer, to one of the forward pass)
+# of the computation: two products of matrices per layer, to one of the forward pass
+_BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; its fields are keys of the JSON.  Parts are means over ranks, and sum to the whole.
+    """One step; its fields are keys of the JSON.  Parts are means over ranks, and sum to the whole."""
 
-    Attributes:
-        seconds: from the start of all ranks to the end of the last.
-        seconds_computation: forward and backward pass.
-        seconds_selection: accumulating and selecting.
-        seconds_packing: packing, unpacking and summing.
-        seconds_communication: the rest: the network, and waiting for others, where no work hides it.
-        bytes_sent: the most through any port.
-        bytes_received: the most through any port.
-        messages: the most that any rank sent.
-        phases: of every phase the most of any port: messages, bytes and seconds, each way.
-        ports: of every port, in the order of ranks and nodes: bytes and busy seconds, each way.
-    """
-
-    seconds: float
-    seconds_computation: float
-    seconds_selection: float
-    seconds_packing: float
-    seconds_communication: float
-    bytes_sent: float
+    seconds: float  # from the start of all ranks to the end of the last
+    seconds_computation: float  # forward and backward pass
+    seconds_selection: float  # accumulating and selecting
+    seconds_packing: float  # packing, unpacking and summing
+    seconds_communication: float  # the rest: the network and waits, where no work hides them
+    bytes_sent: float  # the most through any port
     bytes_received: float
-    messages: int
-    phases: dict[str, dict[str, float]]
-    ports: dict[str, dict[str, list[float]]]
+    messages: int  # the most that any rank sent
+    phases: dict[
+        str, dict[str, float]
+    ]  # the most of any port: messages, bytes and seconds each way
+    ports: dict[str, dict[str, list[float]]]  # of ranks, then nodes: bytes, busy seconds each way
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """One algorithm; its fields are keys of the JSON, with those of its mean step.
-
-    Attributes:
-        algorithm: the name.
-        ranks: world size P.
-        scale: C.
-        buckets: units of the model.
-        overlap: exchanged while the backward pass went on.
-        wall_seconds: that the simulation took, on this machine.
-        steps: those that are reported.
-    """
+    """One algorithm; its fields are keys of the JSON, with those of its mean step."""
 
     algorithm: str
     ranks: int
     scale: float
     buckets: int
-    overlap: bool
-    wall_seconds: float
-    steps: list[SimulatedStep]
+    overlap: bool  # exchanged while the backward pass went on
+    wall_seconds: float  # that the simulation took, on this machine
+    steps: list[SimulatedStep]  # those that are reported
 
     def mean(self, field: str) -> float:
         """Return a number's mean over the steps, as ``mean("seconds")``."""
@@ -121,56 +98,44 @@ def simulate_training(
         >>> rows[2].mean("seconds") < rows[0].mean("seconds"), rows[2].mean("seconds_computation")
         (True, 0.01)
     """
-
-    def simulate_all() -> list[SimulatedRow]:
-        rows = []
-        for contender in settings.contenders():
-            with show(contender.name) as advance:
-                rows.append(_row(contender, settings, advance))
-        return rows
-
-    return on_one_thread(simulate_all)
-
-
-def _row(
-    contender: Contender, settings: SimulationSettings, advance: Callable[[int], None]
-) -> SimulatedRow:
-    begun = time.perf_counter()
-    scale = settings.scale or default_scale(contender, settings)
-    ranks = _Ranks(contender, settings, scale, advance)
-    steps = [ranks.step() for _ in range(settings.warmup + settings.steps)]
-    return SimulatedRow(
-        contender.name,
-        settings.ranks,
-        scale,
-        contender.buckets,
-        contender.overlap,
-        time.perf_counter() - begun,
-        steps[settings.warmup :],
-    )
+    rows = []
+    for contender in settings.contenders():
+        with on_one_thread(), show(contender.name) as advance:
+            begun = time.perf_counter()
+            ranks = _Ranks(contender, settings, advance)
+            steps = [ranks.step() for _ in range(settings.warmup + settings.steps)]
+            rows.append(
+                SimulatedRow(
+                    contender.name,
+                    settings.ranks,
+                    ranks.scale,
+                    contender.buckets,
+                    contender.overlap,
+                    time.perf_counter() - begun,
+                    steps[settings.warmup :],
+                )
+            )
+    return rows
 
 
 class _Ranks:
     """The virtual ranks of a row: their reducers live from step to step, their clock does not."""
 
     def __init__(
-        self,
-        contender: Contender,
-        settings: SimulationSettings,
-        scale: float,
-        advance: Callable[[int], None],
+        self, contender: Contender, settings: SimulationSettings, advance: Callable[[int], None]
     ) -> None:
-        self.contender, self.settings, self.scale = contender, settings, scale
+        self.contender, self.settings = contender, settings
+        self.scale = settings.scale or default_scale(contender, settings)
         self._advance, self._ends = advance, settings.ranks * (settings.warmup + settings.steps)
-        self.source = gradients(contender, settings, scale)
-        self.units = [
+        self.source = gradients(contender, settings, self.scale)
+        units = [
             Unit((Slot(f"bucket {i}", 0, held),), torch.float32, torch.device("cpu"))
             for i, held in enumerate(self.source.held)
         ]
         self.reducers = [
             Reducer(
                 SoloCommunicator(),
-                self.units,
+                units,
                 placed(contender.algorithm, self.source),
                 self.source.density,
             )
@@ -178,40 +143,37 @@ class _Ranks:
         ]
         machine = settings.machine
         self.prices = Prices(
-            weigher(scale),
+            weigher(self.scale),
             encode=machine.encode,
             decode=machine.decode,
-            gamma=machine.gamma * scale,
+            gamma=machine.gamma * self.scale,
         )
-        self._select = machine.select * scale if contender.selects else 0.0
+        self._select = machine.select * self.scale if contender.selects else 0.0
         self._pace = random.Random(settings.seed)
-        self._slower = dict(settings.stragglers)
 
     def step(self) -> SimulatedStep:
         """Run the next step of all ranks; all begin at the same time."""
-        self._computation = [self._draw_computation(rank) for rank in range(self.settings.ranks)]
+        settings, slower = self.settings, dict(self.settings.stragglers)
+        self._computation = [
+            max(self._pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
+            for rank in range(settings.ranks)
+        ]
         simulation = simulate(
-            self._program, self.settings.ranks, links=self.settings.links, prices=self.prices
+            self._program, settings.ranks, links=settings.links, prices=self.prices
         )
         return _summary(simulation, self._computation)
-
-    def _draw_computation(self, rank: int) -> float:
-        drawn = self._pace.gauss(self.settings.compute, self.settings.spread)
-        return max(drawn, 0.0) * self._slower.get(rank, 1.0)
 
     async def _program(self, comm: SimCommunicator) -> None:
         """Do a rank's step: the life of a gradient, with the time that it takes."""
         reducer, seconds = self.reducers[comm.rank], self._computation[comm.rank]
         reducer.comm = comm
-        parts = self.source.draw(comm.rank, reducer.step)
-        exchanges = []
-        released = seconds * (1 - _BACKWARD) if self.contender.overlap else seconds
-        await comm.compute(released)
+        parts, sizes = self.source.draw(comm.rank, reducer.step), self.source.sizes
+        overlap, exchanges = self.contender.overlap, []
+        await comm.compute(seconds * (1 - _BACKWARD) if overlap else seconds)
         for unit in reversed(range(len(parts))):  # the backward pass comes to the last layers first
-            if self.contender.overlap:
-                share = self.source.sizes[unit] / sum(self.source.sizes)
-                await comm.compute(seconds * _BACKWARD * share)
-            comm.charge("select", self._select * self.source.sizes[unit])
+            if overlap:
+                await comm.compute(seconds * _BACKWARD * (sizes[unit] / sum(sizes)))
+            comm.charge("select", self._select * sizes[unit])
             reducer.accumulate(unit, 0, parts[unit])
             if len(parts) > 1:
                 exchanges.append(comm.spawn(reducer.exchange(unit)))
@@ -231,14 +193,21 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]
     rest = simulation.seconds - fmean(computation) - selection - packing
-    ways = {"send": simulation.sending, "receive": simulation.receiving}
-    ports = {
-        way: {
+    ports: dict[str, dict[str, list[float]]] = {}
+    phases: dict[str, dict[str, float]] = {}
+    for way, of in (("send", simulation.sending), ("receive", simulation.receiving)):
+        ports[way] = {
             "bytes": [port.nbytes for port in of.values()],
             "busy_seconds": [port.seconds for port in of.values()],
         }
-        for way, of in ways.items()
-    }
+        for name, usage in (phase for port in of.values() for phase in port.phases.items()):
+            most = phases.setdefault(name, {})
+            for key, value in (
+                ("messages", usage.messages),
+                (f"bytes_{way}", usage.nbytes),
+                (f"seconds_{way}", usage.seconds),
+            ):
+                most[key] = max(most.get(key, 0.0), value)
     return SimulatedStep(
         simulation.seconds,
         fmean(computation),
@@ -248,25 +217,9 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
         max(ports["send"]["bytes"]),
         max(ports["receive"]["bytes"]),
         max(ledger.total().messages_sent for ledger in simulation.ledgers),
-        _phases(ways),
+        phases,
         ports,
     )
-
-
-def _phases(ways: Mapping[str, Mapping[int | str, Port]]) -> dict[str, dict[str, float]]:
-    """Return of every phase the most of any port."""
-    phases: dict[str, dict[str, float]] = {}
-    for way, ports in ways.items():
-        for port in ports.values():
-            for name, usage in port.phases.items():
-                most = phases.setdefault(name, {})
-                for key, value in (
-                    ("messages", usage.messages),
-                    (f"bytes_{way}", usage.nbytes),
-                    (f"seconds_{way}", usage.seconds),
-                ):
-                    most[key] = max(most.get(key, 0.0), value)
-    return phases
 
 
 # ---- the scale -------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from sparsync.cli import network
 from sparsync.cli.app import exit_code
 from sparsync.cli.doctor import command as doctor
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
+from sparsync.cli.doctor.command import Examination, as_json, sentence
 from sparsync.cli.doctor.facts import check_versions, local_facts
-from sparsync.cli.doctor.page import Examination, as_json, sentence
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
@@ -169,24 +169,26 @@ def changed(**of_rank_2):
     ],
 )
 def test_what_is_known_to_go_wrong_is_said(everyone, level, said):
-    checks = check_facts(everyone)
+    checks = list(check_facts(everyone))
     assert any(check.level == level and said in check.what and check.advice for check in checks)
     assert not any(said in check.what for check in check_facts([FACTS] * 4))
 
 
 def test_a_sound_group_gets_nothing_bad():
-    levels = [check.level for check in check_facts([FACTS] * 4)]
+    levels = {check.level for check in check_facts([FACTS] * 4)}
     assert "bad" not in levels and "note" not in levels
 
 
 def test_links_and_clocks_are_judged():
     assert [c.level for c in check_links(calibration(), [0.0] * 4)] == ["ok", "ok"]
-    slow = check_links(calibration(lambda s, d: 8.5e-9 * (3 if (s, d) == (1, 2) else 1)), [0.0] * 4)
+    slow = list(
+        check_links(calibration(lambda s, d: 8.5e-9 * (3 if (s, d) == (1, 2) else 1)), [0.0] * 4)
+    )
     assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
-    off = check_links(calibration(ahead=2.5), [0.0] * 4)[-1]
+    off = list(check_links(calibration(ahead=2.5), [0.0] * 4))[-1]
     assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
     # another steady clock, the same wall clock: machines that started at different times
-    assert check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5])[-1].level == "ok"
+    assert list(check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5]))[-1].level == "ok"
 
 
 def test_ranks_of_different_versions_end_with_a_clear_error():

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
-from sparsync.cli.doctor.page import Examination, as_json, page
 from sparsync.cli.launch import gather, leads
 from sparsync.cli.network import TRANSPORTS, Connection, transport_of
 from sparsync.cli.options import Json, Lab, Timeout, Transport, check_at_least, ranks_option, takes
-from sparsync.cli.output import check_outputs, progress, write_json
-from sparsync.cost.calibrate import calibrate
+from sparsync.cli.output import Columns, check_outputs, progress, write_json
+from sparsync.collectives.costs import allreduce
+from sparsync.cost.calibrate import Calibration, calibrate
+from sparsync.cost.wording import format_bandwidth, format_seconds
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["DoctorSettings", "command", "doctor", "examine"]
+__all__ = [
+    "DoctorSettings",
+    "Examination",
+    "as_json",
+    "command",
+    "doctor",
+    "examine",
+    "page",
+    "sentence",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,22 @@ class DoctorSettings:
     def connection(self) -> Connection:
         """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, lab=self.lab)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The findings of the ranks."""
+
+    transport: str  # carried the messages
+    lab: str | None  # rate of the shaped links, as it was given
+    facts: tuple[Facts, ...]  # of every rank
+    calibration: Calibration
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is bad."""
+        return all(check.level != "bad" for check in self.checks)
 
 
 @takes(DoctorSettings)
@@ -94,11 +122,13 @@ def examine(settings: DoctorSettings) -> Examination:
     facts = gather(mine, [Facts])
     check_versions(facts)
     with settings.connection().open("doctor") as comm:
-        transport = transport_of(comm)
-        checks = [*check_facts(facts), _check_start(comm)]
+        started = _check_start(comm)
         calibration = run(calibrate(comm, seconds=settings.seconds))
-        checks += check_links(calibration, [f.wall for f in facts])
-    return Examination(transport, settings.lab, tuple(facts), calibration, tuple(checks))
+        links = check_links(calibration, [f.wall for f in facts])
+        checks = *check_facts(facts), started, *links
+        return Examination(
+            transport_of(comm), settings.lab, tuple(facts), calibration, tuple(checks)
+        )
 
 
 def _check_start(comm: Communicator) -> Check:
@@ -111,3 +141,86 @@ def _check_start(comm: Communicator) -> Check:
         found = "one seed gives ranks different parameters"
         return Check("bad", found, "send rank 0's to all before the first step, as DDP does")
     return Check("ok", "one seed gives all ranks the same parameters")
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def page(found: Examination) -> Group:
+    """Show versions, links, work, checks (the bad ones first), and their meaning."""
+    checked = Table(box=None, pad_edge=False, show_header=False)
+    checked.add_column(style="bold")
+    checked.add_column()
+    for check in sorted(found.checks, key=lambda check: ("bad", "note", "ok").index(check.level)):
+        checked.add_row(check.level, check.what + (f": {check.advice}" if check.advice else ""))
+    heading, meaning = Text(_heading(found) + "\n"), Text("\n" + sentence(found))
+    return Group(heading, _measured(found.calibration), Text(), checked, meaning)
+
+
+def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
+    """Say what the findings mean for a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
+    machine, ranks = found.calibration.machine, len(found.facts)
+    if ranks == 1:
+        return "One rank exchanges nothing; start the doctor with the ranks of your job."
+    cost = allreduce(elements, ranks)
+    seconds = cost.seconds(machine.alpha, machine.beta) + machine.gamma * cost.nbytes / 2
+    return (
+        f"{ranks} ranks at {_bandwidth(machine.beta)}, {format_seconds(machine.alpha)}: a dense "
+        f"allreduce of {elements / 1e6:.1f} M parameters would take about {format_seconds(seconds)}. "
+        "For sparse ones: sparsync plan --machine FILE, with the FILE of --json."
+    )
+
+
+def as_json(found: Examination) -> dict[str, Any]:
+    """Return plain numbers; ``Machine.from_json`` reads its "machine"."""
+    first, *_ = found.facts
+    return {
+        **found.calibration.as_dict(),
+        "checks": [asdict(check) for check in found.checks],
+        "versions": {"sparsync": first.sparsync, "torch": first.torch, "python": first.python},
+        "transport": found.transport,
+        "lab": found.lab,
+        "ranks": [asdict(facts) for facts in found.facts],
+    }
+
+
+def _heading(found: Examination) -> str:
+    first = found.facts[0]
+    machines = len({facts.machine for facts in found.facts})
+    links = f" over links of {found.lab}" if found.lab else ""
+    hosts = sorted({facts.host for facts in found.facts if facts.host})
+    there = ", ".join(f"{name} {more}".strip() for name, more in first.backends.items())
+    lines = [
+        f"sparsync {first.sparsync}, torch {first.torch}, Python {first.python}, {first.platform}",
+        f"{len(found.facts)} rank(s) on {machines} machine(s), {found.transport}{links}"
+        + (f" ({first.mpi})" if first.mpi else ""),
+        f"here: {there}",
+    ]
+    return "\n".join([*lines, *([f"hosts: {', '.join(hosts)}"] if hosts else [])])
+
+
+def _measured(found: Calibration) -> Columns:
+    """Show the numbers with their intervals."""
+    machine, ends, rows = found.machine, found.intervals, []
+    for name, what, write in (
+        ("alpha", "a message's latency", format_seconds),
+        ("beta", "a link's bandwidth, both ways", _bandwidth),
+        ("turn", "waiting for others' work", format_seconds),
+    ):
+        if name in ends:
+            between = ", ".join(map(write, sorted(ends[name], reverse=name == "beta")))
+            rows.append([what, write(getattr(machine, name)), between])
+    for name, what, unit in (
+        ("gamma", "dense sum", "byte"),
+        ("select", "accumulate, select, retain", "element"),
+        ("encode", "pack", "entry"),
+        ("decode", "unpack and merge", "entry"),
+    ):
+        low, high = ends[name]
+        pace = f"{1e9 * getattr(machine, name):.3g} ns per {unit}"
+        rows.append([what, pace, f"{1e9 * low:.3g}, {1e9 * high:.3g}"])
+    return Columns(["measured", "", "95 % between"], rows)
+
+
+def _bandwidth(beta: float) -> str:
+    return format_bandwidth(1 / beta) if beta > 0 else "unlimited"

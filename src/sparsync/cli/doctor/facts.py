@@ -20,7 +20,7 @@ from sparsync.errors import PeerError
 from sparsync.kernels import native
 from sparsync.transports.mpi import load_mpi
 
-__all__ = ["Facts", "check_versions", "local_facts"]
+__all__ = ["Facts", "check_versions", "local_facts", "some"]
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,20 @@ def check_versions(everyone: Sequence[Facts]) -> None:
     Raises:
         PeerError: says which.
     """
-    versions = [facts.sparsync for facts in everyone]
-    if len(set(versions)) > 1:
-        said = "; ".join(f"{v} on {_ranks(versions, v)}" for v in sorted(set(versions)))
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everyone):
+        ranks.setdefault(facts.sparsync, []).append(rank)
+    if len(ranks) > 1:
+        said = "; ".join(f"{version} on {some(ranks[version])}" for version in sorted(ranks))
         raise PeerError(
             f"ranks run different versions of sparsync: {said}; install the same everywhere"
         )
 
 
-def _ranks(versions: list[str], version: str) -> str:
-    having = [str(rank) for rank, v in enumerate(versions) if v == version]
-    return f"rank{'s' if len(having) > 1 else ''} {', '.join(having)}"
+def some(ranks: Sequence[int], *, most: int = 6) -> str:
+    """Write a few ranks."""
+    more = ", ..." if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def _backends() -> dict[str, str]:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from sparsync.averaging import Wagma
 from sparsync.averaging.base import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.cli.lab import Seat
-from sparsync.cli.lab.kernel import run_command
+from sparsync.cli.lab import Seat, _run_command
 from sparsync.errors import SparsyncError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import reducer_state
@@ -163,7 +162,7 @@ class Seating:
             os.kill(os.getpid(), getattr(signal, self.how))
         else:
             for command in self.how:
-                run_command(command, 10.0)
+                _run_command(command, 10.0)
 
 
 def listening() -> list[tuple[int, str]]:

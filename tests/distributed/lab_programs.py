@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sparsync.cli.lab import Lab, ensure_privileges, kernel, local_address, local_traffic
+from sparsync.cli.lab import Lab, _enter, ensure_privileges, local_address, local_traffic
 from sparsync.cli.launch import launch
 
 PORT = 5000
@@ -81,7 +81,7 @@ def in_rank(lab: Lab, rank: int, function: Callable) -> threading.Thread:
     """Start a thread inside a rank's namespace."""
 
     def inside() -> None:
-        kernel.enter(lab.seat(rank).namespace)
+        _enter(lab.seat(rank).namespace)
         function()
 
     thread = threading.Thread(target=inside, daemon=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.cli.lab import Lab
-from sparsync.cli.lab.kernel import run_command
+from sparsync.cli.lab import Lab, _run_command
 
 from .fault_server import Jobs, group_is_alive
 from .test_lab import refusal
@@ -65,11 +64,11 @@ def test_a_model_that_raises_on_one_rank_ends_all(jobs, when, transport):
 def small_disk(tmp_path):
     """A file system of 1 MB."""
     try:
-        run_command(f"mount -t tmpfs -o size=1m tmpfs {tmp_path}", 10.0)
+        _run_command(f"mount -t tmpfs -o size=1m tmpfs {tmp_path}", 10.0)
     except Exception as error:
         pytest.skip(f"no file system can be mounted here ({error})")
     yield tmp_path
-    run_command(f"umount {tmp_path}", 10.0)
+    _run_command(f"umount {tmp_path}", 10.0)
 
 
 def check_full_disk(jobs, folder, means, reason):

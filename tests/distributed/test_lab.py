@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.cli.lab import Lab, LabError, kernel
+from sparsync.cli import lab as kernel
+from sparsync.cli.lab import Lab, LabError
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import ConfigurationError
 
@@ -23,10 +24,10 @@ def refusal() -> str:
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     try:
-        kernel.find_tool("tc")
+        kernel._find_tool("tc")
     except ConfigurationError as error:
         return str(error)
-    return "" if kernel.may_create() else "the kernel allows no network namespaces to this user"
+    return "" if kernel._may_create() else "the kernel allows no network namespaces to this user"
 
 
 pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(refusal()), reason=refusal())]

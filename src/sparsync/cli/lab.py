@@ -1,0 +1,478 @@
+"""A real, slow network on one machine: a namespace per rank, links shaped in both directions.
+
+::
+
+    rank 0: eth0 --(tbf)--> rank0 --+                  tbf shapes what leaves an interface: a rank's
+            eth0 <--(tbf)-- rank0 --+-- bridge         own eth0 what it sends, the bridge's end of
+    rank 1: eth0 --(tbf)--> rank1 --+                  its link what it receives
+            eth0 <--(tbf)-- rank1 --+
+
+Nothing has a name outside: the namespaces are held by the open files of the process that made them
+and by the ranks inside, so they vanish with these, however they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, final
+
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "Lab",
+    "LabError",
+    "LinkTraffic",
+    "Seat",
+    "default_burst",
+    "ensure_privileges",
+    "local_address",
+    "local_traffic",
+    "parse_rate",
+]
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_BRIDGE = "bridge"
+_INTERFACE = "eth0"  # the link's end inside a rank's namespace
+_ADDRESS = "SPARSYNC_LAB_ADDRESS"
+_COUNTERS = Path("/proc/thread-self/net/dev")  # of the namespace that the calling thread is in
+_BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
+_BITS_PER_BYTE = 8
+# of wire; with Linux's own 4 MB acknowledgements wait behind seconds of data
+_SEND_BUFFER_SECONDS = 0.02
+_LEAST_SEND_BUFFER = 65_536  # bytes; below, TCP stalls
+_MOST_SEND_BUFFER = 524_288  # bytes that Linux gives a program that asks for more
+
+
+class LabError(ConfigurationError):
+    """The kernel or iproute2 refused a part of the lab's network; names the command."""
+
+
+def parse_rate(text: str, *, slowest: int = 100_000, fastest: int = 100_000_000_000) -> int:
+    """Read the rate of a link.
+
+    Args:
+        text: a number and kbit, mbit or gbit (powers of ten, per second).
+        slowest: bits per second; below, the bucket of ``tbf`` would hide seconds of the wire.
+        fastest: bits per second; above, no single machine keeps up.
+
+    Example:
+        >>> parse_rate("100mbit"), parse_rate("1.5 Gbit/s")
+        (100000000, 1500000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", text.strip().lower())
+    if match is None:
+        raise ConfigurationError(
+            f"rate {text!r} is not a number and kbit, mbit or gbit; write it like 100mbit or 1.5gbit"
+        )
+    rate = round(float(match[1]) * _BITS_PER_SECOND[match[2]])
+    if not slowest <= rate <= fastest:
+        raise ConfigurationError(
+            f"rate {text!r} is {rate} bits per second; give {slowest} to {fastest}, as 100mbit"
+        )
+    return rate
+
+
+def default_burst(bits_per_second: int, *, lateness: float = 1e-3, smallest: int = 16_384) -> int:
+    """Return the bucket of ``tbf`` in bytes: what may leave at once after a silence.
+
+    Smaller hides less of the wire.  But the bucket must cover the lateness of timers and processes,
+    or the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 %
+    with 64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.
+
+    Args:
+        bits_per_second: the link's rate.
+        lateness: seconds, measured on two busy cores as above.
+        smallest: bytes; ten packets of 1500 bytes, the first window of a TCP connection.
+
+    Example:
+        >>> default_burst(1_000_000_000), default_burst(100_000_000)
+        (125000, 16384)
+    """
+    return max(smallest, round(bits_per_second * lateness / _BITS_PER_BYTE))
+
+
+@final
+class Lab:
+    """A network of shaped links between local ranks, for the time of a ``with`` block.
+
+    ::
+
+        with Lab(4, "200mbit") as lab:
+            launch(function, 4, lab=lab)
+            lab.traffic()
+
+    Args:
+        ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000 (a bridge has
+            1,024 ports).
+        rate: of every link, in each direction, Ethernet headers included; see ``parse_rate``.
+        burst_bytes: bucket of ``tbf``, each direction: what a link lets through at once after a
+            silence, to be deducted from wire times; None: see ``default_burst``.
+        command_timeout: seconds that each command of iproute2 may take.
+
+    Raises:
+        ConfigurationError: an argument cannot work, iproute2 is missing, or the kernel forbids
+            network namespaces to this process.
+        LabError: a command failed.
+
+    Cost: about 7 commands of some milliseconds per rank.
+    State: the namespaces, held by open files of this process; no name, file or mount.
+
+    Example:
+        >>> lab = Lab(4, "1gbit")
+        >>> lab.address(3), lab.segment_bytes
+        ('10.77.0.4', 31250)
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        rate: str,
+        *,
+        burst_bytes: int | None = None,
+        command_timeout: float = 10.0,
+    ) -> None:
+        self.ranks, self.bits_per_second = ranks, parse_rate(rate)
+        self.burst_bytes = burst_bytes or default_burst(self.bits_per_second)
+        for name, value, least, most in (
+            ("ranks", ranks, 1, 1000),
+            ("burst_bytes", self.burst_bytes, 3_028, 2**30),  # 2 packets of 1500 bytes or more
+        ):
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ConfigurationError(
+                    f"lab: {name} is {value!r}; give a whole number from {least} to {most}"
+                )
+        self._command_timeout = command_timeout
+        self._bridge: _Namespace | None = None
+        self._ranks: list[_Namespace] = []
+
+    def address(self, rank: int) -> str:
+        """Return a rank's IPv4 address: 10.77.0.1 and upwards, the same in every lab."""
+        return f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}"
+
+    @property
+    def segment_bytes(self) -> int:
+        """Largest packet handed to the link (GSO): a quarter of the bucket.
+
+        One of 64 KB would empty the bucket at once and hold up the acknowledgements after it: both
+        directions at a time then got 61 to 81 % of 1 Gbit/s each, and 99 % with 16 KB (burst 64 KB).
+        """
+        return min(max(self.burst_bytes // 4, 1_514), 65_536)
+
+    @property
+    def send_buffer_bytes(self) -> int:
+        """Most bytes that a TCP connection may have under way: queues grow to it."""
+        wire = self.bits_per_second * _SEND_BUFFER_SECONDS / _BITS_PER_BYTE
+        return max(_LEAST_SEND_BUFFER, round(wire))
+
+    @property
+    def queue_bytes(self) -> int:
+        """Room of a link's queue: for all that P ranks can have under way, so nothing is dropped."""
+        return self.burst_bytes + 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
+
+    def seat(self, rank: int) -> Seat:
+        """Return what a process needs to enter the namespace of a rank."""
+        self._open()
+        return Seat(self._ranks[rank].path, self.address(rank))
+
+    def traffic(self) -> list[LinkTraffic]:
+        """Return what has crossed each rank's link since the lab was opened, as the kernel counts."""
+        counters = self._open().run(_counters)
+        ends = [counters[f"rank{rank}"] for rank in range(self.ranks)]
+        # what the bridge's end receives is what the rank sent
+        return [LinkTraffic(sent=end.received, received=end.sent) for end in ends]
+
+    def __enter__(self) -> Lab:
+        _require_linux()
+        if self._bridge is not None:
+            raise ConfigurationError("lab: this one is open already; make another")
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release all namespaces; they are gone when the ranks inside are."""
+        for namespace in (*self._ranks, *([self._bridge] if self._bridge else ())):
+            namespace.close()
+        self._bridge, self._ranks = None, []
+
+    def _open(self) -> _Namespace:
+        if self._bridge is None:
+            raise ConfigurationError("lab: it is not open; use it inside `with Lab(...) as lab:`")
+        return self._bridge
+
+    def _build(self) -> None:
+        try:
+            self._bridge = _Namespace()
+            for _ in range(self.ranks):
+                self._ranks.append(_Namespace())
+        except PermissionError as error:
+            raise _refusal(str(error)) from None
+        self._run(
+            self._bridge,
+            # no IPv6, whose chatter would be counted
+            f"ip link add {_BRIDGE} type bridge mcast_snooping 0",
+            f"ip link set {_BRIDGE} addrgenmode none up",
+        )
+        for rank, namespace in enumerate(self._ranks):
+            self._run(self._bridge, *self._link_commands(rank, namespace.path))
+            self._run(namespace, *self._rank_commands(rank))
+            namespace.run(self._set_up_tcp)
+
+    def _link_commands(self, rank: int, namespace: str) -> Sequence[str]:
+        """Make a rank's link, next to the bridge; its other end appears in ``namespace`` (a path)."""
+        end, size = f"rank{rank}", f"gso_max_size {self.segment_bytes}"
+        pair = f"{end} {size} type veth peer name {_INTERFACE} {size}"
+        return (
+            f"ip link add {pair} netns {namespace}",
+            f"ip link set {end} addrgenmode none master {_BRIDGE} up",
+            self._shape(end),
+        )
+
+    def _rank_commands(self, rank: int) -> Sequence[str]:
+        """Bring a rank's end up, inside its namespace."""
+        return (
+            "ip link set lo up",
+            f"ip link set {_INTERFACE} addrgenmode none up",
+            f"ip address add {self.address(rank)}/16 dev {_INTERFACE}",
+            self._shape(_INTERFACE),
+        )
+
+    def _shape(self, interface: str) -> str:
+        return (
+            f"tc qdisc add dev {interface} root tbf rate {self.bits_per_second}bit "
+            f"burst {self.burst_bytes} limit {self.queue_bytes}"
+        )
+
+    def _run(self, namespace: _Namespace, *commands: str) -> None:
+        def run_all() -> None:
+            for command in commands:
+                _run_command(command, self._command_timeout)
+
+        namespace.run(run_all)
+
+    def _set_up_tcp(self) -> None:
+        settings = Path("/proc/sys/net/ipv4")
+        most = self.send_buffer_bytes
+        (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
+        # allowed in every namespace, whatever the host prefers; without loss it fills the link
+        (settings / "tcp_congestion_control").write_text("reno")
+
+
+# ---- ranks -----------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in the lab, for the process that becomes the rank; can be pickled.
+
+    Attributes:
+        namespace: path of the rank's namespace.
+        address: of the rank's end of its link.
+    """
+
+    namespace: str
+    address: str
+
+    def enter(self) -> None:
+        """Move the calling thread to its namespace, and gloo to the interface there."""
+        _enter(self.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+        os.environ[_ADDRESS] = self.address
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes that a rank sent and received on its link, with the headers of Ethernet, IP and TCP."""
+
+    sent: int
+    received: int
+
+
+def local_address() -> str | None:
+    """Return this rank's address on its shaped link; None outside of a lab."""
+    return os.environ.get(_ADDRESS)
+
+
+def local_traffic() -> LinkTraffic | None:
+    """Return the bytes on this rank's link so far, as the kernel counts; None outside of a lab."""
+    return _counters()[_INTERFACE] if _ADDRESS in os.environ else None
+
+
+def _interface_counters(text: str) -> dict[str, LinkTraffic]:
+    """Read the format of ``/proc/net/dev``.
+
+    Example:
+        >>> _interface_counters("eth0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0")
+        {'eth0': LinkTraffic(sent=20, received=10)}
+    """
+    rows = (line.partition(":") for line in text.splitlines())
+    cells = {name.strip(): numbers.split() for name, colon, numbers in rows if colon}
+    return {name: LinkTraffic(int(c[8]), int(c[0])) for name, c in cells.items()}
+
+
+def _counters() -> dict[str, LinkTraffic]:
+    return _interface_counters(_COUNTERS.read_text())
+
+
+# ---- Linux's part: unnamed network namespaces, iproute2, and the right to use both -----------------
+
+
+class _Namespace:
+    """A network namespace that lives while this object, or a process inside, does.
+
+    It has no name and no mount, so the kernel takes it away with the last file or process that
+    holds it: after ``close``, and also after this process was killed.
+
+    Attributes:
+        path: opens the namespace from any process of the same user, while this one lives.
+    """
+
+    def __init__(self) -> None:
+        def create() -> int:
+            _call("unshare", _CLONE_NEWNET)
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+        self._file = _in_thread(create)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` inside, on a thread of its own; also what it starts is inside."""
+
+        def inside() -> T:
+            _call("setns", self._file, _CLONE_NEWNET)
+            return function()
+
+        return _in_thread(inside)
+
+    def close(self) -> None:
+        """Let go of it; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _enter(path: str) -> None:
+    """Move the calling thread, and the threads and processes that it starts from now on, inside."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("setns", file, _CLONE_NEWNET)
+    finally:
+        os.close(file)
+
+
+def _may_create() -> bool:
+    """Tell whether the kernel lets this process make network namespaces."""
+    try:
+        _Namespace().close()
+    except PermissionError:
+        return False
+    return True
+
+
+def _call(name: str, *args: int) -> None:
+    """Call libc: Python has ``os.setns`` and ``os.unshare`` from 3.12 on only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Call on a new thread, so that the caller stays in the namespace that it is in."""
+    with ThreadPoolExecutor(1, "sparsync-lab") as thread:
+        return thread.submit(function).result()
+
+
+def _find_tool(name: str, *, package: str = "iproute2", also_in: str = "/usr/sbin:/sbin") -> str:
+    """Return the path of a program; ``also_in`` is what a user's PATH leaves out on Debian.
+
+    Raises:
+        ConfigurationError: the program is not installed; names the package.
+    """
+    path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{also_in}")
+    if path is None:
+        raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
+    return path
+
+
+def _run_command(command: str, timeout: float) -> None:
+    """Run one command of iproute2, its words with single spaces between, in this thread's namespace.
+
+    Raises:
+        ConfigurationError: the program is not installed.
+        LabError: it failed, or was killed after ``timeout`` seconds.
+    """
+    name, *words = command.split(" ")
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        result = subprocess.run([_find_tool(name), *words], timeout=timeout, check=False, **options)
+    except subprocess.TimeoutExpired:
+        raise LabError(f"lab: {command!r} did not end within {timeout:g} s; killed") from None
+    if result.returncode != 0:
+        said = " ".join(result.stderr.split()) or "nothing on stderr"
+        raise LabError(f"lab: {command!r} failed with exit code {result.returncode}: {said}")
+
+
+def _require_linux() -> None:
+    if sys.platform != "linux":
+        raise ConfigurationError(
+            f"lab: {sys.platform} has no network namespaces; run on Linux, or simulate the network"
+        )
+
+
+def ensure_privileges(*, timeout: float = 10.0) -> None:
+    """Return if this process may make a lab; else start it again inside a user namespace.
+
+    Root may.  Anybody else becomes root of a user namespace of their own, where the kernel allows
+    it; only a process without threads can do that, so ``unshare`` executes the same command line
+    again, in the same process, with the same files open.  Call it before anything else has happened.
+
+    Args:
+        timeout: seconds that the kernel has to answer whether it allows it.
+
+    Raises:
+        ConfigurationError: the kernel allows neither, or iproute2 is missing.
+    """
+    _require_linux()
+    ip = _find_tool("ip")
+    _find_tool("tc")
+    if _may_create():
+        return
+    become_root = [_find_tool("unshare", package="util-linux"), "--map-root-user"]
+    # a trial first: after the real thing there is no way back to a clear error
+    trial = f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other"
+    try:
+        _run_command(trial, timeout)
+    except LabError as error:
+        raise _refusal(str(error).rpartition(": ")[2]) from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(become_root[0], [*become_root, sys.executable, *sys.orig_argv[1:]])
+
+
+def _refusal(reason: str) -> ConfigurationError:
+    """Return the error of a process that may not make a lab."""
+    return ConfigurationError(
+        f"lab: this process may not make network namespaces ({reason}); run as root (in a container: "
+        "with CAP_SYS_ADMIN and CAP_NET_ADMIN), or allow unprivileged user namespaces "
+        "(sysctl kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0)"
+    )

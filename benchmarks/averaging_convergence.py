@@ -217,7 +217,7 @@ def descend(settings, workload, model, optimizer, step: int, rank: int) -> None:
     """Do one local step, as ``sparsync train`` does."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate_at(step)
-    inputs, targets = workload.batch(Draw(settings.seed, step, rank, RANKS, settings.samples))
+    inputs, targets = workload.batch(Draw(settings.seed, step, rank, RANKS, settings.batch_size))
     optimizer.zero_grad()
     workload.loss(model(inputs), targets).backward()
     optimizer.step()

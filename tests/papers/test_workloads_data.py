@@ -121,13 +121,15 @@ def test_sizes_that_heads_do_not_divide_are_refused(tmp_path):
 def test_defaults_are_the_papers(tmp_path):
     write_cifar10_binary(tmp_path / "images")
     vgg = TrainSettings(workload="vgg16-cifar10", data=tmp_path / "images")
-    assert (vgg.optimizer, vgg.learning_rate, vgg.momentum) == ("sgd", 0.1, 0.9)
-    assert (vgg.samples, vgg.decay, vgg.largest_norm) == (16, 1e-4, None)
+    assert (vgg.optimizer, vgg.lr, vgg.momentum) == ("sgd", 0.1, 0.9)
+    assert (vgg.batch_size, vgg.weight_decay, vgg.clip) == (16, 1e-4, 0)
     WRITERS["bert-wikipedia"][0](tmp_path / "text")
     bert = TrainSettings(workload="bert-wikipedia", data=tmp_path / "text")
-    assert (bert.optimizer, bert.learning_rate, bert.samples) == ("adamw", 2e-4, 8)
-    assert bert.decay == 0.01
-    assert TrainSettings(workload="bert-wikipedia", data=bert.data, optimizer="sgd").decay == 0
+    assert (bert.optimizer, bert.lr, bert.batch_size) == ("adamw", 2e-4, 8)
+    assert bert.weight_decay == 0.01
+    assert (
+        TrainSettings(workload="bert-wikipedia", data=bert.data, optimizer="sgd").weight_decay == 0
+    )
 
 
 def test_the_document_tells_of_every_workload():

@@ -128,11 +128,11 @@ def test_the_learning_rate_warms_up():
 
 def test_defaults_are_the_workloads():
     bytes_, lstm = TrainSettings(), TrainSettings(workload="lstm")
-    assert (bytes_.learning_rate, bytes_.samples, bytes_.largest_norm) == (0.1, 8, None)
-    assert lstm.largest_norm == 0.25
-    assert TrainSettings(workload="lstm", clip=0.0).largest_norm is None
-    assert TrainSettings(workload="digits").samples == 32
-    assert TrainSettings(workload="digits", batch_size=5, lr=2.0).learning_rate == 2.0
+    assert (bytes_.lr, bytes_.batch_size, bytes_.clip) == (0.1, 8, 0)
+    assert lstm.clip == 0.25
+    assert TrainSettings(workload="lstm", clip=0.0).clip == 0
+    digits = TrainSettings(workload="digits", lr=2.0)
+    assert (digits.lr, digits.batch_size) == (2.0, 32)
 
 
 @pytest.mark.parametrize(

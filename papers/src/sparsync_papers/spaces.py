@@ -20,10 +20,10 @@ class Updates(Exchange):
     """``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
-        lr, comm = settings.learning_rate, settings.connect()
+        lr, comm = settings.lr, settings.connect()
         optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
-            if settings.momentum or settings.decay or settings.warmup_steps:
+            if settings.momentum or settings.weight_decay or settings.warmup_steps:
                 raise ConfigurationError(
                     "--space update with sgd is Ok-Topk's Algorithm 2: plain SGD; add --momentum 0"
                 )
@@ -34,7 +34,7 @@ class Updates(Exchange):
                 model,
                 lr,
                 name,
-                weight_decay=settings.decay,
+                weight_decay=settings.weight_decay,
                 second_moment=moments.get(settings.space, "local"),
                 warmup_steps=settings.warmup_steps,
                 density=settings.density,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from sparsync.cli.launch import StartLine, gather
@@ -20,6 +20,7 @@ from sparsync.linear.data import Shard, load_shard, row_range
 from sparsync.linear.problem import Penalty, Problem, Products
 from sparsync.linear.solvers import SOLVERS, Meter, Scd, Solver
 from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
+from sparsync.transports.agree import digest
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.sim import SimCommunicator, simulate
@@ -195,8 +196,8 @@ async def _train(
         report.exchanged.append(solver.meter.exchanged)
         ledger.begin_step(ledger.step + 1)
         await evaluate()
-    at_end = weights.to_dense().tobytes() + np.float64(weights.intercept).tobytes()
-    report.digest = hashlib.sha256(at_end).hexdigest()
+    at_end = np.append(weights.to_dense(), np.float64(weights.intercept))
+    report.digest = digest(torch.from_numpy(at_end))
     return report
 
 

@@ -217,8 +217,8 @@ def _local_progress(settings: TrainSettings, name: str, model: nn.Module) -> Exc
         optimizer = LocalAdamW(
             model.parameters(),
             dist.get_world_size(),
-            lr=settings.learning_rate,
-            weight_decay=settings.decay,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
         )
     return Exchange(
         model,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,23 @@ from sparsync.cli.workloads import Draw, Evaluation, Workload, outputs_of
 from sparsync.cli.workloads.base import Metric, Perplexity
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import PeerError, SparsyncError
+from sparsync.transports.agree import digest
 
 __all__ = ["BeforeStep", "train_rank"]
 
 BeforeStep = Callable[[int, int], None]
+
+# that a result has as they are
+_SETTINGS = [
+    "workload",
+    "seed",
+    "batch_size",
+    "optimizer",
+    "lr",
+    "nesterov",
+    "weight_decay",
+    "delay",
+]
 
 
 def train_rank(
@@ -76,22 +89,17 @@ def _train(
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
     exchange = make_exchange(settings, name, model)
-    clip = None if exchange.clips else settings.largest_norm
     delay = parse_delay(settings.delay)
-    # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
-    divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     mine = _RankReport()
     dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
-    losses: list[float] = []  # over all ranks; only followed where there is a goal
+    losses: list[float] = []  # over all ranks, where there is a goal
     for step in range(settings.steps_of(name)):
         if before_step is not None:
             before_step(rank, step)
         link, started = _link_sent(), time.perf_counter()
         time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(
-                settings, exchange.model, exchange.optimizer, workload, step, divisor, clip
-            )
+            loss = _step(settings, exchange, workload, step)
             exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent() - link)
@@ -111,11 +119,8 @@ def _train(
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
         mine.evaluation = workload.evaluate(model, rank=rank, world_size=dist.get_world_size())
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        mine.parameters += parameter.numel()
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    mine.digest = digest.hexdigest()
+    mine.parameters = sum(parameter.numel() for parameter in model.parameters())
+    mine.digests = [digest(parameter) for parameter in model.parameters()]
     return exchange, mine
 
 
@@ -137,38 +142,32 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
 
     One step more, before them, warms up caches and allocators.
     """
-    model = workload.make_model(settings.seed)
-    optimizer, seconds = settings.make_optimizer(model), []
+    model, seconds = workload.make_model(settings.seed), []
+    alone = Exchange(model, settings.make_optimizer(model))
     dist.barrier()
     for step in range(steps + 1):
         started = time.perf_counter()
-        _step(settings, model, optimizer, workload, step)
+        _step(settings, alone, workload, step)
         seconds.append(time.perf_counter() - started)
     slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def _step(
-    settings: TrainSettings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    workload: Workload,
-    step: int,
-    divisor: int = 1,
-    clip: float | None = None,
-) -> float:
-    """Do one step, at the learning rate over ``divisor``; return this rank's loss before it."""
-    for group in optimizer.param_groups:
+def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
+    """Do one step; return this rank's loss before it."""
+    # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
+    divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
+    for group in exchange.optimizer.param_groups:
         group["lr"] = settings.learning_rate_at(step) / divisor
-    draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.samples)
+    draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.batch_size)
     inputs, targets = workload.batch(draw)
-    optimizer.zero_grad()
-    loss = workload.loss(outputs_of(model, inputs), targets)
+    exchange.optimizer.zero_grad()
+    loss = workload.loss(outputs_of(exchange.model, inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
+    if settings.clip and not exchange.clips:
+        nn.utils.clip_grad_norm_(exchange.model.parameters(), settings.clip)
+    exchange.optimizer.step()
     return loss.item()
 
 
@@ -198,7 +197,7 @@ class _RankReport:
     sent: list[int] = field(default_factory=list)  # bytes
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
     evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
-    digest: str = ""  # of the parameters after the last step
+    digests: list[str] = field(default_factory=list)  # of the parameters after the last step
 
 
 def _result(
@@ -213,24 +212,21 @@ def _result(
     seconds = seconds_of_all([r.seconds for r in everyone])
     total = max(sum(r.seconds) + r.finish for r in everyone)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
+    same: dict[str, Any] = {key: getattr(settings, key) for key in _SETTINGS}
+    same |= {key: getattr(workload, key, None) for key in ("context", "layers", "width")}
     return TrainResult(
         algorithm=name,
         ranks=len(everyone),
         steps=len(seconds),
         density=settings.density if exchange.sparse else 1.0,
         parameters=everyone[0].parameters,
-        optimizer=settings.optimizer,
-        lr=settings.learning_rate,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=evaluation.loss,
         seconds_total=total,
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
-        replicas_equal=len({r.digest for r in everyone}) == 1,
+        replicas_equal=all(r.digests == everyone[0].digests for r in everyone),
         bytes_sent=max((r.sent for r in everyone), key=sum),
-        seed=settings.seed,
-        batch_size=settings.samples,
-        context=getattr(workload, "context", None),
         warmup_steps=settings.warmup_steps if exchange.sparse and exchange.options is None else 0,
         seconds=seconds,
         seconds_computation_median=computation,
@@ -239,15 +235,10 @@ def _result(
         bytes_kernel=None if settings.lab is None else kernel,
         transport=exchange.transport,
         lab=settings.connection().bits_per_second,
-        layers=getattr(workload, "layers", None),
-        width=getattr(workload, "width", None),
-        workload=workload.name,
         accuracy=evaluation.accuracy if workload.classifies else None,
         metrics={name: metric.value for name, metric in evaluation.metrics.items()},
-        nesterov=settings.nesterov,
-        weight_decay=settings.decay,
-        clip=settings.largest_norm,
+        clip=settings.clip or None,
         options=exchange.options,
-        delay=settings.delay,
         seconds_finish=max(total - sum(seconds), 0.0),
+        **same,
     )

@@ -13,8 +13,6 @@ from statistics import fmean
 
 __all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 
-_BASELINE = "dense"
-
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -95,26 +93,24 @@ def smoothed(loss: Sequence[float], radius: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Goal:
-    """The loss that "dense" has at a step, averaged over the last ``window`` steps."""
+    """The loss that "dense" has at a step, averaged over the last ``window`` steps.
+
+    Example:
+        >>> Goal.of([4.0, 3.0, 2.0], step=3), Goal.of([4.0] * 50 + [3.0] * 50, step=60).window
+        (Goal(loss=2.0, window=1), 12)
+    """
 
     loss: float
     window: int
 
     @staticmethod
-    def of(losses: Sequence[float], step: int, *, most_averaged: int = 20) -> Goal:
-        """Take the loss at ``step``, counted from 1.
+    def of(losses: Sequence[float], step: int) -> Goal:
+        """Take the loss of "dense" at ``step``, counted from 1.
 
-        Args:
-            losses: of "dense", per step.
-            step: where the goal is set.
-            most_averaged: losses are averaged over this many last steps, over a fifth of ``step`` in
-                a shorter run: batches differ by 10 %, and dense gains that in 20 steps.
-
-        Example:
-            >>> Goal.of([4.0, 3.0, 2.0], step=3), Goal.of([4.0] * 50 + [3.0] * 50, step=60).window
-            (Goal(loss=2.0, window=1), 12)
+        Losses are averaged over the last 20 steps, over a fifth of ``step`` in a shorter run: batches
+        differ by 10 %, and dense gains that in 20 steps.
         """
-        window = max(1, min(most_averaged, step // 5))
+        window = max(1, min(20, step // 5))
         return Goal(fmean(losses[step - window : step]), window)
 
     def reached_by(self, losses: Sequence[float]) -> bool:
@@ -125,32 +121,31 @@ class Goal:
 def with_target(
     results: Sequence[TrainResult], target_step: int | None = None
 ) -> list[TrainResult]:
-    """Fill in when each run reached the loss that "dense" had at ``target_step``.
+    """Fill in when each run reached the loss that "dense" had at ``target_step``, from 1 on.
 
-    Args:
-        results: of the same settings; without "dense" among them they stay as they are.
-        target_step: counted from 1; default: the last step of "dense".
+    Without "dense" among them, results of the same settings stay as they are.
     """
-    dense = next((result for result in results if result.algorithm == _BASELINE), None)
+    dense = next((result for result in results if result.algorithm == "dense"), None)
     if dense is None:
         return list(results)
-    step = dense.steps if target_step is None else target_step
+    step = target_step or dense.steps
     goal = Goal.of(dense.loss, step)
-
-    def judged(result: TrainResult) -> TrainResult:
+    judged = []
+    for result in results:
         made = range(1, result.steps + 1)
-        reached = next((s for s in made if goal.reached_by(result.loss[:s])), None)
-        if result is dense:
-            reached = step  # where the goal is; noise may have touched it before
+        # dense: where the goal is; noise may have touched it before
+        first = (s for s in made if goal.reached_by(result.loss[:s]))
+        reached = step if result is dense else next(first, None)
         seconds = None if reached is None else sum(result.seconds[:reached])
-        return replace(
-            result,
-            target_step=step,
-            target_loss=goal.loss,
-            target_window=goal.window,
-            steps_to_target=reached,
-            seconds_to_target=seconds,
-            speedup_to_target=sum(dense.seconds[:step]) / seconds if seconds else None,
+        judged.append(
+            replace(
+                result,
+                target_step=step,
+                target_loss=goal.loss,
+                target_window=goal.window,
+                steps_to_target=reached,
+                seconds_to_target=seconds,
+                speedup_to_target=sum(dense.seconds[:step]) / seconds if seconds else None,
+            )
         )
-
-    return [judged(result) for result in results]
+    return judged

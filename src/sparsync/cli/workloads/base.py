@@ -52,10 +52,6 @@ class Defaults:
     optimizer: str = "sgd"  # or "adam", "adamw"
     weight_decay: float = 0.0  # of sgd
 
-    def lr(self, optimizer: str) -> float:
-        """Return the learning rate of "sgd", "adam" or "adamw"."""
-        return self.sgd_lr if optimizer == "sgd" else self.adam_lr
-
 
 @dataclass(frozen=True)
 class Draw:

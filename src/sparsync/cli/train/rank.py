@@ -29,18 +29,6 @@ __all__ = ["BeforeStep", "train_rank"]
 
 BeforeStep = Callable[[int, int], None]
 
-# that a result has as they are
-_SETTINGS = [
-    "workload",
-    "seed",
-    "batch_size",
-    "optimizer",
-    "lr",
-    "nesterov",
-    "weight_decay",
-    "delay",
-]
-
 
 def train_rank(
     settings: TrainSettings, algorithms: Sequence[str], before_step: BeforeStep | None = None
@@ -212,7 +200,8 @@ def _result(
     seconds = seconds_of_all([r.seconds for r in everyone])
     total = max(sum(r.seconds) + r.finish for r in everyone)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
-    same: dict[str, Any] = {key: getattr(settings, key) for key in _SETTINGS}
+    of_settings = ("workload", "seed", "batch_size", "optimizer", "lr", "nesterov", "weight_decay")
+    same: dict[str, Any] = {key: getattr(settings, key) for key in (*of_settings, "delay")}
     same |= {key: getattr(workload, key, None) for key in ("context", "layers", "width")}
     return TrainResult(
         algorithm=name,

@@ -4,9 +4,7 @@ from functools import partial
 
 import torch
 
-from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
-from sparsync.collectives.sparcml.ring import Ring
-from sparsync.collectives.sparcml.split import Dynamic, split_allgather
+from sparsync.collectives.sparcml import Dynamic, RecursiveDoubling, Ring, split_allgather
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.collectives.sparcml.ring import Ring
-from sparsync.collectives.sparcml.split import Dynamic
+from sparsync.collectives.sparcml import Dynamic, Ring
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsync import testing
-from sparsync.collectives.sparcml.split import Dynamic
+from sparsync.collectives.sparcml import Dynamic
 from sparsync.sparse import DenseVector
 from sparsync.wire import Codec, Encoded, Packed, StreamCodec, Whole
 from sparsync.wire.base import Header

@@ -8,10 +8,14 @@ from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk.oktopk import OkTopk, OkTopkState
 from sparsync.collectives.quantized_allgather import QuantizedAllgather
-from sparsync.collectives.sparcml.auto import SparcmlAuto, SparcmlAutoState
-from sparsync.collectives.sparcml.recursive_doubling import RecursiveDoubling
-from sparsync.collectives.sparcml.ring import Ring
-from sparsync.collectives.sparcml.split import Dynamic, split_allgather
+from sparsync.collectives.sparcml import (
+    Dynamic,
+    RecursiveDoubling,
+    Ring,
+    SparcmlAuto,
+    SparcmlAutoState,
+    split_allgather,
+)
 
 __all__ = [
     "Allgather",

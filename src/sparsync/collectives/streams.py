@@ -1,4 +1,4 @@
-"""Shared parts of SparCML's collectives: entries that take part, encoding, combining, gathering."""
+"""The seam of SparCML's collectives: vectors that turn dense where that is shorter, any operation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Encoded, MessageFraming
 from sparsync.wire.streams import StreamCodec
 
-__all__ = ["Call", "StreamCollective", "allgather_regions", "stream_bytes", "stream_work"]
+__all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
 
 
 class StreamCollective(Collective):
-    """A collective of streams: vectors that turn dense where that is shorter, under any operation.
+    """A collective of streams.
 
     Args:
-        codec: wire format; None: coo, dense from where that is shorter.
+        codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that is
+            shorter).
         op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
         cap: at most ``cap * k`` entries per rank are taken; None: all.
 
@@ -35,7 +36,13 @@ class StreamCollective(Collective):
         ConfigurationError: unknown operation; a cap that is not positive, or not of a sum.
     """
 
-    def __init__(self, codec: StreamCodec | None, op: str | Reduction, cap: float | None) -> None:
+    def __init__(
+        self,
+        codec: StreamCodec | None = None,
+        *,
+        op: str | Reduction = "sum",
+        cap: float | None = 1.0,
+    ) -> None:
         check_cap(cap, type(self).__name__)
         self.codec, self.operation, self.cap = codec or StreamCodec(), reduction(op), cap
         if cap is not None and self.operation is not SUM:
@@ -86,14 +93,11 @@ class StreamCollective(Collective):
 
 @final
 class Call:
-    """One call on one rank: encodes, decodes and combines, and notes what rounding took here.
+    """One call on one rank; notes what rounding took here.
 
-    Args:
-        comm: the group.
-        collective: whose codec and operation are used.
+    Attributes:
         mine: this rank's contribution.
         most: the most entries that any rank contributes.
-        step: 0-based.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Call:
         self.size, self.dtype = mine.size, mine.values.dtype
         self.framing = MessageFraming(self.codec)
         self.exact = self.codec.is_exact(self.dtype)
-        self._rounded: list[SparseVector] = []  # given less decoded: what this rank keeps
+        self._rounded: list[SparseVector] = []  # given less decoded: this rank keeps it
         self._lost: list[SparseVector] = []  # the same, of what nobody keeps
 
     def encode(
@@ -149,6 +153,27 @@ class Call:
             return DenseVector(vector.values.to(device))
         return vector.to(device)
 
+    async def receive(self, source: int, capacity: int, size: int, phase: str) -> Vector:
+        """Receive a message and decode it."""
+        return await self._arrived(
+            await self.comm.irecv(source, capacity, phase, self.framing), size
+        )
+
+    async def swap(
+        self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
+    ) -> Vector:
+        """Send a message while another arrives; return that one, decoded."""
+        receiving = self.comm.irecv(source, capacity, phase, self.framing)
+        sending = self.comm.isend(payload, dest, phase, self.framing)
+        message = await receiving
+        await sending
+        return await self._arrived(message, size)
+
+    async def _arrived(self, message: Tensor, size: int) -> Vector:
+        theirs = self.decode(message, size)
+        await self.comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
+        return theirs
+
     def combine(self, lower: Vector, higher: Vector) -> Vector:
         """Return ``lower operation higher``, dense from where the codec says so."""
         with self.comm.stage("unpack"):
@@ -174,6 +199,36 @@ class Call:
             return self.codec.dense.nbytes(width, width, self.dtype)
         return self.codec.nbytes(min(self.most, width) * ranks, width, self.dtype)
 
+    async def allgather(
+        self,
+        region: Vector,
+        boundaries: Sequence[int],
+        *,
+        dense: bool = False,
+        ring: bool = False,
+    ) -> Vector:
+        """Return the whole vector, from every rank's region: dense if any region is, else sparse.
+
+        ``dense``: all regions are.  ``ring``: pass them around a ring, which sends nothing twice, instead
+        of disseminating them.
+        """
+        comm, spans = self.comm, list(pairwise(boundaries))
+        encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
+        capacities = [
+            self.capacity(comm.world_size, stop - start, dense=dense) for start, stop in spans
+        ]
+        gather = comm.ring_allgatherv if ring else comm.allgatherv
+        messages = await gather(encoded.payload, capacities, "allgather", self.framing)
+        regions = [
+            encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
+            for rank, (start, stop) in enumerate(spans)
+        ]
+        sparse = [r for r in regions if isinstance(r, SparseVector)]
+        if len(sparse) < len(regions):
+            return DenseVector(torch.cat([self.densify(r).values for r in regions]))
+        placed = [r.embed(start, self.size) for r, start in zip(sparse, boundaries, strict=False)]
+        return SparseVector.join(placed)
+
     def reduced(self, total: Vector) -> Reduced:
         """Return the result: this rank delivered its share as it arrived, and keeps what it rounded.
 
@@ -190,41 +245,11 @@ class Call:
         return Reduced(total, mine, SparseVector.join(self._lost) if self._lost else None)
 
 
-async def allgather_regions(
-    call: Call,
-    region: Vector,
-    boundaries: Sequence[int],
-    *,
-    dense: bool = False,
-    ring: bool = False,
-) -> Vector:
-    """Return the whole vector: dense if any region is dense, else sparse.
-
-    Args:
-        call: of which this is the last phase.
-        region: this rank's, in the form in which it shall travel.
-        boundaries: P + 1 ascending cuts of ``[0, size)``.
-        dense: all regions are dense.
-        ring: pass regions around a ring, which sends nothing twice, instead of disseminating them.
-
-    Cost: ceil(log2 P) messages, on a ring P - 1; the other ranks' regions are received.
-    """
-    comm, spans = call.comm, list(pairwise(boundaries))
-    encoded = call.encode(region, comm.world_size, start=boundaries[comm.rank])
-    capacities = [
-        call.capacity(comm.world_size, stop - start, dense=dense) for start, stop in spans
-    ]
-    gather = comm.ring_allgatherv if ring else comm.allgatherv
-    messages = await gather(encoded.payload, capacities, "allgather", call.framing)
-    regions = [
-        encoded.decoded if rank == comm.rank else call.decode(messages[rank], stop - start)
-        for rank, (start, stop) in enumerate(spans)
-    ]
-    sparse = [r for r in regions if isinstance(r, SparseVector)]
-    if len(sparse) < len(regions):
-        return DenseVector(torch.cat([call.densify(r).values for r in regions]))
-    placed = [r.embed(start, call.size) for r, start in zip(sparse, boundaries, strict=False)]
-    return SparseVector.join(placed)
+def _difference(one: Vector, other: Vector) -> SparseVector:
+    """Return ``one - other``, of two vectors in the same form."""
+    if isinstance(one, SparseVector) and isinstance(other, SparseVector):
+        return less(one, [other])
+    return SparseVector.from_dense(one.to_dense() - other.to_dense())
 
 
 def stream_bytes(entries: float, size: int) -> float:
@@ -232,14 +257,7 @@ def stream_bytes(entries: float, size: int) -> float:
     return HEADER_BYTES + min(ENTRY_BYTES * entries, WORD_BYTES * size)
 
 
-def stream_work(messages: int, nbytes: float) -> Cost:
+def relayed(messages: int, nbytes: float) -> Cost:
     """Return the cost where every message sent was encoded once, and every one received decoded."""
     entries = nbytes / ENTRY_BYTES
     return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)
-
-
-def _difference(one: Vector, other: Vector) -> SparseVector:
-    """Return ``one - other``, of two vectors in the same form."""
-    if isinstance(one, SparseVector) and isinstance(other, SparseVector):
-        return less(one, [other])
-    return SparseVector.from_dense(one.to_dense() - other.to_dense())

@@ -1,1 +1,0 @@
-"""SparCML's sparse allreduces (Renggli et al., SC 2019)."""

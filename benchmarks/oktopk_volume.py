@@ -16,7 +16,7 @@ from sparsync.cli.bench.command import BenchSettings, bench
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.bench.rows import Row
 from sparsync.collectives.costs import lower_bound_words
-from sparsync.collectives.oktopk.phases import bound_words
+from sparsync.collectives.oktopk import bound_words
 from sparsync.presets import PRESETS
 
 RANKS = (2, 4, 8, 16, 32)

@@ -6,8 +6,8 @@ import pytest
 
 from sparsync.cli.bench.cases import Case, Evidence
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives import oktopk as forms
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv
-from sparsync.collectives.oktopk import phases as forms
 from sparsync.presets import Algorithm
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.sim import Links, Simulation
@@ -73,18 +73,18 @@ def entry_words_received(traffic: Traffic, messages_with_header: int) -> float:
 
 def oktopk_step(k, world_size, refinements=0):
     """Closed form of a step of "oktopk" that keeps its regions."""
-    threshold = forms.histogram(k, world_size, refinements=refinements)
-    sent = forms.split(k, world_size) + forms.gather(k, world_size)
-    return sent + threshold + forms.counts(3, world_size)
+    threshold = forms.histogram_cost(k, world_size, refinements=refinements)
+    sent = forms.split_cost(k, world_size) + forms.gather_cost(k, world_size)
+    return sent + threshold + forms.counts_cost(3, world_size)
 
 
 def published_step(selected, kept, world_size):
     """Closed form of a step of "oktopk-paper" that reuses its threshold and regions."""
-    sent = forms.split(selected, world_size) + forms.gather(kept, world_size)
-    return sent + forms.counts(2, world_size)
+    sent = forms.split_cost(selected, world_size) + forms.gather_cost(kept, world_size)
+    return sent + forms.counts_cost(2, world_size)
 
 
 def exact_step(k, reduced, world_size):
     """Closed form of one that allgathers all reduced entries and averages cuts."""
     more = allgatherv(HEADER_BYTES + ENTRY_BYTES * reduced / world_size, world_size)
-    return published_step(k, k, world_size) + more + forms.averaged_cuts(world_size)
+    return published_step(k, k, world_size) + more + forms.averaged_cuts_cost(world_size)

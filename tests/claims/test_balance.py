@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync.cli.bench.measure import SimulatedRanks
-from sparsync.collectives.oktopk.exchange import balance_and_allgatherv
-from sparsync.collectives.oktopk.phases import gather
+from sparsync.collectives.oktopk import gather_cost
+from sparsync.collectives.regions import balance_and_allgatherv
 from sparsync.presets import oktopk
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, simulate
@@ -103,7 +103,7 @@ def test_balance_and_allgatherv_stay_below_4k(world_size):
     counts = [0] * world_size
     counts[world_size // 2] = k
     simulation = gathered(counts, trigger=4.0)
-    form = gather(k, world_size, balanced=True)
+    form = gather_cost(k, world_size, balanced=True)
     assert words(simulation) == pytest.approx(form.words, rel=0.001)
     assert words(simulation) < 4 * k * (world_size - 1) / world_size
     assert messages(simulation) <= world_size + 2 * (world_size - 1).bit_length()

@@ -6,7 +6,7 @@ thresholds, when the ranks' inputs are exchangeable (averaged boundaries suppose
 
 import pytest
 
-from sparsync.collectives.oktopk.phases import averaged_cuts, equation_3
+from sparsync.collectives.oktopk import averaged_cuts_cost, equation_3
 from sparsync.presets import oktopk_paper
 
 from .measured import EXCHANGEABLE, exact_step, k_for, phase, phases, published_step, steps, words
@@ -82,6 +82,6 @@ def test_boundaries_are_agreed_by_an_allreduce_of_p_elements_every_tau_steps(wor
         if step % REPARTITION:
             assert "boundaries" not in phases(simulation)
         else:
-            form = averaged_cuts(world_size)
+            form = averaged_cuts_cost(world_size)
             assert {t.received for t in traffic} == {form.nbytes}
             assert {t.messages_sent for t in traffic} == {form.messages}

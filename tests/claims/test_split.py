@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 
 from sparsync.cli.bench.inputs import Draw, gradient
-from sparsync.collectives.oktopk import phases
-from sparsync.collectives.oktopk.exchange import split_reduce
-from sparsync.collectives.oktopk.regions import even_boundaries, schedule
+from sparsync.collectives import oktopk as forms
+from sparsync.collectives.regions import even_boundaries, schedule, split_reduce
 from sparsync.presets import oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import Links, simulate
@@ -50,7 +49,7 @@ def test_without_balanced_regions_worker_0_receives_2k_from_everyone(world_size)
 def test_balanced_regions_receive_equation_1(kind, world_size):
     """ "Each worker approximately receives 2k/P elements from any of the other P - 1 workers." """
     (simulation,) = steps("oktopk", world_size, kind, 1)
-    form = phases.split(k_for(world_size), world_size)
+    form = forms.split_cost(k_for(world_size), world_size)
     traffic = phase(simulation, "split")
     assert max(t.received for t in traffic) <= form.nbytes * (1 + 1 / 8)  # cuts are 1/16 fine
     assert {t.messages_sent for t in traffic} == {form.messages}

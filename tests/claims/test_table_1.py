@@ -9,7 +9,7 @@ from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives import Allgather, Dense
 from sparsync.collectives.costs import Job
-from sparsync.collectives.oktopk.phases import equation_3, histogram
+from sparsync.collectives.oktopk import equation_3, histogram_cost
 from sparsync.presets import oktopk_paper
 from sparsync.transports.sim import Links
 
@@ -76,7 +76,7 @@ def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(world_size):
 def test_oktopk_needs_2_log_p_messages_more_per_histogram(kind, world_size):
     """The price of exactly k entries on every step: usually two small allreduces."""
     _, simulation = steps("oktopk", world_size, kind, 2)
-    per_histogram = histogram(k_for(world_size), world_size).messages
+    per_histogram = histogram_cost(k_for(world_size), world_size).messages
     histograms = phase(simulation, "threshold")[0].messages_sent / per_histogram
     assert histograms <= 2
     published = equation_3(1, world_size).messages

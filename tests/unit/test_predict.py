@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.collectives import oktopk as forms
 from sparsync.collectives.costs import (
     Job,
     expected_union,
@@ -16,7 +17,6 @@ from sparsync.collectives.costs import (
     lower_bound_words,
     sum_bound_words,
 )
-from sparsync.collectives.oktopk import phases
 from sparsync.cost.machine import Machine
 from sparsync.cost.predict import predict as predict_candidate
 from sparsync.errors import ConfigurationError
@@ -190,7 +190,7 @@ def test_oktopk_lies_between_its_bounds(k, world_size):
     job = Job(100 * k, k, world_size)
     words = resolve("oktopk").make_collective().cost(job).words
     assert lower_bound_words(k, world_size) < words
-    assert words < phases.bound_words(k, world_size, exchangeable=True)
+    assert words < forms.bound_words(k, world_size, exchangeable=True)
 
 
 def test_a_collective_without_a_cost_is_refused_by_name():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import simulate
-from sparsync.collectives.oktopk.quantiles import REFINING_BINS, Bracket, bins_for, quantiles
+from sparsync.collectives.regions import REFINING_BINS, Bracket, bins_for, quantiles
 
 
 def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_at=None):

@@ -6,7 +6,7 @@ from sparsync.collectives.budgeted import Budgeted
 from sparsync.collectives.dense import Dense
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
-from sparsync.collectives.oktopk.oktopk import OkTopk, OkTopkState
+from sparsync.collectives.oktopk import OkTopk, OkTopkState
 from sparsync.collectives.quantized_allgather import QuantizedAllgather
 from sparsync.collectives.sparcml import (
     Dynamic,

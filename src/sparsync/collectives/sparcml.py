@@ -15,7 +15,7 @@ import torch
 
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
-from sparsync.collectives.oktopk.regions import even_boundaries
+from sparsync.collectives.regions import even_boundaries
 from sparsync.collectives.streams import Call, StreamCollective, relayed, stream_bytes
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import Reduction

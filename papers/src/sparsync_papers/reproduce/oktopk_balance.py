@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sparsync import kernels
-from sparsync.collectives.oktopk.exchange import balance_and_allgatherv, split_reduce
-from sparsync.collectives.oktopk.phases import averaged_cuts
-from sparsync.collectives.oktopk.regions import even_boundaries
+from sparsync.collectives.oktopk import averaged_cuts_cost
+from sparsync.collectives.regions import balance_and_allgatherv, even_boundaries, split_reduce
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync.wire import Coo
@@ -93,7 +92,7 @@ def figure_7(settings: Settings) -> Outcome:
     for p in settings.track(ranks):
         selected = everyone[:p]
         naive = _split_seconds(selected, even_boundaries(size, p))
-        agreement = averaged_cuts(p).seconds(_LINKS.alpha, _LINKS.beta)
+        agreement = averaged_cuts_cost(p).seconds(_LINKS.alpha, _LINKS.beta)
         balanced = _split_seconds(selected, _averaged_boundaries(selected, size))
         add("split and reduce", p, naive, balanced + agreement / _PERIOD)
         for holders, name in ((1, "one rank holds all"), (max(p // 6, 1), "a sixth hold all")):

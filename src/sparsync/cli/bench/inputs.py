@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sparsync.collectives.oktopk.regions import even_boundaries
+from sparsync.collectives.regions import even_boundaries
 from sparsync.errors import ConfigurationError
 
 __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]

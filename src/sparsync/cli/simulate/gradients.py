@@ -15,7 +15,7 @@ from sparsync import kernels
 from sparsync.cli.bench.inputs import Draw, gradient
 from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
 from sparsync.collectives.base import Collective, Reduced
-from sparsync.collectives.oktopk.regions import even_boundaries
+from sparsync.collectives.regions import even_boundaries
 from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm
 from sparsync.sparse import SparseVector, Vector

@@ -2,12 +2,13 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsync.cli.doctor.checks import check_links
-from sparsync.cost.calibrate import Bench, calibrate
+from sparsync.cost.calibrate import calibrate
 from sparsync.cost.links import Probe
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
@@ -16,8 +17,8 @@ from sparsync.transports.driver import run
 from sparsync.transports.sim import Fault, Links, Pairwise, simulate
 
 LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)
-BRIEF = Bench(elements=256, most=1)  # where the clock is not virtual
 SMALL = Probe(largest=1 << 16, visits=3)
+BRIEF = replace(SMALL, elements=256, calls=1)  # where the clock is not virtual
 
 
 def simulated(ranks, links=LINKS, faults=(), probe=SMALL, **options):
@@ -58,7 +59,7 @@ def test_a_noisy_clock_is_averaged_out():
         def late():
             return comm.now + draw.expovariate(1 / 20e-6)
 
-        return await calibrate(comm, clock=late, bench=BRIEF, probe=Probe(largest=1 << 18))
+        return await calibrate(comm, clock=late, probe=replace(BRIEF, largest=1 << 18, visits=8))
 
     found = simulate(program, 5, links=LINKS).results[0]
     for name in ("alpha", "beta"):
@@ -76,9 +77,7 @@ def test_ranks_that_stand_still_now_and_then_do_not_count():
 
 def test_clocks_that_differ_are_compared_and_do_no_harm():
     async def program(comm):
-        return await calibrate(
-            comm, clock=lambda: comm.now + 1000.0 * comm.rank, bench=BRIEF, probe=SMALL
-        )
+        return await calibrate(comm, clock=lambda: comm.now + 1000.0 * comm.rank, probe=BRIEF)
 
     found = simulate(program, 4, links=LINKS).results[0]
     for rank, clock in enumerate(found.clocks):
@@ -127,7 +126,7 @@ def test_a_time_that_is_none_is_refused(seconds):
 
 
 def test_one_rank_has_no_links_but_works():
-    found = run(calibrate(SoloCommunicator(), seconds=0.2, bench=Bench(elements=4096)))
+    found = run(calibrate(SoloCommunicator(), seconds=0.2, probe=Probe(elements=4096)))
     assert found.links == () and "alpha" not in found.intervals
     for name in ("gamma", "select", "encode", "decode"):
         low, high = found.intervals[name]

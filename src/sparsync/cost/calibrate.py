@@ -6,7 +6,7 @@ All ranks work at the same time, so more ranks than cores are seen as slow as th
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -21,7 +21,7 @@ from sparsync.cost.links import (
     Clock,
     Interval,
     Link,
-    MeasuredLinks,
+    Measured,
     Probe,
     fit_pace,
     measure_links,
@@ -33,7 +33,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.wire.packed import Packed
 
-__all__ = ["Bench", "Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
@@ -48,25 +48,6 @@ _AHEAD = (
     0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores
 )
 _SMALLER = 4  # than what is worked on, so that turns are more than the rest
-
-_Task = Callable[[], Awaitable[tuple[float, int]]]
-"""Does some work; returns the seconds that it took and the number of units that were done."""
-
-_Pace = tuple[float, Interval]
-"""Seconds per unit of one kind of work, on the slowest rank, and their interval at 95 %."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The work that is timed.
-
-    Attributes:
-        elements: n of the vectors: 16 MB, more than most second-level caches.
-        most: calls in a batch, which else ends with its time.
-    """
-
-    elements: int = 1 << 22
-    most: int = 1000
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class Calibration:
     machine: Machine
     intervals: dict[str, Interval]
     links: tuple[Link, ...] = ()
-    clocks: tuple[Clock, ...] = ()
+    clocks: tuple[Clock, ...] = (Clock(),)
     sizes: tuple[int, ...] = ()
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
@@ -109,7 +90,6 @@ async def calibrate(
     seconds: float = 3.0,
     clock: Callable[[], float] | None = None,
     probe: Probe = Probe(),  # noqa: B008 (frozen)
-    bench: Bench = Bench(),
 ) -> Calibration:
     """Measure the links and the work of a group's ranks; all of them call it together.
 
@@ -121,8 +101,7 @@ async def calibrate(
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
         seconds: about how long it may take.
         clock: of this rank; None: ``comm.now``.
-        probe: how the links are probed.
-        bench: what is worked on.
+        probe: how much is timed.
 
     Returns:
         The same on all ranks.  One rank alone has no links: alpha and beta are ``Machine``'s own.
@@ -139,48 +118,60 @@ async def calibrate(
         (100.0, 10.0, 0.0)
     """
     seconds, now = check_timeout(seconds), clock or (lambda: comm.now)
-    found: MeasuredLinks | None = None
+    measured: dict[str, Measured] = {}
+    links: tuple[Link, ...] = ()
+    clocks: tuple[Clock, ...] = (Clock(),)
+    sizes: tuple[int, ...] = ()
     if comm.world_size > 1:
-        found = await measure_links(comm, seconds=seconds, clock=now, probe=probe)
+        measured, links, clocks, sizes = await measure_links(
+            comm, seconds=seconds, clock=now, probe=probe
+        )
     left = max(1 - probe.budget - _REHEARSAL, _REHEARSAL) * seconds
-    paces = await _measure_work(comm, seconds=left, clock=now, bench=bench)
-    machine = replace(Machine(), **{name: pace for name, (pace, _) in paces.items()})
-    intervals = {name: interval for name, (_, interval) in paces.items()}
-    if found is None:
-        return Calibration(machine, intervals, clocks=(Clock(),))
-    line = found.line
-    machine = replace(machine, alpha=line.alpha, beta=line.beta)
-    turn, turn_interval = await _measure_turn(
-        comm, machine, found.clocks, seconds=_REHEARSAL * seconds, clock=now, bench=bench
-    )
-    machine = replace(machine, turn=turn)
-    ends = {"alpha": line.alpha_interval, "beta": line.beta_interval}
-    intervals = {**ends, **intervals, "turn": turn_interval}
-    return Calibration(machine, intervals, found.links, found.clocks, found.sizes)
+    measured |= await _measure_work(comm, seconds=left, clock=now, probe=probe)
+    if comm.world_size > 1:
+        measured["turn"] = await _measure_turn(
+            comm,
+            _machine(measured),
+            ahead=clocks[comm.rank].ahead,
+            seconds=_REHEARSAL * seconds,
+            clock=now,
+            probe=probe,
+        )
+    intervals = {name: interval for name, (_, interval) in measured.items()}
+    return Calibration(_machine(measured), intervals, links, clocks, sizes)
+
+
+def _machine(measured: Mapping[str, Measured]) -> Machine:
+    return Machine(**{name: value for name, (value, _) in measured.items()})
+
+
+def _stands_still(clock: Callable[[], float]) -> bool:
+    """Tell whether a clock sees no work: the simulator's."""
+    start = clock()
+    torch.ones(1 << 16).sum()
+    return clock() == start
 
 
 # ---- work -------------------------------------------------------------------------------------------
 
 
 async def _measure_work(
-    comm: Communicator, *, seconds: float, clock: Callable[[], float], bench: Bench
-) -> dict[str, _Pace]:
+    comm: Communicator, *, seconds: float, clock: Callable[[], float], probe: Probe
+) -> dict[str, Measured]:
     """Return the paces of "gamma", "select", "encode", "decode", as ``Machine`` counts them.
 
     All ranks call it together.  The slowest rank's count: the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(
-        clock
-    ):  # the simulator's: it charges for bytes that are summed, if for anything
-        bench = replace(bench, elements=min(bench.elements, 1 << 10), most=1)
-    shop = _Workshop(comm, clock, bench)
-    tasks: dict[str, _Task] = {
-        "gamma": shop.sum,
-        "select": shop.select,
-        "encode": shop.encode,
-        "decode": shop.decode,
+    if _stands_still(clock):  # it charges for bytes that are summed, if for anything
+        probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
+    work = _Work(comm, clock, probe.elements)
+    tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
+        "gamma": work.sum,
+        "select": work.select,
+        "encode": work.encode,
+        "decode": work.decode,
     }
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
     length = seconds / len(tasks) / (_BATCHES + 1)
@@ -190,59 +181,41 @@ async def _measure_work(
         if batch > _AT_LEAST and clock() >= end:
             break
         for name, task in tasks.items():
-            samples[name].append(await _batch(task, length, clock, bench.most))
+            until, taken, units = clock() + length, 0.0, 0
+            for _ in range(probe.calls):
+                more, done = await task()
+                taken, units = taken + more, units + done
+                if clock() >= until:
+                    break
+            samples[name].append((taken, units))
     fits = [fit_pace(batches[1:]) for batches in samples.values()]
-    mine = [[pace, *interval] for pace, interval in fits]
-    gathered = await comm.allgather(torch.tensor(mine, dtype=torch.float64), _PHASE)
-    everyone = [rank.tolist() for rank in gathered]
-    slowest = [max(rank[i] for rank in everyone) for i in range(len(tasks))]
+    mine = torch.tensor([[pace, *interval] for pace, interval in fits], dtype=torch.float64)
+    everyone = [rank.tolist() for rank in await comm.allgather(mine, _PHASE)]
+    slowest = (max(rank[i] for rank in everyone) for i in range(len(tasks)))
     return {
         name: (pace, (low, high)) for name, (pace, low, high) in zip(tasks, slowest, strict=True)
     }
 
 
-def _stands_still(clock: Callable[[], float]) -> bool:
-    """Tell whether a clock sees no work."""
-    start = clock()
-    torch.ones(1 << 16).sum()
-    return clock() == start
+class _Work:
+    """A rank's vectors, and the work on them; a task returns its seconds and the units it did."""
 
-
-async def _batch(
-    task: _Task, seconds: float, clock: Callable[[], float], most: int
-) -> tuple[float, float]:
-    """Return the seconds and the units of some calls."""
-    until, taken, units = clock() + seconds, 0.0, 0
-    for _ in range(most):
-        more, done = await task()
-        taken, units = taken + more, units + done
-        if clock() >= until:
-            break
-    return taken, units
-
-
-class _Workshop:
-    """A rank's vectors, and the work on them."""
-
-    def __init__(self, comm: Communicator, clock: Callable[[], float], bench: Bench) -> None:
-        self.comm, self.clock = comm, clock
+    def __init__(self, comm: Communicator, clock: Callable[[], float], elements: int) -> None:
+        self.comm, self.clock, self.step = comm, clock, 0
         generator = torch.Generator().manual_seed(comm.rank)
-        size = max(bench.elements // _REGIONS, 1) * _REGIONS
+        size = max(elements // _REGIONS, 1) * _REGIONS
         self.gradient = torch.randn(size, generator=generator)
         self.incoming, self.residual = self.gradient.clone(), torch.zeros(size)
         self.selector, self.codec = Exact(), Packed()
         self.k = max(int(_DENSITY * size), 1)
         positions = kernels.top(self.gradient, self.k)
         vector = SparseVector(positions, self.gradient[positions], size)
-        cuts = [i * (size // _REGIONS) for i in range(_REGIONS + 1)]
-        self.pieces = vector.split(cuts)
+        self.pieces = vector.split([i * (size // _REGIONS) for i in range(_REGIONS + 1)])
         self.messages = [self.codec.encode(piece).payload for piece in self.pieces]
-        self.step = 0
 
     async def sum(self) -> tuple[float, int]:
         """Add one dense vector to another; the simulator charges what it charges for it."""
-        nbytes = self.gradient.numel() * _ITEM_BYTES
-        start = self.clock()
+        nbytes, start = self.gradient.numel() * _ITEM_BYTES, self.clock()
         self.incoming.add_(self.gradient)
         await self.comm.work(nbytes)
         return self.clock() - start, nbytes
@@ -269,13 +242,13 @@ class _Workshop:
         start = self.clock()
         for piece in self.pieces:
             self.codec.encode(piece)
-        return self.clock() - start, sum(piece.nnz for piece in self.pieces)
+        return self.clock() - start, self.k
 
     async def decode(self) -> tuple[float, int]:
         """Unpack and merge as many messages."""
         start, size = self.clock(), self.pieces[0].size
         SparseVector.merge([self.codec.decode(message, size) for message in self.messages])
-        return self.clock() - start, sum(piece.nnz for piece in self.pieces)
+        return self.clock() - start, self.k
 
 
 # ---- turns ------------------------------------------------------------------------------------------
@@ -284,12 +257,12 @@ class _Workshop:
 async def _measure_turn(
     comm: Communicator,
     machine: Machine,
-    clocks: Sequence[Clock],
     *,
+    ahead: float,
     seconds: float,
     clock: Callable[[], float],
-    bench: Bench,
-) -> _Pace:
+    probe: Probe,
+) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``): bit-identical on all ranks.
 
     All ranks rehearse an exchange of ``budgeted``; what it takes longer than its messages, bytes and
@@ -297,11 +270,17 @@ async def _measure_turn(
     one that waits for entries while others work gets its core back a time slice later.  As in a
     training step, every exchange follows a selection: one right after the other, with warm caches, they
     take half as long (measured).
+
+    ``ahead``: seconds that this rank's clock shows more than rank 0's.
     """
-    size, ranks = max(bench.elements // _SMALLER, 1), comm.world_size
+    size, ranks = max(probe.elements // _SMALLER, 1), comm.world_size
     k = max(int(_DENSITY * size), 1)
-    job: dict[str, Any] = {"size": size, "world_size": ranks, "machine": machine}
-    while (_LEAST + 2) * predict(_REHEARSED, k=k, **job).seconds_exchange > seconds:
+
+    def exchange_seconds() -> float:
+        made = predict(_REHEARSED, size=size, k=k, world_size=ranks, machine=machine)
+        return made.seconds_exchange
+
+    while (_LEAST + 2) * exchange_seconds() > seconds:
         k //= 2  # on slow links, fewer entries
         if not k:
             return 0.0, (0.0, 0.0)
@@ -309,13 +288,13 @@ async def _measure_turn(
     stride = max(size // k, 1)  # one entry per cell: ascending, at random places
     indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
     vector = SparseVector(indices, torch.randn(k, generator=generator), size)
-    ahead, still = clocks[comm.rank].ahead, _stands_still(clock)
-    shop = None if still else _Workshop(comm, clock, bench)
+    still = _stands_still(clock)
+    work = None if still else _Work(comm, clock, probe.elements)
     times: list[tuple[float, float]] = []  # by rank 0's clock
     collective, end = Budgeted(), clock() + seconds
     for step in range(_MOST + 1):
-        if shop is not None:
-            await shop.select()  # as a training step does, which leaves caches cold
+        if work is not None:
+            await work.select()  # as a training step does, which leaves caches cold
         # an agreed time: a barrier would release the ranks one by one
         mine = torch.tensor([clock() - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
@@ -331,7 +310,6 @@ async def _measure_turn(
     last = torch.stack(everyone).amax(0)  # from the last rank's start to the last rank's end
     lasted = last[1:, 1] - last[1:, 0]
     quarters = lasted.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    whole = predict(_REHEARSED, k=k, **job)
     turns = _REHEARSED.cost(Job(size, k, ranks)).turns
-    low, middle, high = (max(q - whole.seconds_exchange, 0.0) / turns for q in quarters.tolist())
+    low, middle, high = (max(q - exchange_seconds(), 0.0) / turns for q in quarters.tolist())
     return middle, (low, high)

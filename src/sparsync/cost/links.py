@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from sparsync.transports.ledger import Raw
 __all__ = [
     "Clock",
     "Interval",
-    "Line",
     "Link",
-    "MeasuredLinks",
+    "Measured",
     "Probe",
     "fit_line",
     "fit_pace",
@@ -42,33 +40,18 @@ _PINGS = 8  # per rank, for its clock
 _SHARE = 0.25  # of the time that is left, the first visit of a size may take
 _CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: the 2.5 % ends rest on 5 of 200
 
-# ---- fits: floats in, floats out, the same on every rank that is given the same ---------------------
-
 Interval = tuple[float, float]
 """Lowest and highest value that the measurement is compatible with."""
 
-_SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
+Measured = tuple[float, Interval]
+"""A number, and its interval at 95 %."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """``seconds = alpha + beta * nbytes``, neither of them negative.
-
-    Attributes:
-        alpha: seconds per message.
-        beta: seconds per byte.
-        alpha_interval: of alpha, at 95 %.
-        beta_interval: of beta, likewise.
-    """
-
-    alpha: float
-    beta: float
-    alpha_interval: Interval = (0.0, math.inf)
-    beta_interval: Interval = (0.0, math.inf)
+# ---- fits: floats in, floats out, the same on every rank that is given the same ---------------------
 
 
-def fit_line(seconds_of: Mapping[int, float]) -> Line:
-    """Fit a line through the largest size that deviates least from the others, relatively.
+def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
+    """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither is negative.
 
     What a large message takes is nearly beta alone and is known best, so it is met exactly; the small
     ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are not
@@ -78,18 +61,11 @@ def fit_line(seconds_of: Mapping[int, float]) -> Line:
     Args:
         seconds_of: by message size in bytes; at least two sizes.
 
-    Raises:
-        ConfigurationError: fewer than two sizes.
-
     Example:
-        >>> line = fit_line({100: 2e-6, 1_000: 11e-6, 10_000: 5e-6, 100_000: 1001e-6})
-        >>> round(line.alpha * 1e6, 6), round(line.beta * 1e6, 6)
+        >>> alpha, beta = fit_line({100: 2e-6, 1_000: 11e-6, 10_000: 5e-6, 100_000: 1001e-6})
+        >>> round(alpha * 1e6, 6), round(beta * 1e6, 6)
         (1.0, 0.01)
     """
-    if len(seconds_of) < 2:
-        raise ConfigurationError(
-            f"fit_line: got {len(seconds_of)} sizes; a latency and a bandwidth need two or more"
-        )
     *others, (large, most) = sorted(seconds_of.items())
     slopes = [(most - t) / (large - size) for size, t in others]
     betas = [0.0, most / large, *(slope for slope in slopes if 0 <= slope * large <= most)]
@@ -99,31 +75,31 @@ def fit_line(seconds_of: Mapping[int, float]) -> Line:
         return sum(abs(math.log(ratio)) for ratio in ratios)
 
     beta = min(betas, key=deviation)
-    return Line(max(most - beta * large, 0.0), beta)
+    return max(most - beta * large, 0.0), beta
 
 
-def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> Line:
+def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Measured]:
     """Fit a line to the median time of every size; intervals by the bootstrap.
 
     Args:
         samples: per size in bytes, independent times in seconds; at least two sizes, none empty.
 
     Example:
-        >>> line = fit_with_intervals({0: [1.0, 1.1, 0.9], 10: [2.0, 2.1, 1.9]})
-        >>> line.alpha, line.beta, line.alpha_interval[0] < 1 < line.alpha_interval[1]
-        (1.0, 0.1, True)
+        >>> fitted = fit_with_intervals({0: [1.0, 1.1, 0.9], 10: [2.0, 2.1, 1.9]})
+        >>> [(name, value) for name, (value, _) in fitted.items()]
+        [('alpha', 1.0), ('beta', 0.1)]
     """
-    best = fit_line({size: median(times) for size, times in samples.items()})
     draw = random.Random(0)
     lines = [
         fit_line({n: median(draw.choices(times, k=len(times))) for n, times in samples.items()})
         for _ in range(_RESAMPLES)
     ]
-    ends = _middle([line.alpha for line in lines]), _middle([line.beta for line in lines])
-    return Line(best.alpha, best.beta, *ends)
+    best = fit_line({size: median(times) for size, times in samples.items()})
+    alphas, betas = zip(*lines, strict=True)
+    return {"alpha": (best[0], _middle(alphas)), "beta": (best[1], _middle(betas))}
 
 
-def fit_pace(batches: Sequence[tuple[float, float]]) -> tuple[float, Interval]:
+def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
     """Return seconds per unit over all batches, and its interval by the bootstrap.
 
     All seconds over all units, no median: where processes share cores, most calls run undisturbed
@@ -185,104 +161,90 @@ class Link:
     beta: float
 
 
-class MeasuredLinks(NamedTuple):
-    """All links together, at the pace of rounds; each by itself; every rank's clock; bytes sent."""
-
-    line: Line
-    links: tuple[Link, ...]
-    clocks: tuple[Clock, ...]
-    sizes: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Probe:
-    """Sizes and repetitions of the messages that are timed.
+    """How much is timed: messages, then the ranks' own work.
 
     Attributes:
-        largest: bytes; the wire of 10 Gbit/s takes 70 times a latency of 50 us for them.
+        largest: bytes of a message; the wire of 10 Gbit/s takes 70 times a latency of 50 us for them.
         visits: of each size at most; they take turns, so that a busy moment hits all sizes.
         shifts: at most this many; all, where there are fewer: then every link is measured.
         budget: of the calibration's time, for the links; the rest is for the ranks' work.
+        elements: n of the vectors that ranks work on: 16 MB, more than most second-level caches.
+        calls: in a batch of work, which else ends with its time.
     """
 
     largest: int = 1 << 22
     visits: int = 8
     shifts: int = 8
     budget: float = 0.6
-
-    def shifts_of(self, world_size: int) -> list[int]:
-        """Return the distances at which ranks exchange, 1 among them, evenly spread.
-
-        Example:
-            >>> Probe().shifts_of(4), Probe(shifts=4).shifts_of(64)
-            ([1, 2, 3], [1, 16, 32, 48])
-        """
-        count = min(self.shifts, world_size - 1)
-        return [1 + i * (world_size - 1) // count for i in range(count)]
+    elements: int = 1 << 22
+    calls: int = 1000
 
 
 async def measure_links(
     comm: Communicator, *, seconds: float, clock: Callable[[], float], probe: Probe
-) -> MeasuredLinks:
+) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
     Sizes grow while they fit ``probe.budget`` of the time, as the size before foretells; then they take
     turns.
 
+    Returns:
+        "alpha" and "beta" of all links together, at the pace of rounds; each link by itself; every
+        rank's clock; the bytes of the messages.
+
     Raises:
         ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
     """
-    return await _Survey(comm, seconds, clock, probe).run()
+    survey, size = _Survey(comm, probe.budget * seconds, clock, probe.shifts), _SMALLEST
+    await survey.visit(size, 1)  # the first round opens connections
+    clocks = await survey.compare_clocks()
+    cost = survey.cost(size)
+    survey.times.clear()
+    # a second size must be, so it may take all that is left
+    while size <= probe.largest and cost <= survey.left * (_SHARE if len(survey.times) > 1 else 1):
+        await survey.visit(size, _ROUNDS)
+        cost = _FACTOR * survey.cost(size)
+        size *= _FACTOR
+    if len(survey.times) < 2:
+        needed = (survey.spent + 2 * (1 + _FACTOR) * cost) / probe.budget
+        raise ConfigurationError(
+            f"calibrate: {seconds:.3g} s do not suffice for messages of "
+            f"{size} bytes over these links; give {needed:.2g} s or more"
+        )
+    for _ in range(probe.visits - 1):
+        for size in survey.times:
+            if survey.costs[size] <= survey.left:
+                await survey.visit(size, _ROUNDS)
+    paces = {size: torch.cat([_paces(v) for v in t]) for size, t in survey.times.items()}
+    line = fit_with_intervals({size: pace.tolist() for size, pace in paces.items()})
+    return line, survey.each_link(clocks), clocks, tuple(survey.times)
 
 
 class _Survey:
     """One measurement, on one rank; what it decides is decided alike on all of them.
 
     Attributes:
-        spent: seconds so far, on the rank that took most.
+        left: seconds, by the rank that took most.
         costs: seconds of the last visit of each size.
         times: per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends.
     """
 
     def __init__(
-        self, comm: Communicator, seconds: float, clock: Callable[[], float], probe: Probe
+        self, comm: Communicator, seconds: float, clock: Callable[[], float], most_shifts: int
     ) -> None:
-        self.comm, self.clock, self.probe = comm, clock, probe
-        self.seconds = probe.budget * seconds
-        self.shifts = probe.shifts_of(comm.world_size)
+        self.comm, self.clock, self.seconds = comm, clock, seconds
+        count = min(most_shifts, comm.world_size - 1)
+        # evenly spread, 1 among them
+        self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
         self.started, self.spent = clock(), 0.0
         self.costs: dict[int, float] = {}
         self.times: dict[int, list[Tensor]] = {}
 
-    async def run(self) -> MeasuredLinks:
-        """Measure."""
-        probe, size = self.probe, _SMALLEST
-        await self.visit(size, 1)  # the first round opens connections
-        clocks = await self.compare_clocks(self.pace(size))
-        cost, self.times = self.cost(size), {}
-        while size <= probe.largest and cost <= self.allowance():
-            await self.visit(size, _ROUNDS)
-            cost = self.foretell(size)
-            size *= _FACTOR
-        if len(self.times) < 2:
-            needed = (self.spent + 2 * (1 + _FACTOR) * cost) / probe.budget
-            raise ConfigurationError(
-                f"calibrate: {self.seconds / probe.budget:.3g} s do not suffice for messages of "
-                f"{size} bytes over these links; give {needed:.2g} s or more"
-            )
-        for _ in range(probe.visits - 1):
-            for size in self.times:
-                if self.spent + self.costs[size] <= self.seconds:
-                    await self.visit(size, _ROUNDS)
-        times = {size: torch.cat(visits, dim=2) for size, visits in self.times.items()}
-        paces = {size: torch.cat([_paces(v) for v in t]) for size, t in self.times.items()}
-        line = fit_with_intervals({size: pace.tolist() for size, pace in paces.items()})
-        return MeasuredLinks(line, _each_link(times, self.shifts, clocks), clocks, tuple(times))
-
-    def allowance(self) -> float:
-        """Return the seconds that a new size may take: a second one must be, so it may take all."""
-        share = _SHARE if len(self.times) > 1 else 1.0
-        return share * (self.seconds - self.spent)
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
         """Return what a round of this size takes where nothing but the links holds it up."""
@@ -291,17 +253,6 @@ class _Survey:
     def cost(self, size: int) -> float:
         """Return what a visit of a size will take, by its last one."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
-
-    def foretell(self, size: int) -> float:
-        """Return what a visit of the next size will take, by this one and the one before.
-
-        In proportion to the size, at most; less where a latency was seen.
-        """
-        factor, cost = _FACTOR, self.cost(size)
-        if size // factor not in self.times:
-            return factor * cost
-        further = factor * (cost - self.cost(size // factor))  # of a line through both
-        return min(factor * cost, max(1.5 * cost, cost + further))
 
     async def visit(self, size: int, rounds: int) -> None:
         """Do some rounds of every shift, and one before them that does not count."""
@@ -327,14 +278,10 @@ class _Survey:
         shape = comm.world_size, len(self.shifts), rounds + 1, 3
         self.times.setdefault(size, []).append(everyone[:, :-1].reshape(shape))
 
-    async def compare_clocks(self, pace: float) -> tuple[Clock, ...]:
-        """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips.
-
-        Args:
-            pace: seconds that a message takes, about.
-        """
+    async def compare_clocks(self) -> tuple[Clock, ...]:
+        """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips."""
         comm, clock = self.comm, self.clock
-        fit = int(_SHARE * self.seconds / (2 * pace * comm.world_size + 1e-9))
+        fit = int(_SHARE * self.seconds / (2 * self.pace(_SMALLEST) * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
         for rank in range(1, comm.world_size):
             for _ in range(max(1, min(_PINGS, fit))):
@@ -352,6 +299,22 @@ class _Survey:
         gathered = await comm.allgather(_numbers([best.ahead, best.uncertainty]), _PHASE)
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
+    def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
+        """Fit every link by itself: from when both ranks were there, until the message was."""
+        ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
+        # by rank 0's clock
+        common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}
+        links = []
+        for dest in range(len(clocks)):
+            for i, shift in enumerate(self.shifts):
+                source = (dest - shift) % len(clocks)
+                one_way = {}
+                for size, t in common.items():
+                    begun = torch.maximum(t[source, i, :, 0], t[dest, i, :, 0])
+                    one_way[size] = max(float((t[dest, i, :, 1] - begun).quantile(0.5)), 0.0)
+                links.append(Link(source, dest, *fit_line(one_way)))
+        return tuple(sorted(links, key=lambda link: (link.source, link.dest)))
+
 
 def _bytes(number: float) -> Tensor:
     return _numbers([number]).view(torch.uint8)
@@ -364,22 +327,3 @@ def _numbers(values: list[float]) -> Tensor:
 def _paces(times: Tensor) -> Tensor:
     """Return `[shifts * rounds]`: from end to end of rounds, in the middle of the ranks."""
     return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()
-
-
-def _each_link(
-    times: dict[int, Tensor], shifts: list[int], clocks: tuple[Clock, ...]
-) -> tuple[Link, ...]:
-    """Fit every link by itself: from when both ranks were there, until the message was."""
-    ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
-    common = {size: t - ahead for size, t in times.items()}  # by rank 0's clock
-    links = []
-    for dest in range(len(clocks)):
-        for i, shift in enumerate(shifts):
-            source = (dest - shift) % len(clocks)
-            one_way = {}
-            for size, t in common.items():
-                begun = torch.maximum(t[source, i, :, 0], t[dest, i, :, 0])
-                one_way[size] = max(float((t[dest, i, :, 1] - begun).quantile(0.5)), 0.0)
-            line = fit_line(one_way)
-            links.append(Link(source, dest, line.alpha, line.beta))
-    return tuple(sorted(links, key=lambda link: (link.source, link.dest)))

@@ -23,7 +23,7 @@ import torch
 
 from sparsync.cli.lab import default_burst, parse_rate
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import predict
+from sparsync.cost.planner import predict
 from sparsync.presets import resolve
 
 HERE = Path(__file__).parent

@@ -10,8 +10,7 @@ from site_pages.choosing import NETWORKS, machine_on
 from site_pages.examples import algorithm_program, output_of
 from site_pages.tables import algorithm_rows, linked, table_row
 from sparsync.collectives.costs import Job
-from sparsync.cost.planner import plan
-from sparsync.cost.predict import bound_words, predict
+from sparsync.cost.planner import bound_words, plan, predict
 from sparsync.cost.wording import format_bandwidth
 from sparsync.presets import PRESETS, Algorithm, preset, resolve
 from sparsync.selection import Everything

@@ -18,7 +18,7 @@ from sparsync.collectives.costs import (
     sum_bound_words,
 )
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import predict as predict_candidate
+from sparsync.cost.planner import predict as predict_candidate
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, candidates, redsync, redsync_quantized, resolve
 

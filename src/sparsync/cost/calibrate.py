@@ -27,7 +27,7 @@ from sparsync.cost.links import (
     measure_links,
 )
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import predict
+from sparsync.cost.planner import predict
 from sparsync.selection.exact import Exact
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator, check_timeout

@@ -1,23 +1,38 @@
-"""Plan: find the fastest collective on a network, by how much, and from where on dense wins.
+"""Predict what a step's exchange takes, by collective; find the fastest, and where dense begins to win.
+
+    seconds   = selection + exchange - hidden
+    selection = n select + (entries of the total) decode
+    exchange  = messages alpha + bytes beta + (bytes of dense sums) gamma
+                + (entries encoded) encode + (entries decoded and merged) decode + turns turn
+
+all of the busiest rank, as ``Collective.cost`` counts them.  An entry takes the same time in every
+sparse format.  Messages are counted one after the other, as the papers do: links on which they overlap
+are faster by that.  Hidden is what overlaps the backward pass, where the computation's time is given: a
+pass is one third forward, two thirds backward.  What is exchanged in m parts (DDP's buckets of 25 MiB,
+the units of ``attach``) overlaps it, all but the last part.  A model that is one unit hides nothing.
 
 Pure arithmetic: a ``Machine`` and sizes in, a ``Plan`` out, the same on every rank.
-
-Overlap, where the computation's time is given: a pass is one third forward, two thirds backward.  What
-is exchanged in m parts (DDP's buckets of 25 MiB, the units of ``attach``) overlaps the backward
-pass, all but the last part.  A model that is one unit hides nothing.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sparsync.algorithm import Algorithm
-from sparsync.collectives.costs import WORD_BYTES
+from sparsync.collectives.costs import (
+    WORD_BYTES,
+    Cost,
+    Job,
+    Result,
+    lemma_5_1_words,
+    lower_bound_words,
+    sum_bound_words,
+)
 from sparsync.collectives.dense import Dense
 from sparsync.cost.machine import Machine
-from sparsync.cost.predict import Prediction, predict
 from sparsync.cost.wording import (
     format_bandwidth,
     format_bytes,
@@ -27,16 +42,106 @@ from sparsync.cost.wording import (
 from sparsync.errors import ConfigurationError
 from sparsync.selection import Everything
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Prediction", "bound_words", "plan", "predict"]
 
-_DENSE = Algorithm(
-    "dense", Everything, Dense, source="Ok-Topk, Table 1, Dense"
-)  # all are compared with it
+# all are compared with it
+_DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 _DEFAULT_DENSITY = 0.01
 _BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
 _NEARLY = 0.9  # of the entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is looked for
 _PER_DECADE, _HALVINGS = 4, 40  # points at which, and then halvings of the interval
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted cost of one step of one collective.
+
+    Attributes:
+        collective: name of the preset.
+        seconds_selection: time to accumulate and select, and to apply the total.
+        seconds_exchange: time from the selected entries to their sum.
+        bytes_sent: the most that a rank sends or receives.
+        messages: number that a rank sends, one after the other.
+        equation: paper and number, or "sparsync".
+        lower_bound_words: words of 4 bytes that no algorithm for the same result goes below, with
+            entries of two words or values of one; fewer bits per entry do.
+        seconds_hidden: part of the exchange that overlaps the backward pass.
+    """
+
+    collective: str
+    seconds_selection: float
+    seconds_exchange: float
+    bytes_sent: float
+    messages: float
+    equation: str
+    lower_bound_words: float
+    seconds_hidden: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time that the step waits: selection and exchange, less what is hidden."""
+        return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
+
+
+def predict(
+    algorithm: Algorithm, *, size: int, k: int, world_size: int, machine: Machine
+) -> Prediction:
+    """Predict what one step costs.
+
+    Args:
+        algorithm: with its options.
+        size: number of elements n.
+        k: entries asked for; more than n are n.
+        world_size: number of ranks P.
+        machine: seconds per message, byte, element and entry.
+
+    Raises:
+        ConfigurationError: the algorithm has no cost, or a number makes no sense.
+
+    Example:
+        >>> from sparsync.presets import resolve
+        >>> job = dict(size=14_728_266, k=147_283, world_size=8, machine=Machine())
+        >>> made = [predict(resolve(name), **job) for name in ("dense", "budgeted")]
+        >>> [round(1e3 * prediction.seconds_exchange) for prediction in made]
+        [833, 11]
+    """
+    for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
+        if value < least:
+            raise ConfigurationError(f"predict: {name} is {value}; give at least {least}")
+    job, result = Job(size, min(k, size), world_size), algorithm.result
+    alone = world_size == 1 or size == 0
+    cost = Cost(0, 0) if alone else algorithm.cost(job)
+    applied = 0.0 if alone else min(job.k, job.summed) if result == "top-k" else job.summed
+    selection = 0.0 if result == "whole" else size * machine.select + applied * machine.decode
+    return Prediction(
+        collective=algorithm.name,
+        seconds_selection=selection,
+        seconds_exchange=cost.seconds(machine.alpha, machine.beta)
+        + cost.dense_bytes * machine.gamma
+        + cost.encoded * machine.encode
+        + cost.decoded * machine.decode
+        + cost.turns * machine.turn,
+        bytes_sent=cost.nbytes,
+        messages=cost.messages,
+        equation=algorithm.source,
+        lower_bound_words=0.0 if alone else bound_words(result, job),
+    )
+
+
+def bound_words(result: Result, job: Job) -> float:
+    """Return the words that no algorithm for such a total goes below.
+
+    Top-k: Ok-Topk's Theorem 3.1; a sum: SparCML's Lemmas 5.1 and 5.2; whole vectors: Lemma 5.1.
+    """
+    if result == "top-k":
+        return lower_bound_words(job.k, job.world_size)
+    if result == "sum":
+        return sum_bound_words(job)
+    return lemma_5_1_words(job.size, job.world_size, disjoint=False)
+
+
+# ---- plans ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,48 +166,6 @@ class Plan:
     k: int
     dense: Prediction
     table: tuple[Prediction, ...]
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """The part of a plan that stays the same while k and the bandwidth are varied."""
-
-    size: int
-    world_size: int
-    backward: float
-    bucket_bytes: int
-    unit_bytes: int | None
-
-    def predict(self, candidate: Algorithm, k: int, machine: Machine) -> Prediction:
-        """Predict, and hide what the backward pass hides."""
-        made = predict(candidate, size=self.size, k=k, world_size=self.world_size, machine=machine)
-        part = self.bucket_bytes if candidate.name == "dense" else self.unit_bytes
-        parts = 1 if part is None else max(math.ceil(WORD_BYTES * self.size / part), 1)
-        early = made.seconds_exchange * (1 - 1 / parts)
-        return replace(made, seconds_hidden=min(early, self.backward))
-
-    def sparse_wins(self, candidates: Sequence[Algorithm], k: int, machine: Machine) -> bool:
-        """Tell whether any of these beats dense."""
-        dense = self.predict(_DENSE, k, machine).seconds
-        return any(self.predict(c, k, machine).seconds < dense for c in candidates)
-
-    def break_even(
-        self, candidates: Sequence[Algorithm], k: int, machine: Machine
-    ) -> tuple[float | None, float | None]:
-        """Return the bandwidth and the density up to which one of these beats dense."""
-        if self.world_size == 1 or self.size == 0:  # nothing is exchanged, whatever the network
-            return 0.0, 0.0
-        bandwidth = _break_even(
-            lambda rate: self.sparse_wins(candidates, k, replace(machine, beta=1 / rate)),
-            _SLOWEST,
-            _FASTEST,
-        )
-        density = _break_even(
-            lambda part: self.sparse_wins(candidates, _entries(part, self.size), machine),
-            1 / self.size,
-            1.0,
-        )
-        return bandwidth, density
 
 
 def plan(
@@ -149,17 +212,46 @@ def plan(
         >>> plan(1_000_000, 2, fast, candidates).why.split(" against")[0]
         'dense wins here: 362 µs'
     """
-    _check(size, world_size, density, k, budget_bytes, compute)
+    for name, value, good, expected in (
+        ("size", size, size >= 0, "the number of elements, at least 0"),
+        ("world_size", world_size, world_size >= 1, "at least 1 rank"),
+        ("density", density, density is None or 0 < density <= 1, "k / n, in (0, 1], e.g. 0.01"),
+        ("k", k, k is None or k >= 0, "at least 0 entries"),
+        ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes > 0, "more than 0"),
+        ("compute", compute, compute is None or 0 <= compute < math.inf, "seconds >= 0"),
+    ):
+        if not good:
+            raise ConfigurationError(f"plan: {name} is {value}; give {expected}")
+    if density is not None and k is not None:
+        raise ConfigurationError("plan: density and k were both given; give one of them")
     if not candidates:
         raise ConfigurationError("plan: no candidates; give algorithms to choose from")
-    backward = _BACKWARD * (compute or 0.0)
-    setting = _Setting(size, world_size, backward, bucket_bytes, unit_bytes)
+
+    def predicted(algorithm: Algorithm, entries: int, on: Machine = machine) -> Prediction:
+        made = predict(algorithm, size=size, k=entries, world_size=world_size, machine=on)
+        part = bucket_bytes if algorithm.name == "dense" else unit_bytes
+        parts = 1 if part is None else max(math.ceil(WORD_BYTES * size / part), 1)
+        early = made.seconds_exchange * (1 - 1 / parts)
+        return replace(made, seconds_hidden=min(early, _BACKWARD * (compute or 0.0)))
+
+    def most_entries(algorithm: Algorithm, budget: float) -> int:
+        fitting = bisect_right(
+            range(1, size + 1), budget, key=lambda entries: predicted(algorithm, entries).bytes_sent
+        )
+        return max(fitting, min(1, size))
+
+    def entries_of(part: float) -> int:
+        return min(size, max(1, round(part * size)))  # as ``Unit.entries`` does
+
     if k is None and density is None and budget_bytes is not None:
-        k = _most_entries(setting, machine, candidates, budget_bytes)
+        # of those that fit nearly as many entries as the best: all of these shall compete
+        counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
+        most_of_all = max(counts, default=size)
+        k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
     elif k is None:
-        k = _entries(_DEFAULT_DENSITY if density is None else density, size)
-    k = min(k, size)
-    made = [setting.predict(candidate, k, machine) for candidate in candidates]
+        k = entries_of(_DEFAULT_DENSITY if density is None else density)
+    k = entries = min(k, size)
+    made = [predicted(candidate, k) for candidate in candidates]
     fitting = [p for p in made if budget_bytes is None or p.bytes_sent <= budget_bytes]
     if not fitting:
         least = min(made, key=lambda p: p.bytes_sent)
@@ -169,12 +261,23 @@ def plan(
             "budget, or a smaller density"
         )
     table = tuple(sorted(fitting, key=lambda p: p.seconds))
-    dense = setting.predict(_DENSE, k, machine)
+    dense = predicted(_DENSE, k)
     competing = {p.collective for p in table}
     sparse = [c for c in candidates if c.name in competing and c.result != "whole"]
-    bandwidth, most = setting.break_even(sparse, k, machine)
-    sentence = _why(table, dense, bandwidth, most, world_size if size else 0)
-    return Plan(table[0].collective, sentence, bandwidth, most, k, dense, table)
+
+    def sparse_wins(entries: int, on: Machine) -> bool:
+        limit = predicted(_DENSE, entries, on).seconds
+        return any(predicted(candidate, entries, on).seconds < limit for candidate in sparse)
+
+    bandwidth: float | None = 0.0
+    most: float | None = 0.0
+    if world_size > 1 and size:  # else nothing is exchanged, whatever the network
+        bandwidth = _break_even(
+            lambda rate: sparse_wins(entries, replace(machine, beta=1 / rate)), _SLOWEST, _FASTEST
+        )
+        most = _break_even(lambda part: sparse_wins(entries_of(part), machine), 1 / size, 1.0)
+    why = _why(table, dense, bandwidth, most, world_size if size else 0)
+    return Plan(table[0].collective, why, bandwidth, most, k, dense, table)
 
 
 def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float | None:
@@ -194,61 +297,6 @@ def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float
         middle = math.sqrt(won * beyond)
         won, beyond = (middle, beyond) if wins(middle) else (won, middle)
     return won
-
-
-def _entries(density: float, size: int) -> int:
-    """Return k for a density, as ``Unit.entries`` does."""
-    return min(size, max(1, round(density * size)))
-
-
-def _most_entries(
-    setting: _Setting, machine: Machine, candidates: Sequence[Algorithm], budget: float
-) -> int:
-    """Return how many entries fit a budget with the frugal candidates; n if none depends on k.
-
-    Frugal are those that fit nearly as many as the best; all of these shall compete.
-    """
-
-    def most(candidate: Algorithm) -> int:
-        return _bisect(
-            lambda k: setting.predict(candidate, k, machine).bytes_sent <= budget, setting.size
-        )
-
-    counts = [most(candidate) for candidate in candidates if candidate.result != "whole"]
-    most_of_all = max(counts, default=setting.size)
-    return min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
-
-
-def _bisect(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that fits, if 1 does; else 1."""
-    low, high = min(1, most), most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def _check(
-    size: int,
-    world_size: int,
-    density: float | None,
-    k: int | None,
-    budget_bytes: float | None,
-    compute: float | None,
-) -> None:
-    """Refuse numbers that cannot be planned for."""
-    for name, value, good, expected in (
-        ("size", size, size >= 0, "the number of elements, at least 0"),
-        ("world_size", world_size, world_size >= 1, "at least 1 rank"),
-        ("density", density, density is None or 0 < density <= 1, "k / n, in (0, 1], e.g. 0.01"),
-        ("k", k, k is None or k >= 0, "at least 0 entries"),
-        ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes > 0, "more than 0"),
-        ("compute", compute, compute is None or 0 <= compute < math.inf, "seconds >= 0"),
-    ):
-        if not good:
-            raise ConfigurationError(f"plan: {name} is {value}; give {expected}")
-    if density is not None and k is not None:
-        raise ConfigurationError("plan: density and k were both given; give one of them")
 
 
 def _why(

@@ -99,7 +99,7 @@ def test_float32_on_the_cpu_goes_to_the_extension_and_nothing_else_does(monkeypa
     assert [kernels.top(x.to(d), 1) for d in (torch.float64, torch.bfloat16)] == ["torch"] * 2
 
 
-X, I64 = torch.zeros(4), torch.int64
+X = torch.zeros(4)
 
 
 @built
@@ -126,7 +126,6 @@ def test_a_tensor_that_does_not_fit_is_refused(call, message):
 
 
 BAD_INDICES = [[-1], [4], [1 << 62], [-(1 << 63)], [0, -1], [0, 4], [3, 70_000]]
-UNORDERED = [[2, 1], [1, 1], [70_000, 0]]
 
 
 @built
@@ -140,17 +139,12 @@ def test_an_index_outside_is_refused_before_anything_is_written(indices):
         assert dense.tolist() == [7.0] * 4
     with pytest.raises(ConfigurationError, match="within the vector"):
         native.merge([(torch.tensor([0]), torch.ones(1)), (at, values)], 4)
+    with pytest.raises(ConfigurationError, match=r"within the vector|ascend"):
+        native.merge([(torch.arange(4), torch.ones(4))], 4, at)
 
 
 @built
-@pytest.mark.parametrize("among", BAD_INDICES[:4] + BAD_INDICES[5:])
-def test_merge_within_refuses_places_outside(among):
-    with pytest.raises(ConfigurationError, match="within the vector"):
-        native.merge([(torch.arange(4), torch.ones(4))], 4, torch.tensor(among))
-
-
-@built
-@pytest.mark.parametrize("indices", UNORDERED)
+@pytest.mark.parametrize("indices", [[2, 1], [1, 1], [70_000, 0]])
 def test_scatter_refuses_indices_that_do_not_ascend(indices):
     with pytest.raises(ConfigurationError, match="ascending"):
         native.scatter_(torch.zeros(100_000), torch.tensor(indices), torch.ones(2))
@@ -165,12 +159,9 @@ def test_streams_that_do_not_ascend_never_write_outside():
             streams = [torch.randint(low, high, (40,), generator=generator) for _ in range(3)]
             for count in (2, 3):  # two are merged by another loop
                 parts = [(s, torch.ones(40)) for s in streams[:count]]
-                for merge in (
-                    native.merge,
-                    lambda p, n, a=streams[2]: native.merge(p, n, a),
-                ):
+                for among in (None, streams[2]):
                     try:
-                        indices, _ = merge(parts, size)
+                        indices, _ = native.merge(parts, size, among)
                     except ConfigurationError:
                         continue
                     assert indices.numel() <= 120
@@ -204,8 +195,7 @@ def test_results_do_not_depend_on_the_default_dtype_or_device():
 
 @built
 def test_other_threads_run_while_a_kernel_does():
-    x, y = torch.zeros(1 << 24), torch.zeros(1 << 24)
-    calls, turns = [], []
+    x, y, calls, turns = torch.zeros(1 << 23), torch.zeros(1 << 23), [], []
 
     def work():
         for _ in range(15):
@@ -218,7 +208,6 @@ def test_other_threads_run_while_a_kernel_does():
     while worker.is_alive():
         turns.append(time.perf_counter())
         time.sleep(0)
-    worker.join()
     # with the lock held, nothing would happen here in the middle of a call
     middles = [((3 * a + b) / 4, (a + 3 * b) / 4) for a, b in calls]
     assert sum(any(a < t < b for t in turns) for a, b in middles) >= 3

@@ -10,21 +10,21 @@ import importlib
 B = 2048
 # by name, in the order of the parameters; a number is a compile-time constant
 SIGNATURES = {
-    "swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
-    "count_above": ("*i32", "*i32", "i32", "i32", B),
-    "compact": ("*i32", "*i64", "*i64", "*i32", "i32", "i32", B),
-    "count_digits": ("*i32", "*i64", "*i64", "i32", "i32", 8, B, 256),
-    "choose_digit": ("*i64", "*i64", 256),
-    "count_top": ("*i32", "*i64", "*i32", "i32", B),
-    "compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
-    "scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
-    "encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
-    "count_ones": ("*u8", "*i32", "i32", "i32", B),
-    "decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),
-    "encode_bf16": ("*i32", "*i16", "i32", B),
-    "decode_bf16": ("*i16", "*i32", "i32", B),
-    "encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
-    "decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
+    "_swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
+    "_count_above": ("*i32", "*i32", "i32", "i32", B),
+    "_compact": ("*i32", "*i64", "*i64", "*i32", "i32", "i32", B),
+    "_count_digits": ("*i32", "*i64", "*i64", "i32", "i32", 8, B, 256),
+    "_choose_digit": ("*i64", "*i64", 256),
+    "_count_top": ("*i32", "*i64", "*i32", "i32", B),
+    "_compact_top": ("*i32", "*i64", "*i64", "*i64", "*i64", "i32", B),
+    "_scatter": ("*fp32", "*i64", "*fp32", "i32", B, -1),
+    "_encode_indices": ("*i64", "*i32", "i32", "i32", "i32", B),
+    "_count_ones": ("*u8", "*i32", "i32", "i32", B),
+    "_decode_indices": ("*u8", "*i64", "*i64", "i32", "i32", "i32", "i32", B),
+    "_encode_bf16": ("*i32", "*i16", "i32", B),
+    "_decode_bf16": ("*i16", "*i32", "i32", B),
+    "_encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
+    "_decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 
 
@@ -52,9 +52,10 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--capability", type=int, default=80)
     capability = parser.parse_args().capability
-    module = importlib.import_module("sparsync.kernels.triton.device")
-    host = {"BLOCK", "blocks_of", "cover", "installed", "launch", "positions"}
-    assert set(SIGNATURES) == set(module.__all__) - host
+    module = importlib.import_module("sparsync.kernels.triton")
+    jitted = importlib.import_module("triton").JITFunction
+    device = {name for name, value in vars(module).items() if isinstance(value, jitted)}
+    assert set(SIGNATURES) == device - {"_positions", "_keys", "_ones"}
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):
             ptx = compiled(getattr(module, kernel), form, capability)

@@ -1,4 +1,4 @@
-"""The hot loops in C++ (``native/``), for float32 on the CPU; ``kernels/__init__.py`` describes them.
+"""The hot loops in C++ (``native/``), for float32 on the CPU; ``reference.py`` describes them.
 
 Built when the package is installed, if there is a C++ compiler.  The instruction set is chosen at run
 time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another one of
@@ -6,6 +6,7 @@ them, or ``torch`` to switch this module off.  Passes over large vectors use up 
 ``torch.get_num_threads()`` threads.
 
 Tensors are passed as addresses; whatever could read or write outside them is refused here or in C++.
+The last three functions are the exchanges of ``wire/parcels.py``, fused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.kernels.reference import Dealt
 
 __all__ = [
     "EXTENSION",
@@ -65,9 +67,8 @@ _ELEMENTS_PER_THREAD: Final = 1 << 20
 _SMALL: Final = 1 << 14
 # from here on ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
-# one element in this many is sampled, or more, so that there are at least 2^12 samples
-_STRIDE: Final = 256
-_SAMPLES: Final = 1 << 12
+_STRIDE: Final = 256  # one element in this many is sampled,
+_SAMPLES: Final = 1 << 12  # or more, so that there are at least this many
 
 
 @functools.cache
@@ -99,17 +100,16 @@ def chosen() -> str:
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """See ``kernels.accumulate_``.  Cost: one pass that reads and writes both."""
-    n = residual.numel()
-    pair = _address("residual", residual), _address("gradient", gradient), n
+    """Cost: one pass that reads and writes both."""
+    pair, n = (_address("residual", residual), _address("gradient", gradient)), residual.numel()
     if key is None:
-        EXTENSION.swap_add(*pair, _workers(n), chosen())
+        EXTENSION.swap_add(*pair, n, _workers(n), chosen())
         return None
-    return _collect(EXTENSION.accumulate, pair, key, limit)
+    return _collect(EXTENSION.accumulate, (*pair, n), key, limit)
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """See ``kernels.find``.  Cost: one reading of x; a second one without a limit."""
+    """Cost: one reading of x; a second one without a limit."""
     n = x.numel()
     searched = _address("x", x), n
     if limit is None:
@@ -124,7 +124,7 @@ def _collect(
     """Run a pass over addresses and length, with room for ``limit`` entries per worker."""
     n = vectors[-1]
     limit, workers = max(min(limit, n), 0), _workers(n)
-    indices, values = (empty(workers * limit, t) for t in (torch.int64, torch.float32))
+    indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
     count = kernel(*vectors, _low(key), limit, *ends, workers, chosen())
     return None if count < 0 else (indices[:count], values[:count])
@@ -140,10 +140,9 @@ def _low(key: int) -> int:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """See ``kernels.top``.
+    """Cost: for many elements, a reading of x and a selection among somewhat more than k.
 
-    Cost: for many elements, a reading of x and a selection among somewhat more than k; where the
-    sample misled, or k is no small part of n, up to six readings.
+    Where the sample misled, or k is no small part of n, up to six readings.
     """
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
@@ -159,7 +158,6 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """See ``kernels.count_from``."""
     keys = keys.to(torch.int64).contiguous()
     counts = torch.empty_like(keys)
     searched = _address("values", values), values.numel()
@@ -174,8 +172,7 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``kernels.merge``."""
-    parts = [(*_entries(indices, values), indices.numel()) for indices, values in streams]
+    parts = [_entries(indices, values) for indices, values in streams]
     room = sum(count for _, _, count in parts)
     indices, values = empty(room, torch.int64), empty(room, torch.float32)
     ends = indices.data_ptr(), values.data_ptr(), chosen()
@@ -188,7 +185,6 @@ def merge(
 
 
 def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """See ``kernels.restrict``."""
     positions = torch.empty_like(indices)
     searched = _address("indices", indices, torch.int64), indices.numel()
     wanted = _address("among", among, torch.int64), among.numel()
@@ -196,37 +192,33 @@ def restrict(indices: Tensor, among: Tensor) -> Tensor:
 
 
 def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """See ``kernels.subtract_``."""
-    places = *_entries(indices, values), indices.numel()
-    _guarded(EXTENSION.subtract, _address("dense", dense), dense.numel(), *places)
+    written = _address("dense", dense), dense.numel()
+    _guarded(EXTENSION.subtract, *written, *_entries(indices, values))
     return dense
 
 
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """See ``kernels.scatter_``."""
-    n, places = dense.numel(), (*_entries(indices, values), indices.numel())
-    _guarded(EXTENSION.scatter, _address("dense", dense), n, *places, _workers(n))
+    n = dense.numel()
+    written = _address("dense", dense), n
+    _guarded(EXTENSION.scatter, *written, *_entries(indices, values), _workers(n))
     return dense
 
 
-def deal(indices: Tensor, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
-    """See ``kernels.deal``."""
+def deal(indices: Tensor, world_size: int) -> Dealt:
     order, local = torch.empty_like(indices), torch.empty_like(indices)
     counts = empty(world_size, torch.int64)
-    start = _address("indices", indices, torch.int64)
-    ends = order.data_ptr(), local.data_ptr(), counts.data_ptr()
-    EXTENSION.deal(start, indices.numel(), world_size, *ends)
-    return order, local, counts.tolist()
+    dealt = _address("indices", indices, torch.int64), indices.numel()
+    EXTENSION.deal(*dealt, world_size, order.data_ptr(), local.data_ptr(), counts.data_ptr())
+    return Dealt(order, local, counts.tolist())
 
 
 def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
-    """See ``kernels.undeal``."""
-    indices, start = torch.empty_like(local), _address("local", local, torch.int64)
-    EXTENSION.undeal(start, local.numel(), owner, world_size, indices.data_ptr())
+    indices, dealt = torch.empty_like(local), _address("local", local, torch.int64)
+    EXTENSION.undeal(dealt, local.numel(), owner, world_size, indices.data_ptr())
     return indices
 
 
-# ---- exchanges of packed messages, fused: see wire/parcels.py ----------------------------------------
+# ---- exchanges of packed messages -------------------------------------------------------------------
 
 
 # the header with a count of 0 as two numbers; form of the values, their block; elements per owner
@@ -258,7 +250,6 @@ def deal_and_pack(
     mine = _guarded(
         EXTENSION.deal_and_pack,
         *_entries(indices, values),
-        nnz,
         world_size,
         rank,
         limit,
@@ -278,14 +269,14 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum messages and the entries of ``rank``, in rank order, and keep the k largest sums.
+    """Sum messages and the entries of ``rank``, in rank order; keep the k largest sums.
 
-    Returns:
-        Indices and values; None if a message is malformed.
+    None if a message is malformed.
     """
-    own = rank, *_entries(indices, values), values.numel()
-    capacity = max(min(k, style[-1]), 0)
-    return _received(EXTENSION.unpack_and_sum, messages, (*own, style, k), capacity)
+    own = rank, *_entries(indices, values)
+    return _received(
+        EXTENSION.unpack_and_sum, messages, (*own, style, k), max(min(k, style[-1]), 0)
+    )
 
 
 def unpack_and_undeal(
@@ -293,8 +284,7 @@ def unpack_and_undeal(
 ) -> tuple[Tensor, Tensor] | None:
     """Join the messages of all owners to a vector of ``size`` elements, and keep its k largest.
 
-    Returns:
-        Indices and values; None if a message is malformed.
+    None if a message is malformed.
     """
     # C++ writes a tile whole, and then drops what ties at its end
     tile: int = EXTENSION.slots_per_tile
@@ -305,7 +295,6 @@ def unpack_and_undeal(
 def _received(
     kernel: Any, messages: Sequence[Tensor], arguments: tuple[object, ...], capacity: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Call a kernel that reads messages, with room for its entries."""
     messages = [message.contiguous() for message in messages]
     raw = [(_address("message", m, torch.uint8), m.numel()) for m in messages]
     indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
@@ -326,13 +315,15 @@ def _address(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> i
     return tensor.data_ptr()
 
 
-def _entries(indices: Tensor, values: Tensor) -> tuple[int, int]:
+def _entries(indices: Tensor, values: Tensor) -> tuple[int, int, int]:
+    """Return both addresses and the number of entries."""
     if indices.dim() != 1 or indices.shape != values.shape:
         raise ConfigurationError(
             f"indices {tuple(indices.shape)} and values {tuple(values.shape)} must be 1-D and "
             "equally long"
         )
-    return _address("indices", indices, torch.int64), _address("values", values)
+    addresses = _address("indices", indices, torch.int64), _address("values", values)
+    return *addresses, values.numel()
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,5 @@
 """The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit.
 
-``kernels/__init__.py`` describes the functions.
-
 Magnitudes are compared as the integer bits of ``|x|``.  That orders finite floats like ``abs``, puts
 Inf above them and NaN above Inf: a NaN is selected (and seen), never silently lost.
 """
@@ -10,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError
 
 __all__ = [
+    "Dealt",
     "accumulate_",
     "count_from",
     "deal",
@@ -31,67 +31,18 @@ __all__ = [
     "undeal",
 ]
 
-_INTEGER_OF = MappingProxyType(
+# of each dtype the integers of the same bits, and the bits of its mantissa
+_BITS = MappingProxyType(
     {
-        torch.float32: torch.int32,
-        torch.float64: torch.int64,
-        torch.float16: torch.int16,
-        torch.bfloat16: torch.int16,
+        torch.float32: (torch.int32, 23),
+        torch.float64: (torch.int64, 52),
+        torch.float16: (torch.int16, 10),
+        torch.bfloat16: (torch.int16, 7),
     }
-)
-_MANTISSA_BITS = MappingProxyType(
-    {torch.float32: 23, torch.float64: 52, torch.float16: 10, torch.bfloat16: 7}
 )
 # elements that ``accumulate_`` copies at a time: on a GPU one launch, in a CPU's cache one round
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
-
-
-def accumulate_(
-    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
-) -> tuple[Tensor, Tensor] | None:
-    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``."""
-    for start in range(0, residual.numel(), _BLOCK):
-        new, old = residual[start : start + _BLOCK], gradient[start : start + _BLOCK]
-        before = new.clone()
-        new.add_(old)
-        old.copy_(before)
-    return None if key is None else find(residual, key, limit)
-
-
-def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return all entries of magnitude key at least ``max(key, 1)``; None if more than ``limit``."""
-    keys = magnitude_keys(x)
-    if key > torch.iinfo(keys.dtype).max:  # above all keys, and no number of their dtype
-        indices = torch.empty(0, dtype=torch.int64, device=x.device)
-    else:
-        indices = (keys >= max(key, 1)).nonzero().flatten()
-    if limit is not None and indices.numel() > max(limit, 0):
-        return None
-    return indices, x[indices]
-
-
-def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """Return the positions within ``indices`` of those that occur in ``among``; both ascend."""
-    if indices.numel() == 0 or among.numel() == 0:
-        return indices.new_empty(0)
-    at = torch.searchsorted(among, indices).clamp_(max=among.numel() - 1)
-    return (among[at] == indices).nonzero().flatten()
-
-
-def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``."""
-    dense[indices] -= values
-    return dense
-
-
-def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64."""
-    mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    reached = torch.searchsorted(keys, mine, right=True)  # how many of the keys, by every value
-    counts = keys.new_zeros(keys.numel() + 1)
-    counts.index_add_(0, reached, torch.ones_like(reached))
-    return counts.flip(0).cumsum(0).flip(0)[1:]
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
@@ -102,17 +53,78 @@ def magnitude_keys(x: Tensor) -> Tensor:
         >>> keys.argsort().tolist()
         [0, 2, 1, 4, 3]
     """
-    integer = _integer_of(x.dtype)
+    integer, _ = _bits_of(x.dtype)
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def key_range(dtype: torch.dtype) -> tuple[int, int]:
     """Return ``(largest, octave)``: no key is above ``largest``; doubling |x| adds ``octave``."""
-    return torch.iinfo(_integer_of(dtype)).max, 1 << _MANTISSA_BITS[dtype]
+    integer, mantissa = _bits_of(dtype)
+    return torch.iinfo(integer).max, 1 << mantissa
+
+
+def _bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    if dtype not in _BITS:
+        raise ConfigurationError(
+            f"magnitudes of {dtype} are not defined; use one of "
+            f"{', '.join(str(d).removeprefix('torch.') for d in _BITS)}"
+        )
+    return _BITS[dtype]
+
+
+def accumulate_(
+    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
+) -> tuple[Tensor, Tensor] | None:
+    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
+
+    The swap leaves an exact undo in the gradient's memory, without a second buffer.  Both are `[n]`,
+    contiguous, of one dtype and device (``ConfigurationError``, if not).
+
+    Returns:
+        Ascending indices and values of those elements of the new residual whose ``magnitude_keys`` are at
+        least ``max(key, 1)``; None without a key, or if there are more than ``limit``.
+
+    Example:
+        >>> residual, gradient = torch.tensor([1.0, -4.0]), torch.tensor([0.5, 1.0])
+        >>> accumulate_(residual, gradient, key=int(magnitude_keys(torch.tensor(2.0))), limit=2)
+        (tensor([1]), tensor([-3.]))
+        >>> residual.tolist(), gradient.tolist()
+        ([1.5, -3.0], [1.0, -4.0])
+    """
+    for start in range(0, residual.numel(), _BLOCK):
+        new, old = residual[start : start + _BLOCK], gradient[start : start + _BLOCK]
+        before = new.clone()
+        new.add_(old)
+        old.copy_(before)
+    return None if key is None else find(residual, key, limit)
+
+
+def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
+    """Return indices and values of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
+
+    Example:
+        >>> find(torch.tensor([0.0, 3.0, -0.0]), 0, None)
+        (tensor([1]), tensor([3.]))
+    """
+    keys = magnitude_keys(x)
+    if key > torch.iinfo(keys.dtype).max:  # above all keys, and no number of their dtype
+        indices = torch.empty(0, dtype=torch.int64, device=x.device)
+    else:
+        indices = (keys >= max(key, 1)).nonzero().flatten()
+    if limit is not None and indices.numel() > max(limit, 0):
+        return None
+    return indices, x[indices]
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """See ``kernels.top``.  Cost: a ``torch.topk`` over all n elements."""
+    """Return the ascending positions of the ``min(k, nnz)`` non-zero elements of largest magnitude.
+
+    Ties go to the lower position.
+
+    Example:
+        >>> top(torch.tensor([1.0, -3.0, 0.0, 1.0]), 2).tolist()
+        [0, 1]
+    """
     k = min(k, x.numel())
     if k <= 0:
         return torch.empty(0, dtype=torch.int64, device=x.device)
@@ -128,12 +140,47 @@ def top(x: Tensor, k: int) -> Tensor:
     return positions
 
 
+def count_from(values: Tensor, keys: Tensor) -> Tensor:
+    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
+
+    Example:
+        >>> keys = magnitude_keys(torch.tensor([0.0, 1.0, 4.0]))
+        >>> count_from(torch.tensor([2.0, 0.0, -4.0, 0.5]), keys).tolist()
+        [4, 2, 1]
+    """
+    mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
+    reached = torch.searchsorted(keys, mine, right=True)  # how many of the keys, by every value
+    counts = keys.new_zeros(keys.numel() + 1)
+    counts.index_add_(0, reached, torch.ones_like(reached))
+    return counts.flip(0).cumsum(0).flip(0)[1:]
+
+
+# ---- indices and values -----------------------------------------------------------------------------
+
+
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum sorted ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
+    """Sum ascending ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
     The fold is ``((s0 + s1) + s2) + ...`` per index, on every device: no atomics.
+
+    Args:
+        streams: at least one; within each, indices are ascending and unique.
+        size: all indices are in ``[0, size)``.
+        within: ascending indices; entries elsewhere are left out.
+
+    Raises:
+        ConfigurationError: no streams; in C++ also indices of a stream, or ``within``, that do not
+            ascend within ``[0, size)``.
+
+    Example:
+        >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])
+        >>> indices, values = merge([a, (torch.tensor([0]), torch.tensor([-1.0]))], 3)
+        >>> indices.tolist(), values.tolist()
+        ([2], [4.0])
+        >>> merge([a], 3, within=torch.tensor([0, 1]))
+        (tensor([0]), tensor([1.]))
     """
     if within is not None:
         kept = [restrict(indices, within) for indices, _ in streams]
@@ -149,33 +196,83 @@ def merge(
     return union[stored], total[stored]
 
 
+def restrict(indices: Tensor, among: Tensor) -> Tensor:
+    """Return the positions within ``indices`` of those that occur in ``among``; both ascend.
+
+    Example:
+        >>> restrict(torch.tensor([1, 4, 9]), torch.tensor([0, 4, 9, 12])).tolist()
+        [1, 2]
+    """
+    if indices.numel() == 0 or among.numel() == 0:
+        return indices.new_empty(0)
+    at = torch.searchsorted(among, indices).clamp_(max=among.numel() - 1)
+    return (among[at] == indices).nonzero().flatten()
+
+
+def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: in C++, an index lies outside; nothing was subtracted.
+    """
+    dense[indices] -= values
+    return dense
+
+
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``dense = 0; dense[indices] = values``, in place.  Returns ``dense``."""
+    """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
+
+    Raises:
+        ConfigurationError: in C++, indices do not ascend within ``dense``; nothing was written.
+    """
     dense.zero_()
     dense[indices] = values.to(dense.dtype)
     return dense
 
 
-def _integer_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the integers of the same bits."""
-    if dtype not in _INTEGER_OF:
-        raise ConfigurationError(
-            f"magnitudes of {dtype} are not defined; use one of "
-            f"{', '.join(str(d).removeprefix('torch.') for d in _INTEGER_OF)}"
-        )
-    return _INTEGER_OF[dtype]
+# ---- dealing ----------------------------------------------------------------------------------------
 
 
-def deal(indices: Tensor, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return order, local indices and counts: see ``kernels.deal``."""
+class Dealt(NamedTuple):
+    """Elements grouped by owner, ascending within each.
+
+    Attributes:
+        order: `[nnz]` their positions among the dealt elements.
+        local: `[nnz]` their indices within their owners.
+        counts: number of elements of each owner.
+    """
+
+    order: Tensor
+    local: Tensor
+    counts: list[int]
+
+
+def deal(indices: Tensor, world_size: int) -> Dealt:
+    """Deal ascending indices to owners like cards: every P consecutive ones have P owners.
+
+    Element i lies in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash: who
+    gets which card changes from group to group, so that no stride of the support (a column of a
+    matrix) meets one owner only.  Within its owner the element has the index g: order is kept.
+
+    Example:
+        >>> deal(torch.arange(6), 3).counts
+        [2, 2, 2]
+    """
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
-    return order, group[order], torch.bincount(owner, minlength=world_size).tolist()
+    return Dealt(order, group[order], torch.bincount(owner, minlength=world_size).tolist())
 
 
 def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
-    """See ``kernels.undeal``."""
+    """Return the indices of an owner's elements: the inverse of ``deal``.
+
+    Example:
+        >>> dealt = deal(torch.arange(6), 3)
+        >>> mine = dealt.local.split(dealt.counts)[1]
+        >>> torch.equal(undeal(mine, 1, 3), dealt.order.split(dealt.counts)[1])
+        True
+    """
     return local * world_size + (owner - _turn(local, world_size)) % world_size
 
 

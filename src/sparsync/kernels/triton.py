@@ -1,11 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The device code, and how it is launched: functions under ``jit`` are Triton kernels or their helpers.
+"""The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
-A kernel runs as many programs, each on one block of ``BLOCK`` elements; ``at`` are the positions of its
-elements (64 bits: vectors may have more than 2^31 elements) and ``inside`` masks those beyond
-the end.  Names ending in ``_ptr`` are the addresses of contiguous tensors; ``bits`` are float32 elements
-read as int32.  No kernel depends on the order in which programs run: nothing but integers is added
-atomically.
+``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  Where the data
+decide how long a result is, the host waits once, to read that length, and once per message for the check
+of unpacked indices; nothing else waits for the device.  Arguments are contiguous and on one device.
+
+Functions under ``jit`` are device code.  A kernel runs as many programs, each on one block of ``BLOCK``
+elements; ``at`` are the positions of its elements (64 bits: vectors may have more than 2^31 elements)
+and ``inside`` masks those beyond the end.  Names ending in ``_ptr`` are the addresses of contiguous
+tensors; ``bits`` are float32 elements read as int32.  No kernel depends on the order in which programs
+run: nothing but integers is added atomically.
 
 Triton is optional: without it this module can be imported, but no kernel can be launched.  Whether
 kernels are compiled or interpreted is decided when Triton is imported: with ``TRITON_INTERPRET=1`` set by
@@ -16,36 +20,40 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from sparsync.kernels import packing
+from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
+from sparsync.kernels.reference import count_from, deal, restrict, undeal
+
 __all__ = [
     "BLOCK",
-    "blocks_of",
-    "choose_digit",
-    "compact",
-    "compact_top",
-    "count_above",
-    "count_digits",
-    "count_ones",
-    "count_top",
-    "cover",
-    "decode_bf16",
-    "decode_indices",
-    "decode_int8",
-    "encode_bf16",
-    "encode_indices",
-    "encode_int8",
+    "accumulate_",
+    "count_from",
+    "deal",
+    "find",
     "installed",
-    "launch",
-    "positions",
-    "scatter",
-    "swap_accumulate",
+    "merge",
+    "pack_indices",
+    "pack_values",
+    "restrict",
+    "scatter_",
+    "subtract_",
+    "top",
+    "undeal",
+    "unpack_indices",
+    "unpack_values",
 ]
 
+# the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
+_RADIX: Final = 256
+_SHIFTS: Final = (24, 16, 8, 0)
+# this many programs fill a large GPU (132 multiprocessors of an H100) and few add to one histogram
+_COUNTING_PROGRAMS: Final = 512
 # elements of a program: four 16-byte loads of float32 in flight for each of its 128 threads
 BLOCK: Final = 2048
 
@@ -65,27 +73,200 @@ if installed():
     jit, tl = importlib.import_module("triton").jit, importlib.import_module("triton.language")
 
 
-def blocks_of(n: int) -> int:
+def _blocks_of(n: int) -> int:
     """Return how many programs cover n elements; 0 programs launch nothing."""
     return -(-n // BLOCK)
 
 
-def launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int) -> None:
+def _launch(
+    kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
+) -> None:
     """Run a kernel on the device of its first argument, after what was launched there before."""
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants)
 
 
-def cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:
+def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:
     """Launch as many programs as n elements take."""
-    launch(kernel, blocks_of(n), first, *arguments, BLOCK=BLOCK, **constants)
+    _launch(kernel, _blocks_of(n), first, *arguments, BLOCK=BLOCK, **constants)
+
+
+# ==== on the host =====================================================================================
+
+
+def accumulate_(
+    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
+) -> tuple[Tensor, Tensor] | None:
+    """Cost: one pass that reads and writes both; with a key, another, and one host synchronisation."""
+    n, floor = residual.numel(), max(key or 1, 1)
+    counts = residual.new_empty(_blocks_of(n), dtype=torch.int32)
+    _cover(_swap_accumulate, n, residual, gradient, counts, n, floor, COUNT=key is not None)
+    return None if key is None else _collect(residual, counts, floor, limit)
+
+
+def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
+    """Cost: two readings of x, one host synchronisation."""
+    n, floor = x.numel(), max(key, 1)
+    counts = x.new_empty(_blocks_of(n), dtype=torch.int32)
+    _cover(_count_above, n, _bits(x), counts, n, floor)
+    return _collect(x, counts, floor, limit)
+
+
+def _collect(
+    x: Tensor, counts: Tensor, key: int, limit: int | None
+) -> tuple[Tensor, Tensor] | None:
+    """Collect in order what reaches the key, given how many elements of each block do."""
+    n, ends = x.numel(), counts.cumsum(0)
+    total = int(ends[-1]) if n else 0  # the host waits here
+    if limit is not None and total > limit:
+        return None
+    indices, values = x.new_empty(total, dtype=torch.int64), x.new_empty(total)
+    if total:
+        _cover(_compact, n, _bits(x), ends, indices, _bits(values), n, key)
+    return indices, values
+
+
+def top(x: Tensor, k: int) -> Tensor:
+    """Find the k-th largest key by a radix select, digit by digit.
+
+    Cost: six readings of x, no sort; one host synchronisation.
+    """
+    n, k = x.numel(), max(min(k, x.numel()), 0)
+    positions = x.new_empty(k, dtype=torch.int64)
+    if k == 0:
+        return positions
+    bits, blocks = _bits(x), _blocks_of(n)
+    state = _kth(bits, k)
+    counts = x.new_empty(2, blocks, dtype=torch.int32)  # of larger keys; of ties
+    _cover(_count_top, n, bits, state, counts, n)
+    length = x.new_empty(1, dtype=torch.int64)
+    _cover(_compact_top, n, bits, state, counts.cumsum(1), positions, length, n)
+    return positions[: int(length)]  # the host waits here
+
+
+def _kth(bits: Tensor, k: int) -> Tensor:
+    """Return on the device: the k-th largest key, and how many of those that tie with it to take."""
+    n, blocks = bits.numel(), _blocks_of(bits.numel())
+    programs = min(blocks, _COUNTING_PROGRAMS)
+    rounds = -(-blocks // programs)
+    histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
+    # the key's digits so far; how many are wanted of it
+    state = bits.new_zeros(2, dtype=torch.int64)
+    state[1:].fill_(k)
+    for shift, histogram in zip(_SHIFTS, histograms, strict=True):
+        arguments = (bits, state, histogram, n, rounds)
+        _launch(_count_digits, programs, *arguments, SHIFT=shift, BLOCK=BLOCK, RADIX=_RADIX)
+        _launch(_choose_digit, 1, state, histogram, RADIX=_RADIX)
+    return state
+
+
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add each stream to a dense vector, in a launch of its own.
+
+    Within a stream no index occurs twice, and launches run in order, so nothing is added atomically.
+
+    Cost: three passes over the ``size`` elements of the region, which is 4 bytes of memory for each;
+    one host synchronisation.
+    """
+    if within is not None:
+        kept = [restrict(indices, within) for indices, _ in streams]
+        streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
+    dense = streams[0][1].new_zeros(size)
+    for indices, values in streams:
+        _add_at(dense, indices, values, sign=1)
+    found = find(dense, key=1, limit=None)
+    assert found is not None  # without a limit, always
+    return found
+
+
+def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    return _add_at(dense, indices, values, sign=-1)
+
+
+def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Cost: a memset and a launch."""
+    return _add_at(dense.zero_(), indices, values, sign=0)
+
+
+def _add_at(dense: Tensor, indices: Tensor, values: Tensor, sign: int) -> Tensor:
+    n = indices.numel()
+    _cover(_scatter, n, dense, indices, values, n, SIGN=sign)
+    return dense
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+# ---- packing --------------------------------------------------------------------------------------
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    nnz = indices.numel()
+    low, bits = packing.low_bits(nnz, size), packing.index_bits(nnz, size)
+    words = indices.new_zeros(bits // 32 + 2, dtype=torch.int32)
+    _cover(_encode_indices, nnz, indices, words, nnz, low, nnz * low)
+    return words.view(torch.uint8)[: (bits + 7) // 8]
+
+
+def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
+    low = packing.low_bits(nnz, size)
+    first, end = nnz * low, 8 * packed.numel()  # padding counts as unary, as in the specification
+    counts = packed.new_empty(_blocks_of(end - first), dtype=torch.int32)
+    _cover(_count_ones, end - first, packed, counts, first, end)
+    ends, indices = counts.cumsum(0), packed.new_zeros(nnz, dtype=torch.int64)
+    _cover(_decode_indices, end - first, packed, ends, indices, first, end, nnz, low)
+    disorder = (indices.diff() <= 0).sum() + (indices[-1:] >= size).sum()
+    ones, wrong = torch.stack([counts.sum(), disorder]).tolist()  # the host waits here
+    if ones != nnz:
+        raise packing.miscounted(nnz, ones)
+    if wrong:
+        raise packing.unordered(size)
+    return indices
+
+
+def pack_values(values: Tensor, form: int, block: int) -> Tensor:
+    n = values.numel()
+    if form == packing.FP32:
+        return values.view(torch.uint8)
+    packed = values.new_empty(packing.value_bytes(n, form, block), dtype=torch.uint8)
+    if form == packing.BF16:
+        _cover(_encode_bf16, n, values.view(torch.int32), packed.view(torch.int16), n)
+        return packed
+    rows = -(-n // block)
+    scales, codes = packed[: 4 * rows].view(torch.float32), packed[4 * rows :].view(torch.int8)
+    width = 1 << (block - 1).bit_length()  # what a program sees is as wide as a power of two
+    height = max(BLOCK // width, 1)
+    arguments = (values, scales, codes, n, block, _LEVELS, _LARGEST_SCALE, _NOT_FINITE)
+    _launch(_encode_int8, -(-rows // height), *arguments, ROWS=height, WIDTH=width)
+    return packed
+
+
+def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
+    if form == packing.FP32:
+        return packing.view_as(packed, torch.float32)
+    values = packed.new_empty(nnz, dtype=torch.float32)
+    if form == packing.BF16:
+        rounded = packing.view_as(packed, torch.int16)
+        _cover(_decode_bf16, nnz, rounded, values.view(torch.int32), nnz)
+        return values
+    rows = -(-nnz // block)
+    scales = packing.view_as(packed[: 4 * rows], torch.float32)
+    codes = packed[4 * rows :].view(torch.int8)
+    _cover(_decode_int8, nnz, scales, codes, values, nnz, block, _NOT_FINITE)
+    return values
+
+
+# ==== on the device ===================================================================================
 
 
 # ---- helpers --------------------------------------------------------------------------------------
 
 
 @jit
-def positions(BLOCK: tl.constexpr):
+def _positions(BLOCK: tl.constexpr):
     """Return the positions of this program's elements."""
     return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
@@ -100,11 +281,11 @@ def _keys(bits):
 
 
 @jit
-def swap_accumulate(
+def _swap_accumulate(
     residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
     """``residual, gradient = residual + gradient, residual``; count per block what reaches ``key``."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     inside = at < n
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
     accumulated = before + tl.load(gradient_ptr + at, mask=inside, other=0.0)
@@ -116,17 +297,17 @@ def swap_accumulate(
 
 
 @jit
-def count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
+def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
     """Count per block what reaches ``key`` (at least 1, so that padding never does)."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     reaching = _keys(tl.load(bits_ptr + at, mask=at < n, other=0)) >= key
     tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
 
 
 @jit
-def compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
+def _compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
     """Write positions and bits of what reaches ``key``, ascending; ``ends`` = running sums of counts."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     reaching = _keys(bits) >= key
     number = tl.cumsum(reaching.to(tl.int32), axis=0)  # 1 for the block's first
@@ -139,7 +320,7 @@ def compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.con
 
 
 @jit
-def count_digits(
+def _count_digits(
     bits_ptr,
     state_ptr,
     histogram_ptr,
@@ -152,9 +333,9 @@ def count_digits(
     """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
     Each program strides over the vector, so that few programs add to the histogram.  What is no
-    candidate is counted as digit 0, whose count ``choose_digit`` never reads.
+    candidate is counted as digit 0, whose count ``_choose_digit`` never reads.
     """
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     chosen = tl.load(state_ptr)
     counts = tl.zeros([RADIX], tl.int64)
     for _ in range(rounds):
@@ -167,19 +348,13 @@ def count_digits(
 
 
 @jit
-def choose_digit(
-    state_ptr,
-    histogram_ptr,
-    RADIX: tl.constexpr,
-):
+def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
     """Append to ``state[0]`` the digit of the ``state[1]``-th largest candidate; count down to it."""
     chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
     digits = tl.arange(0, RADIX)
-    counts = tl.load(histogram_ptr + digits)
-    counts = tl.where(digits == 0, 0, counts)
-    reaching = (
-        tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-    )  # with this digit or more
+    counts = tl.where(digits == 0, 0, tl.load(histogram_ptr + digits))
+    # with this digit or more
+    reaching = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     enough = (digits > 0) & (reaching >= wanted)
     digit = tl.max(tl.where(enough, digits, 0), axis=0)
     larger = tl.sum(tl.where(digits > digit, counts, 0), axis=0)
@@ -188,9 +363,9 @@ def choose_digit(
 
 
 @jit
-def count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
+def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
     """Count per block the keys above the k-th largest, ``state[0]``, and those that tie with it."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
     kth = tl.load(state_ptr)
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -199,12 +374,12 @@ def count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
 
 
 @jit
-def compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
+def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
     """Write the positions of the top k, ascending, and how many there are.
 
     Of the ties the first ``state[1]`` are taken; none if the k-th largest is zero.
     """
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
     kth, taken = tl.load(state_ptr), tl.load(state_ptr + 1)
     taken = tl.where(kth > 0, taken, 0)
@@ -224,9 +399,9 @@ def compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOC
 
 
 @jit
-def scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
+def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
     """``dense[i] = v``, ``+= v`` or ``-= v`` (``SIGN`` 0, 1 or -1); no index occurs twice."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     inside = at < n
     targets = dense_ptr + tl.load(indices_ptr + at, mask=inside, other=0)
     values = tl.load(values_ptr + at, mask=inside, other=0.0)
@@ -241,12 +416,12 @@ def scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl
 
 
 @jit
-def encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
+def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
     """Or the low bits and the unary bit of each index into zeroed words of 32 bits.
 
     The unary part begins at the bit ``unary``.
     """
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     inside = at < n
     indices = tl.load(indices_ptr + at, mask=inside, other=0)
     ones = tl.full([BLOCK], 1, tl.int64)
@@ -270,16 +445,16 @@ def _ones(packed_ptr, first, end, at):
 
 
 @jit
-def count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
+def _count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
     """Count per block of bits those set in ``[first, end)``."""
-    ones = _ones(packed_ptr, first, end, positions(BLOCK))
+    ones = _ones(packed_ptr, first, end, _positions(BLOCK))
     tl.store(counts_ptr + tl.program_id(0), tl.sum(ones, axis=0))
 
 
 @jit
-def decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK: tl.constexpr):
+def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK: tl.constexpr):
     """Write the index of each set bit; what is beyond ``n`` is not written."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     ones = _ones(packed_ptr, first, end, at)
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(ones, axis=0)
     order = start + tl.cumsum(ones, axis=0) - 1
@@ -296,9 +471,9 @@ def decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK:
 
 
 @jit
-def encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
+def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
     """Round to nearest, ties to even, by integers; never up to Inf, and to one NaN."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude >> 16) + (((magnitude & 0xFFFF) + 0x7FFF + ((magnitude >> 16) & 1)) >> 16)
@@ -308,15 +483,15 @@ def encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
 
 
 @jit
-def decode_bf16(packed_ptr, bits_ptr, n, BLOCK: tl.constexpr):
+def _decode_bf16(packed_ptr, bits_ptr, n, BLOCK: tl.constexpr):
     """Append sixteen zero bits."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     rounded = tl.load(packed_ptr + at, mask=at < n, other=0).to(tl.int32)
     tl.store(bits_ptr + at, rounded << 16, mask=at < n)
 
 
 @jit
-def encode_int8(
+def _encode_int8(
     values_ptr,
     scales_ptr,
     codes_ptr,
@@ -351,9 +526,9 @@ def encode_int8(
 
 
 @jit
-def decode_int8(scales_ptr, codes_ptr, values_ptr, n, row, not_finite, BLOCK: tl.constexpr):
+def _decode_int8(scales_ptr, codes_ptr, values_ptr, n, row, not_finite, BLOCK: tl.constexpr):
     """Multiply each code with the scale of its row; the code ``not_finite`` stands for NaN."""
-    at = positions(BLOCK)
+    at = _positions(BLOCK)
     inside = at < n
     codes = tl.load(codes_ptr + at, mask=inside, other=0)
     values = codes.to(tl.float32) * tl.load(scales_ptr + at // row, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-// The exchange of packed messages, fused: what wire/parcels.py composes of dealing, packing and merging,
+// The exchange of packed messages, fused: what wire/packed.py composes of dealing, packing and merging,
 // without the intermediate tensors.  A rank's entries pass through its caches once.
 #pragma once
 

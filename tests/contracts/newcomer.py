@@ -8,7 +8,7 @@ from sparsync.collectives.costs import Cost
 from sparsync.presets import Preset
 from sparsync.selection import Exact
 from sparsync.wire.base import MessageFraming
-from sparsync.wire.coo import Coo
+from sparsync.wire.streams import Coo
 
 
 @final

@@ -12,7 +12,7 @@ from sparsync.collectives.gtopk import GTopk
 from sparsync.testing import check_collective
 from sparsync.transports.sim import simulate
 from sparsync.wire import Packed
-from sparsync.wire.qsgd import SparseQsgd
+from sparsync.wire.quantised import SparseQsgd
 
 from .strategies import same_vector
 

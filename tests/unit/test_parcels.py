@@ -9,7 +9,7 @@ from sparsync import SparseVector
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import native
 from sparsync.wire import Coo, Packed
-from sparsync.wire.parcels import decode_sum, decode_undealt, encode_dealt
+from sparsync.wire.packed import decode_sum, decode_undealt, encode_dealt
 
 from .strategies import same_vector
 

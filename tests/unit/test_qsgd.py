@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import DenseVector, SparseVector
-from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from sparsync.wire.quantised import Qsgd, SparseQsgd
 
 from .strategies import FLOATS, same, smallest
 from .wire_messages import hex_of, packable, rounded

@@ -15,7 +15,7 @@ from sparsync.transports.communicator import rounds
 from sparsync.transports.sim import simulate
 from sparsync.units import Slot, Unit
 from sparsync.wire import Qsgd, Whole
-from sparsync.wire.signs import Signs
+from sparsync.wire.quantised import Signs
 
 from .strategies import FLOATS, same
 from .stream_collectives import reduce_all

@@ -18,8 +18,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
-from sparsync.wire.packed import Packed
-from sparsync.wire.parcels import Parcels, decode_sum, decode_undealt, encode_dealt
+from sparsync.wire.packed import Packed, Parcels, decode_sum, decode_undealt, encode_dealt
 
 __all__ = ["Budgeted"]
 

@@ -11,7 +11,7 @@ from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
-from sparsync.wire.signs import Signs
+from sparsync.wire.quantised import Signs
 
 __all__ = ["QuantizedAllgather"]
 

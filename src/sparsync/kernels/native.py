@@ -6,7 +6,7 @@ them, or ``torch`` to switch this module off.  Passes over large vectors use up 
 ``torch.get_num_threads()`` threads.
 
 Tensors are passed as addresses; whatever could read or write outside them is refused here or in C++.
-The last three functions are the exchanges of ``wire/parcels.py``, fused.
+The last three functions are the exchanges of ``wire/packed.py``, fused.
 """
 
 from __future__ import annotations

@@ -46,9 +46,8 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
 from sparsync.transports.ledger import Raw
 from sparsync.wire.base import Codec
-from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
-from sparsync.wire.streams import StreamCodec
+from sparsync.wire.streams import Coo, StreamCodec
 
 __all__ = [
     "EXCHANGES",

@@ -5,13 +5,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sparsync.wire.base import Codec, Encoded
-from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed
-from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from sparsync.wire.quantised import Qsgd, Signs, SparseQsgd
 from sparsync.wire.sign_mean import SignMean
-from sparsync.wire.signs import Signs
-from sparsync.wire.streams import StreamCodec
-from sparsync.wire.whole import Whole
+from sparsync.wire.streams import Coo, StreamCodec, Whole
 
 __all__ = [
     "CODECS",

@@ -28,8 +28,6 @@ __all__ = [
     "Header",
     "MessageFraming",
     "check_block",
-    "pack_codes",
-    "unpack_codes",
 ]
 
 HEADER_BYTES = 8
@@ -41,29 +39,19 @@ _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, s
 _SIZE_LIMIT = 1 << 32
 _SIZE_BITS = 48
 _BLOCK_LIMIT = 1 << 16  # what the header's detail can state
-_WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 V = TypeVar("V", bound=Vector)
 
 
 class Header(NamedTuple):
-    """The first 8 or 16 bytes of a message.
+    """The first 8 or 16 bytes of a message."""
 
-    Attributes:
-        format: number of the codec that wrote the message.
-        dtype: of the decoded values.
-        entries: number of entries.
-        option: the codec's own; 0 where it has none.
-        size: elements of the region; None in a header of 8 bytes.
-        detail: 16 bits of the codec's own, e.g. the length of its blocks.
-    """
-
-    format: int
-    dtype: torch.dtype
+    format: int  # number of the codec
+    dtype: torch.dtype  # of the decoded values
     entries: int
-    option: int = 0
-    size: int | None = None
-    detail: int = 0
+    option: int = 0  # the codec's own
+    size: int | None = None  # elements of the region; None in a header of 8 bytes
+    detail: int = 0  # 16 bits of the codec's own, e.g. the length of its blocks
 
     @property
     def nbytes(self) -> int:
@@ -72,9 +60,6 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the bytes, little-endian: magic, format, dtype, option, count; size and detail.
-
-        Raises:
-            ConfigurationError: a dtype without a code, or more entries than 32 bits count.
 
         Example:
             >>> list(Header(1, torch.float32, 258).pack())
@@ -94,11 +79,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and there.
-
-        Raises:
-            WireFormatError: too short, wrong magic or version, unknown dtype.
-        """
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and there."""
         # slicing the array, not the tensor, and one copy: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
@@ -111,21 +92,16 @@ class Header(NamedTuple):
             raise _foreign(raw)
         if not 1 <= code <= len(_DTYPES):
             raise WireFormatError(f"unknown value dtype {code} in a message header")
+        header = Header(format_, _DTYPES[code - 1], count, option)
         if len(raw) < LONG_HEADER_BYTES:
-            return Header(format_, _DTYPES[code - 1], count, option)
+            return header
         word = int.from_bytes(raw[HEADER_BYTES:], "little")
-        size, detail = word & ((1 << _SIZE_BITS) - 1), word >> _SIZE_BITS
-        return Header(format_, _DTYPES[code - 1], count, option, size, detail)
+        return header._replace(size=word & ((1 << _SIZE_BITS) - 1), detail=word >> _SIZE_BITS)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[V]):
-    """An encoded vector.
-
-    Attributes:
-        payload: `[nbytes]` with ``torch.uint8``: what travels.
-        decoded: what the receiver will see; differs from the input if the codec rounds.
-    """
+    """An encoded vector: what travels (uint8), and what the receiver will see of it."""
 
     payload: Tensor
     decoded: V
@@ -136,24 +112,15 @@ class Codec(ABC, Generic[V]):
 
     ``V`` says which vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  A message
     describes itself by its header and never gets shorter by more entries.
-
-    Attributes:
-        format: the codec's number in the header.
-        exact: no value is ever rounded; a codec that rounds takes floating values only.
-        is_dense: a message has an entry per element.
-        options: the legal values of the header's option.
-        header_bytes: 8, or 16 with size and detail.
-        option: of the headers that this codec writes.
-        detail: likewise; where it is 0, no message has one.
     """
 
-    format: ClassVar[int]
-    exact: bool = False
-    is_dense: ClassVar[bool] = False
-    options: ClassVar[tuple[int, ...]] = (0,)
-    header_bytes: ClassVar[int] = HEADER_BYTES
-    option: int = 0
-    detail: int = 0
+    format: ClassVar[int]  # the codec's number in the header
+    exact: bool = False  # no value is ever rounded; a codec that rounds takes floating values only
+    is_dense: ClassVar[bool] = False  # a message has an entry per element
+    options: ClassVar[tuple[int, ...]] = (0,)  # the legal values of the header's option
+    header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
+    option: int = 0  # of the headers that this codec writes
+    detail: int = 0  # likewise; where it is 0, no message has one
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
@@ -208,11 +175,7 @@ class Codec(ABC, Generic[V]):
         return self.parts(nnz, size, dtype).nbytes
 
     def measure(self, buffer: Tensor) -> Parts:
-        """Return the bytes of the message at the start of ``buffer``, read from its header.
-
-        Raises:
-            WireFormatError: the buffer does not start with a header of this codec.
-        """
+        """Return the bytes of the message at the start of ``buffer``, read from its header."""
         return self.layout(self.read_header(buffer))
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
@@ -234,11 +197,7 @@ class Codec(ABC, Generic[V]):
     # ---- for implementations ----
 
     def start(self, vector: V) -> bytes:
-        """Return the packed header of a vector's message.
-
-        Raises:
-            ConfigurationError: a vector that this codec does not take.
-        """
+        """Return the packed header of a vector's message; refuse what this codec does not take."""
         values, size = vector.values, vector.size
         name = type(self).__name__
         if values.dim() != 1:
@@ -263,11 +222,7 @@ class Codec(ABC, Generic[V]):
         return torch.cat([header.to(raw[0].device), *raw])
 
     def read_header(self, buffer: Tensor) -> Header:
-        """Read the header of a message that must be of this codec.
-
-        Raises:
-            WireFormatError: not a header, of another format, or one that this codec never writes.
-        """
+        """Read the header of a message; WireFormatError unless this codec writes such headers."""
         header = Header.read(buffer, self.header_bytes)
         name = type(self).__name__
         if header.format != self.format:
@@ -276,9 +231,7 @@ class Codec(ABC, Generic[V]):
                 "use the same codec?"
             )
         if header.option not in self.options:
-            raise _foreign(
-                _SHORT.pack(_MAGIC, header.format, _CODE_OF[header.dtype], header.option, 0)
-            )
+            raise _foreign(header._replace(size=None).pack())
         if header.nbytes < self.header_bytes:
             raise WireFormatError(
                 f"{buffer.numel()} bytes cannot hold the header of {name}, {self.header_bytes} bytes"
@@ -295,11 +248,7 @@ class Codec(ABC, Generic[V]):
         return header
 
     def body(self, payload: Tensor, size: int) -> tuple[Header, Tensor]:
-        """Check header and length of a whole message for ``size`` elements; return header and rest.
-
-        Raises:
-            WireFormatError: a bad header, another length than it says, or another region.
-        """
+        """Return header and rest of a whole message, whose length and region must be as they say."""
         header = self.read_header(payload)
         expected = self.layout(header).nbytes
         if payload.numel() != expected:
@@ -315,58 +264,12 @@ class Codec(ABC, Generic[V]):
         return header, payload[header.nbytes :]
 
 
-# ---- codes of few bits, and blocks that share a scale -----------------------------------------------
-
-
 def check_block(block: int) -> None:
     """Raise ConfigurationError unless the header can state so long a block."""
     if not 1 <= block < _BLOCK_LIMIT:
         raise ConfigurationError(
             f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
         )
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack the lowest 1, 2, 4 or 8 bits of uint8 ``codes``, the first code lowest in its byte.
-
-    Example:
-        >>> pack_codes(torch.tensor([1, 0, 3, 2, 1], dtype=torch.uint8), bits=2).tolist()
-        [177, 1]
-    """
-    each, count = 8 // bits, codes.numel()
-    padded = codes.new_zeros(-(-count // each) * each)
-    padded[:count] = codes & ((1 << bits) - 1)
-    words = padded.view(_WORDS[each])  # code i stands at bit 8 i: fold pairs, fours, halves
-    shift = 8 - bits
-    while 0 < shift < 4 * each:
-        words |= words >> shift
-        shift *= 2
-    return words.to(torch.uint8)
-
-
-def unpack_codes(raw: Tensor, bits: int, meanings: Tensor, count: int) -> Tensor:
-    """Return the meaning of ``count`` codes.
-
-    Args:
-        raw: of ``pack_codes``, of the right length.
-        bits: per code.
-        meanings: `[2 ** bits]` of every code.
-        count: number of codes.
-
-    Raises:
-        WireFormatError: bits are set after the last code.
-    """
-    each = 8 // bits
-    if count % each and int(raw[-1]) >> bits * (count % each):
-        raise WireFormatError(
-            f"a message of {count} quantised values has bits set after the last; it is corrupt"
-        )
-    octets = torch.arange(256, device=raw.device)[:, None]
-    codes = (octets >> torch.arange(0, 8, bits, device=raw.device)) & ((1 << bits) - 1)
-    return meanings[codes].index_select(0, raw.to(torch.int32)).flatten()[:count]
-
-
-# ---- framing ----------------------------------------------------------------------------------------
 
 
 @final

@@ -1,21 +1,30 @@
-"""Packed format: 8 to 12 bits per index and 8 to 32 per value, where coo takes 64 together."""
+"""Packed format: 8 to 12 bits per index and 8 to 32 per value, where coo takes 64 together.
+
+``encode_dealt``, ``decode_sum`` and ``decode_undealt`` compose a codec with dealing (``kernels.deal``)
+and merging.  For packed float32 on the CPU each is one pass in C++ (``native/exchange.cpp``), bit-equal:
+eight ranks on two cores spend more time on the intermediate tensors than on anything else.  Where C++
+finds a share that exceeds its message, or a malformed message, the composition does it again.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, final
+from typing import Literal, NamedTuple, TypeGuard, final
 
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
-from sparsync.kernels import packing
+from sparsync import kernels
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import native, packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
 
-__all__ = ["Packed"]
+__all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt"]
 
 _FORMS = MappingProxyType({"bf16": packing.BF16, "int8": packing.INT8, "fp32": packing.FP32})
 _EXACT = MappingProxyType(
@@ -98,3 +107,121 @@ class Packed(Codec[SparseVector]):
         return Parts(
             LONG_HEADER_BYTES, packing.index_bytes(nnz, size), packing.value_bytes(nnz, form, block)
         )
+
+
+# ---- messages to the owners of dealt elements --------------------------------------------------------
+
+
+class Parcels(NamedTuple):
+    """The messages of a rank to all owners, and the share that it keeps."""
+
+    messages: list[Tensor]  # one per owner; empty for the rank itself
+    arriving: Tensor  # [nnz] the values that owners see; 0 where an entry did not fit its message
+    own: SparseVector  # the share of the rank itself, indexed within its owner, not rounded
+
+
+def encode_dealt(
+    codec: Codec[SparseVector], vector: SparseVector, world_size: int, rank: int, limit: int
+) -> Parcels:
+    """Deal a vector's entries and encode a message for every owner but ``rank``.
+
+    Each of P owners has ``ceil(size / P)`` elements; a message takes ``limit`` entries, the largest.
+
+    Example:
+        >>> from sparsync.wire import Coo
+        >>> v = SparseVector.from_dense(torch.ones(4))
+        >>> parcels = encode_dealt(Coo(), v, world_size=2, rank=0, limit=9)
+        >>> [m.numel() for m in parcels.messages], parcels.own.nnz
+        ([0, 24], 2)
+    """
+    width = -(-vector.size // world_size)
+    if _in_cpp(codec, vector):
+        pair = vector.indices.contiguous(), vector.values.contiguous()
+        most = min(limit, vector.nnz, width)
+        stride, style = codec.nbytes(most, width), _style(codec, width)
+        packed = native.deal_and_pack(*pair, world_size, rank, most, style, stride)
+        if packed is not None:
+            return Parcels(packed[0], packed[1], SparseVector(*packed[2], width))
+    dealt = kernels.deal(vector.indices, world_size)
+    values = vector.values[dealt.order]
+    seen = torch.zeros_like(values)
+    messages, own, start = [], SparseVector.empty(width, values), 0
+    for owner, count in enumerate(dealt.counts):
+        part = slice(start, start + count)
+        entries = SparseVector(dealt.local[part], values[part], width)
+        start += count
+        if owner == rank:
+            own, seen[part] = entries, values[part]
+            messages.append(torch.empty(0, dtype=torch.uint8))
+            continue
+        fitting = kernels.top(entries.values, limit) if count > limit else slice(None)
+        encoded = codec.encode(entries.keep(fitting))
+        seen[part][fitting] = encoded.decoded.values
+        messages.append(encoded.payload)
+    arriving = torch.empty_like(seen)
+    arriving[dealt.order] = seen
+    return Parcels(messages, arriving, own)
+
+
+def decode_sum(
+    codec: Codec[SparseVector], messages: Sequence[Tensor], rank: int, own: SparseVector, k: int
+) -> SparseVector:
+    """Sum what all ranks sent here and the own share, and keep the k largest sums.
+
+    The sum is a left fold in rank order, in which the own share takes the place of ``rank``'s message.
+    """
+    if _in_cpp(codec, own, messages):
+        pair = own.indices.contiguous(), own.values.contiguous()
+        summed = native.unpack_and_sum(messages, rank, *pair, _style(codec, own.size), k)
+        if summed is not None:
+            return SparseVector(*summed, own.size)
+    device = own.values.device
+    shares = [
+        own if source == rank else codec.decode(message, own.size).to(device)
+        for source, message in enumerate(messages)
+    ]
+    return SparseVector.merge(shares).top(k)
+
+
+def decode_undealt(
+    codec: Codec[SparseVector], messages: Sequence[Tensor], size: int, k: int, like: SparseVector
+) -> SparseVector:
+    """Join what every owner sent to one vector, and keep its k largest; zeros are not stored.
+
+    ``like`` is any vector of the result's dtype and device.
+    """
+    width, device = -(-size // len(messages)), like.values.device
+    if _in_cpp(codec, like, messages):
+        joined = native.unpack_and_undeal(messages, _style(codec, width), size, k)
+        if joined is not None:
+            return SparseVector(*joined, size)
+    pieces = []
+    for owner, message in enumerate(messages):
+        piece = codec.decode(message, width).to(device)
+        indices = kernels.undeal(piece.indices, owner, len(messages))
+        if indices.numel() and int(indices[-1]) >= size:
+            raise WireFormatError(
+                f"rank {owner} sent an element beyond the vector's {size}; it is corrupt or hostile"
+            )
+        stored = piece.values != 0
+        pieces.append(SparseVector(indices[stored], piece.values[stored], size))
+    return SparseVector.merge(pieces).top(k)
+
+
+def _in_cpp(
+    codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
+) -> TypeGuard[Packed]:
+    """Tell whether C++ has the codec, and takes the tensors."""
+    return (
+        isinstance(codec, Packed)
+        and kernels.backend_of(vector.values) is native
+        and kernels.backend_of(vector.indices, dtype=torch.int64) is native
+        and all(message.is_cpu and message.dtype == torch.uint8 for message in messages)
+    )
+
+
+def _style(codec: Packed, width: int) -> native.Style:
+    """Return how C++ writes messages of float32 values for regions of ``width`` elements."""
+    header = codec.header(0, width, torch.float32)
+    first, second = struct.unpack("<2Q", header.pack())
+    return first, second, header.option, header.detail, width

@@ -16,7 +16,7 @@ from sparsync.kernels import packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header
-from sparsync.wire.coo import INDEX_BYTES, pack_words, unpack_words
+from sparsync.wire.streams import INDEX_BYTES, pack_words, unpack_words
 
 __all__ = ["SignMean"]
 
@@ -118,7 +118,7 @@ class SignMean(Codec[SparseVector]):
         return _spread(indices, means, counts, header.dtype, size)
 
     def layout(self, header: Header) -> Parts:
-        """Return 16 bytes of header, 4 per layer's count; indices; 4 per layer's mean."""
+        """Return the bytes of header and counts, of indices, and of means."""
         _, _, nnz, form, size, layers = header
         assert size is not None
         return Parts(

@@ -1,7 +1,6 @@
 """RedSync's selectors, as far as ``tests/contracts`` does not check them."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
@@ -21,7 +20,6 @@ from sparsync.selection import (
     Selector,
     redsync,
 )
-from sparsync.selection.base import reaching
 from sparsync.selection.redsync import (
     BinarySearch,
     BinarySearchState,
@@ -138,14 +136,6 @@ def test_bytes_count_not_elements():
     assert isinstance(policy.select(noise(), 10, 0), SparseVector)
 
 
-def test_what_was_collected_is_not_looked_for_again(monkeypatch):
-    policy, accumulated = BySize(0, 0, 0), noise()
-    policy.select(accumulated, 10, 0)
-    found = reaching(accumulated, *policy.collect_from(10, 1, torch.float32))
-    monkeypatch.delattr(kernels, "find")
-    assert policy.select(accumulated, 10, 1, found).indices.tolist() == found.indices.tolist()
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -250,11 +240,9 @@ def test_it_searches_on_one_call_of_a_period(period, searches):
     selector, steps = BinarySearch(reuse_period=period), []
     for step in range(7, 22):  # the count is by calls, whatever the step
         before = len(searches)
-        collect = selector.collect_from(40, step, torch.float32)
         selector.select(noise(step), 40, step)
         if len(searches) > before:
             steps.append(step - 7)
-        assert (collect is None) == (len(searches) > before)
     assert steps == list(range(0, 15, period))
 
 
@@ -287,22 +275,8 @@ def test_reuse_searches_afresh_when_nothing_reaches(searches):
     assert len(searches) == 3
 
 
-@given(dense_tensors(max_size=60, dtype=torch.float32), st.integers(0, 20), st.booleans())
-def test_reuse_keeps_its_cap_and_what_was_collected_changes_nothing(accumulated, k, capped):
-    alone, other = (settled(0.5, cap=1.5 if capped else None) for _ in range(2))
-    collect = other.collect_from(k, 0, torch.float32)
-    found = collect and reaching(accumulated, *collect)
-    selected = alone.select(accumulated, k, 0)
-    same_vector(other.select(accumulated, k, 0, found), selected)
-    assert other.state == alone.state
-    if alone.state.served == 2:  # it did reuse
-        expected = int((kernels.magnitude_keys(accumulated) >= alone.state.threshold_key).sum())
-        assert selected.nnz == (min(expected, math.floor(1.5 * k)) if capped else expected)
-
-
 def test_asking_for_nothing_leaves_the_count():
     selector = settled(0.5)
-    assert selector.collect_from(0, 0, torch.float32) is None
     assert selector.select(noise(), 0, 0).nnz == selector.select(torch.ones(0), 5, 0).nnz == 0
     assert selector.state.served == 1
 

@@ -22,7 +22,7 @@ from sparsync.selection import (
     reused,
 )
 from sparsync.selection.base import largest
-from sparsync.selection.sampled import SampledState
+from sparsync.selection.estimated import SampledState
 
 from .selection_inputs import INF, NAMES, NAN, inputs
 from .strategies import FLOATS, dense_tensors, same, same_vector

@@ -27,7 +27,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Codec, MessageFraming
-from sparsync.wire.coo import Coo
+from sparsync.wire.streams import Coo
 
 __all__ = [
     "OkTopk",

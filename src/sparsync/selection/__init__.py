@@ -1,17 +1,15 @@
-"""Which entries are worth sending: one selector per file, RedSync's five in one."""
+"""Which entries are worth sending."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from sparsync.selection.base import Selector
+from sparsync.selection.base import Everything, Exact, ExactState, Selector
 from sparsync.selection.blockwise import Blockwise
-from sparsync.selection.exact import Everything, Exact, ExactState
-from sparsync.selection.gaussian import GaussianK
+from sparsync.selection.estimated import GaussianK, Sampled
 from sparsync.selection.redsync import BinarySearch, BySize, Layered, OneSigned, Trimmed
 from sparsync.selection.reused import Reused, ReusedState
-from sparsync.selection.sampled import Sampled
 
 __all__ = [
     "SELECTORS",

@@ -1,30 +1,42 @@
-"""The seam of selection: choose the entries of the accumulated gradient that are worth sending."""
+"""The seam of selection, and what needs no setting: everything, and exact top-k without sorting n."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.sparse import SparseVector, Vector
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
 
-__all__ = ["Selector", "largest", "mixed_seed", "reaching", "room", "smallest_key"]
+__all__ = [
+    "Everything",
+    "Exact",
+    "ExactState",
+    "Selector",
+    "largest",
+    "mixed_seed",
+    "reaching",
+    "room",
+    "smallest_key",
+]
+
+# times k: error feedback piles entries up just below the threshold, 5 % lower there are twice as many
+_AIM = 2.0
+_NARROWEST, _WIDEST = 1 / 256, 2.0  # of the gap, in octaves
 
 
 class Selector(Stateful):
-    """Chooses entries.  Its memory (thresholds, counters) is ``self.state``.
+    """Chooses entries of the accumulated gradient; its memory (thresholds, counters) is ``state``."""
 
-    Attributes:
-        reuses: thresholds of one step serve the next.  They say nothing about what another rule selected
-            in between.
-    """
-
-    reuses: bool = False
+    reuses: bool = False  # thresholds of one step serve the next, if no other rule came in between
 
     def for_layers(self, sizes: Sequence[int]) -> Selector:
         """Return the selector for a unit of layers of these sizes: itself, unless layers matter."""
@@ -37,11 +49,9 @@ class Selector(Stateful):
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return which entries to collect in the pass that accumulates, where it costs next to nothing.
 
-        Asked for the ``select`` of this k and step, before the step's gradients are accumulated.
-
-        Returns:
-            The smallest magnitude, as a key (``kernels.magnitude_keys`` of ``dtype``), and the largest
-            number of entries: if more reach it, nothing is collected.  None: nothing is needed.
+        Asked before the step's gradients are accumulated.  Returns the smallest magnitude, as a key
+        (``kernels.magnitude_keys`` of ``dtype``), and the largest number of entries: if more reach it,
+        nothing is collected.  None: nothing is needed.
         """
         return None
 
@@ -55,12 +65,111 @@ class Selector(Stateful):
             accumulated: `[n]`, residual + gradient; any n, 0 included.
             k: number of entries asked for; more than n is legal.
             step: 0-based; a period p opens when ``step % p == 0``.
-            collected: all entries that ``collect_from`` asked for.  They save time and change nothing
-                else; None: nothing was collected.
+            collected: all entries that ``collect_from`` asked for, if there were not too many.  They
+                save time and change nothing else.
 
         Returns:
             Entries with the values of ``accumulated``; zeros are never among them, NaN always is.
         """
+
+
+@final
+class Everything(Selector):
+    """Selects all n entries, as a dense vector: what the dense baseline sends.
+
+    Cost: none.   State: none.   Differs from the paper: nothing.
+    """
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> DenseVector:
+        """Return the accumulated gradient itself (not a copy)."""
+        return DenseVector(accumulated)
+
+
+@dataclass(frozen=True)
+class ExactState:
+    """State that is carried from step to step."""
+
+    threshold_key: int | None = None  # the k-th largest magnitude of the last step; None at first
+    drift: int = 0  # by how much that moves per step, smoothed
+    gap: float = 0.125  # how far below the expected threshold entries are collected, in octaves
+
+
+@final
+class Exact(Selector):
+    """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
+
+    All entries above the expected threshold less a gap are collected in the pass that accumulates, and
+    exact selection runs on them alone.  The gap adapts so that they number about 2 k.  Where the gradient
+    shrank by more than the gap, or grew so much that too many were to be collected, the step selects
+    among all n: it costs more and is as exact.
+
+    Cost: n comparisons inside the pass that accumulates; a selection among about 2 k.
+    State: ``ExactState``.
+    Differs from the paper: deterministic under ties; no sort of n.
+
+    Example:
+        >>> Exact().select(torch.tensor([1.0, -4.0, 0.0, 2.0]), k=2, step=0).to_dense().tolist()
+        [0.0, -4.0, 0.0, 2.0]
+
+    References: the selection of TopkA, TopkDSA and gTopk in Ok-Topk, section 5.
+    """
+
+    def __init__(self) -> None:
+        self.state = ExactState()
+
+    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Collect from the expected threshold less the gap, at most twice as many as aimed at."""
+        key = self._lowest(dtype)
+        return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> SparseVector:
+        """Return the k largest."""
+        everything = self._lowest(accumulated.dtype) == 1  # all that is not zero was collected
+        if collected is not None and (collected.nnz >= k or everything):
+            selected = collected.top(k)
+        else:
+            selected = largest(accumulated, k)
+        if k > 0:
+            self._adapt(selected, None if collected is None else collected.nnz, k)
+        return selected
+
+    def _lowest(self, dtype: torch.dtype) -> int | None:
+        """Return the key from which entries are collected."""
+        state: ExactState = self.state
+        if state.threshold_key is None:
+            return None
+        _, octave = kernels.key_range(dtype)
+        return max(state.threshold_key + state.drift - round(state.gap * octave), 1)
+
+    def _adapt(self, selected: SparseVector, collected: int | None, k: int) -> None:
+        """Note the threshold; move the gap towards the number of entries that is aimed at."""
+        last, gap = self.state.threshold_key, self.state.gap
+        if selected.nnz < k:  # fewer than k non-zero entries: collect them all
+            self.state = ExactState(1, 0, gap)
+            return
+        threshold = int(kernels.magnitude_keys(selected.values).min())
+        if last is not None:
+            gap = min(max(gap * _factor(collected, k), _NARROWEST), _WIDEST)
+        moved = threshold - last if last is not None and last > 1 else 0
+        drift = (self.state.drift + moved) // 2  # smoothed: half of a move may be chance
+        self.state = ExactState(threshold, drift, gap)
+
+
+def _aim(k: int) -> float:
+    """Return how many entries to collect: where k is small, chance moves the threshold more."""
+    return _AIM * k + 8 * math.sqrt(k)
+
+
+def _factor(collected: int | None, k: int) -> float:
+    """Return by what the gap changes, at most 2 up or down; ``collected`` is None if too many were."""
+    if collected is None:
+        return 0.5
+    excess = max(collected - k, 0) / (_aim(k) - k)
+    return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
 
 def largest(accumulated: Tensor, k: int) -> SparseVector:

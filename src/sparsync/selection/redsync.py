@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Selector, largest, reaching, room, smallest_key
-from sparsync.selection.exact import Everything, Exact
+from sparsync.selection.base import Everything, Exact, Selector, largest, reaching, smallest_key
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import parse_parts
 
@@ -48,9 +47,8 @@ class Trimmed(Selector):
     Args:
         eps: step of the ratio (Alg. 2: 0.2); at most 1 / eps thresholds are counted.
 
-    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects;
-        a selection among the survivors.
-    State: none.
+    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, a
+    selection among the survivors.   State: none.
     Differs from the paper: the loop ends when at least k entries reach the threshold (printed: it goes
     on while more than k do); all thresholds are counted in one pass; the walk ends at the mean.
 
@@ -87,16 +85,10 @@ class Trimmed(Selector):
 
 @dataclass(frozen=True)
 class BinarySearchState:
-    """State that is carried from step to step.
+    """State that is carried from step to step."""
 
-    Attributes:
-        threshold_key: the magnitude that the last search ended at, as a key; None before a search with
-            a non-zero entry.
-        served: calls that it has served, the search itself included.
-    """
-
-    threshold_key: int | None = None
-    served: int = 0
+    threshold_key: int | None = None  # where the last search ended; None if all was zero
+    served: int = 0  # calls that it has served, the search itself included
 
 
 @final
@@ -117,9 +109,8 @@ class BinarySearch(Selector):
         reuse_period: calls per search (1: search always; section 5.2.2: 5).
         cap: of k, on calls that reuse; None: no cap, as published.
 
-    Cost: a search: mean and maximum of n elements, and at most n comparisons in each of
-        ``ceil(log2(1 / eps))`` trials; a call that reuses: n comparisons, inside the pass that
-        accumulates.
+    Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
+    trials; a call that reuses: n comparisons.
     State: ``BinarySearchState``.
     Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
     k entries lower the upper one (printed: fewer than k/2); exact where ``eps`` ends the search; the cap.
@@ -151,32 +142,24 @@ class BinarySearch(Selector):
         self.reuses = reuse_period > 1
         self.state = BinarySearchState()
 
-    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect what reaches the threshold, on the calls that reuse it."""
-        known = self._known()
-        return None if known is None or k <= 0 else (known, room(k))
-
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return what reaches the threshold, which is searched for once per period."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
-        known = self._known()
-        if known is not None:
-            limit = accumulated.numel() if self.cap is None else math.floor(self.cap * k)
-            reached = collected or reaching(accumulated, known, None if self.cap is None else limit)
-            selected = largest(accumulated, limit) if reached is None else reached.top(limit)
+        known, served = self.state.threshold_key, self.state.served
+        if known is not None and served < self.reuse_period:
+            limit = None if self.cap is None else math.floor(self.cap * k)
+            selected = reaching(accumulated, known, limit)
+            if selected is None:  # more than the limit
+                selected = largest(accumulated, limit or 0)
             if selected.nnz:
-                self.state = BinarySearchState(known, self.state.served + 1)
+                self.state = BinarySearchState(known, served + 1)
                 return selected
         threshold_key, selected = self._search(accumulated, k)
         self.state = BinarySearchState(threshold_key, 1)
         return selected
-
-    def _known(self) -> int | None:
-        """Return the threshold that this call reuses; None where it searches."""
-        return self.state.threshold_key if self.state.served < self.reuse_period else None
 
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
         """Return a threshold, None if all is zero, and what reaches it."""
@@ -270,32 +253,23 @@ class BySize(Selector):
         """Name the tier of every layer, whose elements have 4 bytes."""
         return [self.method(4 * size) for size in sizes]
 
-    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect what the binary search needs: nothing unless it has searched."""
-        return self._search.collect_from(k, step, dtype)
-
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
         """Return the choice of the method for the bytes of ``accumulated``."""
         method = self.method(accumulated.numel() * accumulated.element_size())
         if method == "binary-search":
-            return self._search.select(accumulated, k, step, collected)
+            return self._search.select(accumulated, k, step)
         stateless: Selector = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}[method]()
         return stateless.select(accumulated, k, step)
 
 
 @dataclass(frozen=True)
 class OneSignedState:
-    """State that is carried from step to step.
+    """State that is carried from step to step."""
 
-    Attributes:
-        bottom: the next call selects among the negative entries.
-        selector: the state of the selector inside.
-    """
-
-    bottom: bool
-    selector: Any
+    bottom: bool  # the next call selects among the negative entries
+    selector: Any  # the state of the selector inside
 
 
 @final
@@ -345,11 +319,8 @@ class OneSigned(Selector):
 
     def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
         """Return the state object of a saved dictionary, without taking it over."""
-        nested = isinstance(state, Mapping) and "selector" in state
-        parsed: OneSignedState = super().parsed_state(
-            {**state, "selector": None} if nested else state
-        )
-        return replace(parsed, selector=self.selector.parsed_state(state["selector"]))
+        parsed: OneSignedState = super().parsed_state(state)
+        return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
 
     def for_layers(self, sizes: Sequence[int]) -> OneSigned:
         """Ask the selector inside."""
@@ -366,14 +337,13 @@ class OneSigned(Selector):
         other = accumulated > 0 if self._bottom else accumulated < 0
         # what is not finite is selected on every step, so that all ranks refuse it
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
-        selected = self.selector.select(one_signed, k, step)
         self._bottom = not self._bottom
-        return selected
+        return self.selector.select(one_signed, k, step)
 
 
 @dataclass(frozen=True)
 class LayeredState:
-    """State that is carried from step to step: that of every layer's selector."""
+    """The states of every layer's selector."""
 
     layers: tuple[Any, ...]
 

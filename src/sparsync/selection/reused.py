@@ -22,13 +22,9 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % 
 
 @dataclass(frozen=True)
 class ReusedState:
-    """State that is carried from step to step.
+    """State that is carried from step to step."""
 
-    Attributes:
-        threshold_key: magnitude of the k-th largest entry at the last exact step, as a key; None before
-            the first exact step with a non-zero entry.
-    """
-
+    # magnitude of the k-th largest entry at the last exact step; None while all entries were zero
     threshold_key: int | None = None
 
 
@@ -57,7 +53,6 @@ class Reused(Selector):
     Differs from the paper: cap, floor and "auto"; steps are 0-based.
 
     Example:
-        >>> import torch
         >>> selector = Reused(threshold_period=32)
         >>> selector.select(torch.tensor([3.0, 2.0, 1.0]), k=2, step=0).nnz
         2
@@ -129,12 +124,7 @@ class Reused(Selector):
         return None if opens else self.state.threshold_key
 
     def _within_band(
-        self,
-        accumulated: Tensor,
-        k: int,
-        known: int,
-        collected: SparseVector | None,
-        limit: int,
+        self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
         """Return what reaches the threshold, if it numbers about k; else exactly k."""
         if collected is not None:

@@ -208,6 +208,7 @@ class SparseQsgd(_Quantised[SparseVector]):
 
     Blocks are of consecutive entries.  Zeros that rounding made still travel.
 
+    Cost: that of ``Qsgd``, and the indices of ``Packed``.   State: none.
     Differs from the paper: as ``Qsgd``; SparCML quantises dense messages alone (section 6), though its
     Algorithm 1 reads as if sparse ones were, too.
 
@@ -216,6 +217,8 @@ class SparseQsgd(_Quantised[SparseVector]):
         >>> encoded = SparseQsgd(bits=4, scale="max").encode(v)
         >>> encoded.payload[16:].tolist(), encoded.decoded.values.tolist()
         ([0, 0, 224, 64, 215, 21], [7.0, -3.0])
+
+    References: as ``Qsgd``; SparCML, Algorithm 1.
     """
 
     format = 5

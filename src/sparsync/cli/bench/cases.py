@@ -30,25 +30,15 @@ _TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a bench.
+    """One row of a bench."""
 
-    Attributes:
-        collective: a preset's name, or an algorithm.
-        ranks: number of ranks P.
-        size: number of elements n.
-        density: k / n asked for.
-        input: name of a kind of gradient (``sparsync.cli.bench.inputs``).
-        seed: of the gradients.
-        links: the simulated network.
-    """
-
-    collective: str | Algorithm
+    collective: str | Algorithm  # a preset's name, or an algorithm
     ranks: int
     size: int
     density: float
-    input: str = "uniform"
+    input: str = "uniform"  # see ``sparsync.cli.bench.inputs``
     seed: int = 0
-    links: Links = field(default_factory=Links)
+    links: Links = field(default_factory=Links)  # of the simulated network
 
     @property
     def unit(self) -> Unit:
@@ -64,11 +54,6 @@ class Case:
     def name(self) -> str:
         """The algorithm's name."""
         return resolve(self.collective).name
-
-    @property
-    def title(self) -> str:
-        """The row in words, for its progress."""
-        return f"{self.name}, n = {self.size:,}, density {self.density:g}"
 
     def draw(self, rank: int, step: int) -> Tensor:
         """Return a rank's gradient, fresh on every step: error feedback sees no repetition."""
@@ -166,23 +151,14 @@ class WatchedReducer:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The vectors of one rank in one step; see the life of a gradient in ``sparsync``.
+    """The vectors of one rank in one step; see the life of a gradient in ``sparsync``."""
 
-    Attributes:
-        accumulated: `[n]`, the residual of the last step plus the gradient, computed apart.
-        residual: `[n]`, after the commit.
-        selected: entered the collective.
-        delivered: by this rank, according to the collective.
-        total: the sum that the collective returned.
-        lost: of ``delivered``, rounded away and kept by nobody, on purpose.
-    """
-
-    accumulated: Tensor
-    residual: Tensor
-    selected: Vector
-    delivered: Vector
-    total: Vector
-    lost: Vector
+    accumulated: Tensor  # `[n]`, the residual of the last step plus the gradient, computed apart
+    residual: Tensor  # `[n]`, after the commit
+    selected: Vector  # entered the collective
+    delivered: Vector  # by this rank, according to the collective
+    total: Vector  # the sum that the collective returned
+    lost: Vector  # of ``delivered``, rounded away and kept by nobody, on purpose
 
     def write_(self, packed: Tensor) -> None:
         """Write everything into one `[6, n]` tensor, for the rank that verifies."""
@@ -251,13 +227,9 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by its totals alone: no law; ``wrong`` counts at least one if they differ.
+    """Judge a step by any rank's total, and the digests of all: no law.
 
-    Args:
-        k: number of entries asked for.
-        selected: the most entries that any rank selected: as many has the sum, barring sums of 0.
-        total: any rank's.
-        digests: of all ranks' totals.
+    ``selected`` is the most entries that any rank selected: as many has the sum, barring sums of 0.
     """
     return Verdict(len(digests) - 1, 0.0, _entries(k, selected, total))
 

@@ -52,9 +52,6 @@ from sparsync.transports.sim import Links
 
 __all__ = ["BenchSettings", "bench", "command"]
 
-_SIMULATED_STEPS = 20  # the virtual clock repeats itself: a short run says as much
-_SIMULATED_WARMUP = 5
-
 
 @dataclass(frozen=True)
 class BenchSettings:
@@ -124,13 +121,10 @@ class BenchSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """How many steps a row takes."""
+        """How many steps a row takes; the virtual clock repeats itself, so a short run says as much."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
-        return Pace(
-            _SIMULATED_STEPS if self.steps is None else self.steps,
-            _SIMULATED_WARMUP if self.warmup is None else self.warmup,
-        )
+        return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
 
     def cases(self) -> list[Case]:
         """Return one case per row, collectives side by side."""
@@ -182,9 +176,10 @@ def command(
     rows: Sequence[Row | KernelRow | SelectorRow]
     shown: list[RenderableType]
     if selectors:
-        wanted = SelectorSettings(
-            parse_sizes(sizes), _one(density), fields["input"], device, fields["seed"]
-        )
+        part, *more = numbers("density", density or "0.001", float)
+        if more:
+            raise ConfigurationError(f"density is {density!r}; --selectors takes one, e.g. 0.001")
+        wanted = SelectorSettings(parse_sizes(sizes), part, fields["input"], device, fields["seed"])
         check_outputs(json, plot)
         rows = found = bench_selectors(wanted)
         shown = [selector_tables(found)]
@@ -222,14 +217,6 @@ def command(
         raise typer.Exit(1)
 
 
-def _one(text: str | None) -> float:
-    """Return the density of --selectors."""
-    density, *more = numbers("density", text or str(SelectorSettings.density), float)
-    if more:
-        raise ConfigurationError(f"density is {text!r}; --selectors takes one, e.g. 0.001")
-    return density
-
-
 def bench(settings: BenchSettings) -> list[Row] | None:
     """Measure everything; None on the other ranks of a launcher.
 
@@ -254,7 +241,7 @@ def bench(settings: BenchSettings) -> list[Row] | None:
 
 def _measure_on_rank(settings: BenchSettings) -> list[Measured]:
     """Measure every case on this rank of a process group."""
-    team = Team(settings.ranks, max(settings.sizes), settings.connection())
+    team = Team(max(settings.sizes), settings.connection())
     return _measure_all(settings, team.measure, shown=dist.get_rank() == 0)
 
 
@@ -265,6 +252,6 @@ def _measure_all(
     with progress(shown=shown) as row:
         for case in settings.cases():
             verified = verified_in_full(settings.verify, case.size, case.ranks)
-            with row(case.title) as advance:
+            with row(f"{case.name}, n = {case.size:,}, density {case.density:g}") as advance:
                 rows.append(measure(case, pace, verified, advance))
     return rows

@@ -24,37 +24,30 @@ _CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
 _OVERLAP = 1 / 64  # part of the elements that are large on all ranks
 _NOISE = 1e-3  # magnitude outside the clusters, relative to inside
 _DOMINANCE = 100.0  # how much larger the dominating rank's entries are
-_SEED_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which gradient is wanted.
-
-    Attributes:
-        size: number of elements n.
-        world_size: number of ranks P.
-        rank: whose gradient.
-        step: 0-based.
-        seed: of the whole run.
-    """
+    """Which gradient is wanted: of how many elements n, ranks P, whose, and of which 0-based step."""
 
     size: int
     world_size: int
     rank: int
     step: int
-    seed: int
+    seed: int  # of the whole run
 
     def normal(self, size: int) -> Tensor:
         """Return `[size]` standard normal numbers, fresh per step and rank."""
         generator = _generator("values", self.seed, self.step, self.rank)
         return torch.randn(size, generator=generator)
 
-    def region(self, owner: int) -> slice:
-        """Return the even region ``owner`` (modulo P) of the vector."""
+    def within(self, owner: int) -> Tensor:
+        """Draw normal numbers in the even region ``owner`` (modulo P), zeros elsewhere."""
         boundaries = even_boundaries(self.size, self.world_size)
-        at = owner % self.world_size
-        return slice(boundaries[at], boundaries[at + 1])
+        start, stop = boundaries[owner % self.world_size :][:2]
+        values = torch.zeros(self.size)
+        values[start:stop] = self.normal(stop - start)
+        return values
 
 
 @dataclass(frozen=True)
@@ -97,9 +90,7 @@ def input_named(kind: str) -> Input:
 def _generator(*key: object) -> torch.Generator:
     """Make a generator whose stream is independent of that of every other key."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(
-        int.from_bytes(digest[:_SEED_BYTES], "little", signed=True)
-    )
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def _heavy_tailed(draw: Draw) -> Tensor:
@@ -124,16 +115,9 @@ def _overlapping(draw: Draw) -> Tensor:
     return draw.normal(draw.size) * torch.where(places < _OVERLAP, 1.0, _NOISE)
 
 
-def _within(draw: Draw, owner: int) -> Tensor:
-    """Draw normal numbers in one even region, zeros elsewhere."""
-    values, region = torch.zeros(draw.size), draw.region(owner)
-    values[region] = draw.normal(region.stop - region.start)
-    return values
-
-
 def _dominated(draw: Draw) -> Tensor:
     factor = _DOMINANCE if draw.rank == 1 % draw.world_size else 1.0
-    return _within(draw, draw.rank + 1) * factor
+    return draw.within(draw.rank + 1) * factor
 
 
 INPUTS: MappingProxyType[str, Input] = MappingProxyType(
@@ -153,11 +137,11 @@ INPUTS: MappingProxyType[str, Input] = MappingProxyType(
         ),
         "one-region": Input(
             "all ranks' values in the first n / P elements, zeros elsewhere",
-            lambda draw: _within(draw, 0),
+            lambda draw: draw.within(0),
         ),
         "disjoint": Input(
             "each rank's values in its neighbour's n / P elements only",
-            lambda draw: _within(draw, draw.rank + 1),
+            lambda draw: draw.within(draw.rank + 1),
             exchangeable=False,
         ),
         "dominated": Input(
@@ -167,7 +151,7 @@ INPUTS: MappingProxyType[str, Input] = MappingProxyType(
         ),
         "matching": Input(
             "each rank's values in its own n / P elements only (Theorem 3.1)",
-            lambda draw: _within(draw, draw.rank),
+            lambda draw: draw.within(draw.rank),
             exchangeable=False,
         ),
     }

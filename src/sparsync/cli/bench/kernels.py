@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,12 +88,12 @@ def bench_kernels(
     backend = {"native": native.chosen(), "reference": "torch"}.get(backend, backend)
     seconds_add, _ = _best(torch.Tensor.add_, lambda: (residual.clone(), gradient), repetitions)
     rows = []
-    for case in comparisons(residual, gradient, density, streams):
-        seconds, result = _best(case.fast, case.make, repetitions, case.in_place)
-        seconds_torch, expected = _best(case.plain, case.make, repetitions, case.in_place)
+    for name, make, fast, plain, in_place in comparisons(residual, gradient, density, streams):
+        seconds, result = _best(fast, make, repetitions, in_place)
+        seconds_torch, expected = _best(plain, make, repetitions, in_place)
         rows.append(
             KernelRow(
-                kernel=case.name,
+                kernel=name,
                 speedup=seconds_torch / seconds,
                 over_add=seconds / seconds_add,
                 seconds=seconds,
@@ -173,20 +173,14 @@ def _same(mine: Any, expected: Any) -> bool:
 # ---- comparisons -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A function of the device's kernels, and the same in torch's operations.
-
-    Attributes:
-        make: fresh arguments, which either function may overwrite.
-        in_place: what they leave in their arguments belongs to the result.
-    """
+class Comparison(NamedTuple):
+    """A function of the device's kernels, and the same in torch's operations."""
 
     name: str
-    make: Callable[[], tuple[Any, ...]]
+    make: Callable[[], tuple[Any, ...]]  # fresh arguments, which either function may overwrite
     fast: Callable[..., Any]
     plain: Callable[..., Any]
-    in_place: bool = False
+    in_place: bool = False  # what they leave in their arguments belongs to the result
 
 
 def comparisons(

@@ -55,15 +55,6 @@ class Pace:
     A number that is not given is chosen by the row's own speed, so that a dense step of ten seconds and a
     sparse one of ten milliseconds both end in reasonable time with a median that means something.
 
-    Attributes:
-        steps: timed steps; None: as many as fit.
-        warmup: steps before; None: as many as fit.
-        most: timed steps at most, where they are not given.
-        least: and at least: a median needs three.
-        row_seconds: that the timed steps have to fit.
-        most_warmup: error feedback and thresholds have settled by then.
-        warmup_seconds: a warm-up ends here, even if shorter.
-
     Example:
         >>> pace = Pace(steps=None, warmup=None)
         >>> pace.warm([0.01] * 4), pace.warm([0.01] * 5), pace.warm([9.3])
@@ -72,13 +63,13 @@ class Pace:
         (20, 10, 3)
     """
 
-    steps: int | None
+    steps: int | None  # timed ones
     warmup: int | None
     most: int = 20
-    least: int = 3
-    row_seconds: float = 20.0
-    most_warmup: int = 5
-    warmup_seconds: float = 5.0
+    least: int = 3  # a median needs three
+    row_seconds: float = 20.0  # that the timed steps have to fit
+    most_warmup: int = 5  # error feedback and thresholds have settled by then
+    warmup_seconds: float = 5.0  # a warm-up ends here, even if shorter
 
     def warm(self, durations: Sequence[float]) -> bool:
         """Tell whether the warm-up is over, given the seconds of its steps so far."""
@@ -101,49 +92,28 @@ class Pace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step, over all ranks.
+    """One step, over all ranks."""
 
-    Attributes:
-        seconds: whole ``reduce()``, of the slowest rank.
-        exchange: selected -> total, of the slowest rank; None where the step was not timed so.
-        sent: most bytes that any rank sent.
-        received: most bytes that any rank received.
-        verdict: of the verification.
-        in_full: the verdict is on the sum and the law; else on the equality of the totals alone.
-        kernel: most bytes that the kernel counted on any rank's link, in one direction; None where
-            there is no such link.
-    """
-
-    seconds: float
-    exchange: float | None
-    sent: int
+    seconds: float  # whole ``reduce()``, of the slowest rank
+    exchange: float | None  # selected -> total, of the slowest rank; None: not timed alone
+    sent: int  # most bytes that any rank sent
     received: int
     verdict: Verdict
-    in_full: bool = True
-    kernel: int | None = None
+    in_full: bool = True  # on the sum and the law; else on the equality of the totals alone
+    kernel: int | None = None  # most bytes on any link of a lab, one way, as the kernel counted
 
 
 @dataclass
 class Measured:
-    """All steps of a row.
+    """All steps of a row."""
 
-    Attributes:
-        transport: carried the bytes: "sim", "torch", "zmq" or "mpi".
-        outcomes: of all steps.
-        whole: those that were timed as a whole.
-        alone: those whose exchange was timed alone.
-        warmup: number of steps before the timed ones.
-        stages: seconds of every stage of ``ledger.STAGES``, on rank 0, summed over all steps.
-        add_seconds: ``residual.add_(gradient)``, of the slowest rank, per repetition; may be empty.
-    """
-
-    transport: str
-    outcomes: list[Outcome]
-    whole: list[Outcome]
-    alone: list[Outcome]
-    warmup: int
-    stages: Mapping[str, float] = field(default_factory=dict)
-    add_seconds: Sequence[float] = ()
+    transport: str  # carried the bytes: "sim", "torch", "zmq" or "mpi"
+    outcomes: list[Outcome]  # of all steps
+    whole: list[Outcome]  # of those that were timed as a whole
+    alone: list[Outcome]  # of those whose exchange was timed alone
+    warmup: int  # number of steps before the timed ones
+    stages: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0 in all steps
+    add_seconds: Sequence[float] = ()  # of ``residual.add_(gradient)`` on the slowest rank
 
 
 def measure(

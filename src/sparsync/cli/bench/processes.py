@@ -22,7 +22,6 @@ from sparsync.cli.bench.cases import (
     VECTORS,
     Case,
     Evidence,
-    Verdict,
     WatchedReducer,
     compare,
     digest,
@@ -31,8 +30,6 @@ from sparsync.cli.bench.cases import (
 from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
 from sparsync.cli.launch import StartLine, gather
 from sparsync.cli.network import Connection, link_bytes, transport_of
-from sparsync.errors import ConfigurationError
-from sparsync.sparse import SparseVector
 from sparsync.transports.driver import run
 
 __all__ = ["EvidenceRoom", "Team"]
@@ -43,25 +40,16 @@ _ITEM_BYTES = 4  # float32
 
 @final
 class Team:
-    """The ranks of a bench, and a process group apart from the communicator that is measured.
+    """The ranks of a bench, and a process group for messages that are neither timed nor booked.
 
     Args:
-        ranks: the expected world size P.
         largest: the most elements n of any row.
         connection: carries the rows.
-
-    State: that process group, for messages that are neither timed nor booked.
     """
 
-    def __init__(self, ranks: int, largest: int, connection: Connection) -> None:
-        self.group = dist.new_group()
-        self.rank, present = dist.get_rank(), dist.get_world_size()
-        if present != ranks:
-            raise ConfigurationError(
-                f"the bench has {ranks} ranks, this job {present}; give --ranks {present}"
-            )
-        self.connection = connection
-        self.room = EvidenceRoom(self.group, largest)
+    def __init__(self, largest: int, connection: Connection) -> None:
+        self.group, self.rank = dist.new_group(), dist.get_rank()
+        self.connection, self.room = connection, EvidenceRoom(self.group, largest)
         self.line = StartLine(self.group, one_machine=self.room.one_machine)
 
     def measure(
@@ -96,18 +84,20 @@ class Team:
         after = link_bytes() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
         total, last = seen.reduced.total, ledger.last_step
-        facts = self._gather(
-            *(round(t * _NANOSECONDS) for t in (start, end, seen.started, seen.ended)),
-            last.sent,
-            last.received,
-            counted,
-            seen.selected.nnz if isinstance(seen.selected, SparseVector) else rank.case.size,
-            digest(total),
-        )
+        times = [round(t * _NANOSECONDS) for t in (start, end, seen.started, seen.ended)]
+        others = [last.sent, last.received, counted, seen.selected.nnz, digest(total)]
+        mine = torch.tensor([*times, *others])
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine, group=self.group)
+        facts = torch.stack(everyone)
         most = facts.amax(0).tolist()
         verdict = compare(rank.case.k, most[7], total, set(facts[:, 8].tolist()))
         if in_full:
-            verdict = self._verify(rank) or verdict
+            evidence = self.room.collect(rank.evidence())
+            if self.rank == 0:
+                verdict = judge(rank.case.k, evidence)
+            else:
+                list(evidence)  # leaves this rank's
         return Outcome(
             seconds=self.line.elapsed(facts[:, 0], facts[:, 1]),
             exchange=self.line.elapsed(facts[:, 2], facts[:, 3]) if alone else None,
@@ -117,22 +107,6 @@ class Team:
             in_full=in_full,
             kernel=most[6] if self.connection.lab else None,
         )
-
-    def _gather(self, *facts: int) -> Tensor:
-        """Return `[P, facts]`: every rank's, on all ranks."""
-        mine = torch.tensor(facts)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine, group=self.group)
-        return torch.stack(everyone)
-
-    def _verify(self, rank: WatchedReducer) -> Verdict | None:
-        """Judge the step on rank 0."""
-        everyone = self.room.collect(rank.evidence())
-        if self.rank == 0:
-            return judge(rank.case.k, everyone)
-        for _ in everyone:
-            pass
-        return None
 
     def _seconds_of_add(self, size: int, *, repetitions: int = 10) -> list[float]:
         """Time ``residual.add_(gradient)`` while all ranks do it: the slowest's, per repetition."""
@@ -151,14 +125,10 @@ class Team:
 class EvidenceRoom:
     """Memory in which ranks leave their evidence for rank 0; every rank makes one, together.
 
-    Args:
-        group: of all ranks, not the one that is measured.
-        size: the most elements n of any vector.
+    It has no name, and is held by those who map it: nothing remains, however the ranks end.
 
     Attributes:
-        one_machine: rank 0 and the others map the same memory, and thus share a clock, too.
-
-    State: unnamed memory, held by those who map it: nothing remains, however the ranks end.
+        one_machine: the ranks map the same memory, and thus share a clock, too.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:

@@ -52,26 +52,16 @@ _SETTLED = 10  # calls until the fused selector knows how many candidates to col
 
 @dataclass(frozen=True)
 class SelectorSettings:
-    """Settings of ``--selectors``, checked before anything starts: every selector at every size.
+    """Settings of ``--selectors``, checked before anything starts: every selector at every size."""
 
-    Attributes:
-        sizes: of the residual in bytes; float32.
-        density: k / n (RedSync: 0.1 %).
-        input: "uniform" on [0, 1) as in the figure; "normal"; or "residual": what some rounds of error
-            feedback leave.
-        device: "cpu" or "cuda".
-        seed: of the residual and of the gradients.
-        seconds: that a selector is repeated for, warm-up apart.
-        repeats: at least this many, however long they take.
-    """
-
-    sizes: tuple[int, ...]
-    density: float = 0.001
+    sizes: tuple[int, ...]  # of the residual in bytes; float32
+    density: float = 0.001  # k / n (RedSync: 0.1 %)
+    # "uniform" on [0, 1) as in the figure; "normal"; "residual": what rounds of error feedback leave
     input: str = "uniform"
     device: str = "cpu"
-    seed: int = 0
-    seconds: float = 0.3
-    repeats: int = 3
+    seed: int = 0  # of the residual and of the gradients
+    seconds: float = 0.3  # that a selector is repeated for, warm-up apart
+    repeats: int = 3  # at least this many, however long they take
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -133,24 +123,15 @@ class SelectorRow:
 
 @dataclass
 class _Line:
-    """One line of the figure.
-
-    Attributes:
-        prepare: makes the next step's data; not timed.
-        run: returns the values that it selected.
-        period: calls that differ; a sample is their mean.
-        warmup: calls before, not timed.
-        exact: promises the k largest.
-        samples: seconds per call.
-    """
+    """One line of the figure."""
 
     name: str
-    prepare: Callable[[], object]
-    run: Callable[[], Tensor | None]
-    period: int = 1
-    warmup: int = 1
-    exact: bool = False
-    samples: list[float] = field(default_factory=list)
+    prepare: Callable[[], object]  # makes the next step's data; not timed
+    run: Callable[[], Tensor | None]  # returns the values that it selected
+    period: int = 1  # calls that differ; a sample is their mean
+    warmup: int = 1  # calls before, not timed
+    exact: bool = False  # promises the k largest
+    samples: list[float] = field(default_factory=list)  # seconds per call
     entries_over_k: float | None = None
     recall: float | None = None
 

@@ -26,17 +26,6 @@ from typing import NamedTuple
 
 from sparsync.errors import ConfigurationError
 
-__all__ = [
-    "PLAIN",
-    "QUANTIZED",
-    "SelectionTimes",
-    "SizeThresholds",
-    "Timing",
-    "equation_1",
-    "equation_2",
-    "size_thresholds",
-]
-
 PLAIN = 2  # words per entry: index and value
 QUANTIZED = 1  # the index; one mean per message
 
@@ -126,14 +115,8 @@ def equation_1(
 ) -> Timing:
     """Return ``T_sparse`` of a layer by its bytes: select, allgather, add P messages.
 
-    Args:
-        world_size: number of ranks P.
-        density: D, entries of a message over elements of the layer.
-        alpha: seconds per message.
-        beta: seconds per byte.
-        select: ``T_select``, by the bytes of the layer.
-        unpack: ``gamma_1``, by the bytes of one message.
-        words_per_entry: ``QUANTIZED`` as printed, or ``PLAIN``.
+    alpha is in seconds per message, beta per byte; ``select`` is by the bytes of the layer, ``unpack``
+    (gamma_1) by those of one message; ``words_per_entry`` is ``QUANTIZED`` as printed, or ``PLAIN``.
 
     Example:
         >>> sparse = equation_1(128, 0.001, alpha=0, beta=1)

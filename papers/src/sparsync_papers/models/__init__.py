@@ -16,20 +16,19 @@ from typing import NamedTuple
 
 from torch import nn
 
-from sparsync_papers.models.bert import Bert
-from sparsync_papers.models.encoder_decoder import EncoderDecoder
-from sparsync_papers.models.images import alexnet, vgg16_cifar10, vgg16_imagenet
-from sparsync_papers.models.language import LstmLanguageModel
-from sparsync_papers.models.resnet import (
+from sparsync_papers.models.images import (
+    alexnet,
     resnet18x4,
     resnet20_cifar10,
     resnet34x4,
     resnet44_cifar10,
     resnet50,
     resnet110_cifar10,
+    vgg16_cifar10,
+    vgg16_imagenet,
 )
 from sparsync_papers.models.speech import SpeechLstm
-from sparsync_papers.models.transformer import Transformer
+from sparsync_papers.models.text import Bert, EncoderDecoder, LstmLanguageModel, Transformer
 
 __all__ = ["MODELS", "PaperModel", "megabytes", "parameter_count"]
 

@@ -1,10 +1,15 @@
-"""Image classifiers: AlexNet, VGG-16, and the parts that residual networks share with them.
+"""Image classifiers: AlexNet, VGG-16 and residual networks.
 
-``width`` is the number of channels of the first stage, to which all others are proportional.
+Images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`: 32 x 32 for CIFAR-10, 224 x
+224 for ImageNet, whose networks average other sizes to what their last layers want.  ``width`` is the
+number of channels of the first stage, to which all others are proportional.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # of VGG: channels in multiples of the width, convolutions
@@ -49,12 +54,11 @@ def alexnet(
 ) -> ImageClassifier:
     """Build the AlexNet of RedSync (Table 1, "233 MB"): 61,100,840 parameters are 233 MiB.
 
-    Images `[batch, 3, 224, 224]`, ``float32``, to logits `[batch, classes]`; other sizes from 63 on
-    are averaged to the 6x6 that the fully connected layers want.
+    Images of 63 x 63 pixels or more.
 
     Free choices: one column, without response normalisation (Krizhevsky 2014), as usual in PyTorch,
     with which RedSync trained.  The size allows the two columns of 2012 too (60,965,224 parameters).
-    Initial weights: ``he_``.
+
 
     References: Krizhevsky, `One Weird Trick for Parallelizing Convolutional Neural Networks
     <https://arxiv.org/abs/1404.5997>`_, 2014.
@@ -88,10 +92,8 @@ def alexnet(
 def vgg16_cifar10(*, width: int = 64, classes: int = 10) -> ImageClassifier:
     """Build the VGG-16 of Ok-Topk (Table 2) and RedSync (Table 1): 14,728,266 parameters.
 
-    Images `[batch, 3, 32, 32]`, ``float32``, to logits `[batch, classes]`.
-
     Free choices: convolutions have biases and are batch-normalised; one fully connected layer.  Both
-    papers' figures ask for exactly this.  Initial weights: ``he_``.
+    papers' figures ask for exactly this.
 
     References: Simonyan & Zisserman, `Very Deep Convolutional Networks for Large-Scale Image
     Recognition <https://arxiv.org/abs/1409.1556>`_, 2014.
@@ -105,10 +107,7 @@ def vgg16_imagenet(
 ) -> ImageClassifier:
     """Build the VGG-16 of RedSync (Table 1, "528 MB"): 138,357,544 parameters are 528 MiB.
 
-    Images `[batch, 3, 224, 224]`, ``float32``, to logits `[batch, classes]`; other sizes from 32 on
-    are averaged to the 7x7 that the fully connected layers want.
-
-    Free choices: no batch normalisation, as published.  Initial weights: ``he_``.
+    Free choices: no batch normalisation, as published.
 
     References: see ``vgg16_cifar10``.
     """
@@ -139,3 +138,126 @@ def _convolutions(width: int, *, normalised: bool) -> list[nn.Module]:
             before = after
         layers.append(nn.MaxPool2d(2))
     return layers
+
+
+class _Residual(nn.Module):
+    """``relu(body(x) + shortcut(x))``: two 3x3 convolutions, or a bottleneck of three."""
+
+    def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        after = 4 * width if bottleneck else width
+        parts = (
+            (
+                _convolution(before, width, 1),
+                _convolution(width, width, 3, stride=stride),
+                _convolution(width, after, 1),
+            )
+            if bottleneck
+            else (_convolution(before, width, 3, stride=stride), _convolution(width, width, 3))
+        )
+        body = [layer for part in parts for layer in (*part, nn.ReLU())]
+        self.body = nn.Sequential(*body[:-1])  # the last ReLU is that of the sum
+        self.shortcut = (
+            nn.Identity()
+            if before == after and stride == 1
+            else nn.Sequential(*_convolution(before, after, 1, stride=stride))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many images, with the channels and the stride of the block."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def _stages(width: int, depths: Sequence[int], *, bottleneck: bool = False) -> nn.Sequential:
+    """Build all blocks: each stage after the first doubles the width and halves the images."""
+    blocks, before = [], width
+    for stage, depth in enumerate(depths):
+        inner = width << stage
+        for block in range(depth):
+            stride = 2 if stage and not block else 1
+            blocks.append(_Residual(before, inner, stride=stride, bottleneck=bottleneck))
+            before = 4 * inner if bottleneck else inner
+    return nn.Sequential(*blocks)
+
+
+def resnet20_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
+    """Build the ResNet-20 of SparCML's Figure 1: 272,474 parameters; see ``resnet44_cifar10``."""
+    return _cifar(3, width, classes)
+
+
+def resnet44_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
+    """Build the ResNet-44 of RedSync (Table 1, "2.65 MB"): 661,338 parameters.
+
+    Free choices: projections where the width changes (option B of He et al., section 4.1): with
+    shortcuts without parameters (option A) it is 2.63 MB.
+
+    References: He et al., `Deep Residual Learning for Image Recognition
+    <https://arxiv.org/abs/1512.03385>`_, 2015, section 4.2.
+    """
+    return _cifar(7, width, classes)
+
+
+def resnet110_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
+    """Build the ResNet-110 of SparCML's Figure 4: 1,730,714 parameters; see ``resnet44_cifar10``."""
+    return _cifar(18, width, classes)
+
+
+def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
+    """Build the ResNet-50 of WAGMA (section 5.2): 25,559,081 parameters.
+
+    Also of RedSync (Table 1: "103 MB"; 102.2, or 102.4 with what batch normalisation keeps) and SparCML
+    (section 8.4: "approximately 25 million").
+
+    Free choices: 1,001 classes, that is 1,000 and "background" (class 0 or the last, never a target),
+    as is usual in TensorFlow: this alone gives WAGMA's count.  ``classes=1000``: 25,557,032.  Where a
+    bottleneck halves the images, its 3x3 convolution does.
+
+    References: see ``resnet44_cifar10``.
+    """
+    return _imagenet((3, 4, 6, 3), width, classes, bottleneck=True)
+
+
+def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
+    """Build the 4xResNet18 of SparCML (section 8.4): 180,645,096 parameters.
+
+    All widths of ResNet-18, the first convolution's too, times 4.  "More than 2M" of the parameters
+    are in the last layer: 2,048 features and 1,000 classes.
+
+    Free choices: ImageNet-1K (Table 3; the text says 11K once).
+
+    References: Zagoruyko & Komodakis, `Wide Residual Networks <https://arxiv.org/abs/1605.07146>`_,
+    2016.
+    """
+    return _imagenet((2, 2, 2, 2), width, classes, bottleneck=False)
+
+
+def resnet34x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
+    """Build the 4xResNet34 of SparCML (section 8.4): 342,286,568 parameters; see ``resnet18x4``."""
+    return _imagenet((3, 4, 6, 3), width, classes, bottleneck=False)
+
+
+def _convolution(
+    before: int, after: int, kernel: int, *, stride: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
+    return convolution, nn.BatchNorm2d(after)
+
+
+def _classifier(stem: nn.Module, stages: nn.Module, features: int, classes: int) -> ImageClassifier:
+    pooled = nn.Sequential(stem, stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return ImageClassifier(pooled, nn.Linear(features, classes))
+
+
+def _cifar(depth: int, width: int, classes: int) -> ImageClassifier:
+    stem = nn.Sequential(*_convolution(3, width, 3), nn.ReLU())
+    stages = _stages(width, (depth,) * 3)
+    return _classifier(stem, stages, 4 * width, classes)
+
+
+def _imagenet(
+    depths: Sequence[int], width: int, classes: int, *, bottleneck: bool
+) -> ImageClassifier:
+    first = _convolution(3, width, 7, stride=2)
+    stem = nn.Sequential(*first, nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+    stages = _stages(width, depths, bottleneck=bottleneck)
+    return _classifier(stem, stages, (32 if bottleneck else 8) * width, classes)

@@ -65,11 +65,7 @@ class SpeechLstm(nn.Module):
         he_(self)
 
     def forward(self, spectrograms: Tensor) -> Tensor:
-        """Return logits `[batch, positions, letters]`, for CTC.
-
-        Args:
-            spectrograms: `[batch, 1, bins, frames]`, ``float32``; ``positions(frames)`` come out.
-        """
+        """Return logits for CTC: ``positions(frames)`` of them."""
         heard = self.convolutions(spectrograms).flatten(1, 2)  # [batch, channels, positions]
         *between, last = self.norms
         for layer, lstm in enumerate(self.lstms):

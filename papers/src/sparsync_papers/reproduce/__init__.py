@@ -6,7 +6,7 @@
                                   |
         report: console, CSV, JSON, PNG, and one page of all
 
-A new artifact is a function with the decorator ``artifact`` and a row in ``catalogue``.
+A new artifact is a function with the decorator ``artifact``; ``catalogue`` names its module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WAGMA, Figures 5, 8 and 11 and the ablations of section 5.2: training over virtual time, small.
+"""WAGMA, Figures 5, 8 and 11: training over virtual time, small.
 
 Every rank has a model of its own, late ones a stale one: steps and messages are real, time is not.
 """
@@ -20,6 +20,7 @@ from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.reproduce.training import Recipe
 from sparsync_papers.reproduce.wagma_throughput import ROWS, SETTINGS, Scheme, Setting, translated
+from sparsync_papers.workloads.folders import seeded
 from sparsync_papers.workloads.lengths import LinesWorkload
 from sparsync_papers.workloads.ppo import Ppo
 
@@ -33,7 +34,6 @@ _LEVEL = 0.01  # of loss, relative
 
 _WAGMA, _ALLREDUCE, _LOCAL, _ADPSGD = "WAGMA", "Allreduce-SGD", "local SGD, H = 1", "AD-PSGD"
 _SGP_1, _SGP_2, _SGP_4 = (f"SGP, {n} neighbour{'s' * (n > 1)}" for n in (1, 2, 4))
-_TOP_1, _IMAGES, _LINES = "top-1 accuracy", "section 5.2", "section 5.3"
 _SHORT = "so short a training forgives slower mixing; the paper's long ones do not"
 _STALE = (
     "most updates of a short training are recent, and averages with stale models take some back"
@@ -143,99 +143,66 @@ def _train(
     return _Timed(value(run.final), run.seconds, curve)
 
 
-@dataclass(frozen=True)
-class _Experiment:
-    """One model, trained with several schemes in one setting."""
-
-    recipe: Recipe  # the model
-    setting: Setting  # computation, delays and network
-    ranks: int  # P
-    steps: int  # of every rank
-    found: Mapping[str, _Timed]  # what each scheme gave
-
-    @classmethod
-    def run(
-        cls,
-        recipe: Recipe,
-        setting: Setting,
-        schemes: Mapping[str, Scheme],
-        settings: Settings,
-        ranks: int,
-        steps: int,
-    ) -> _Experiment:
-        """Train with all schemes."""
-        seed = settings.seed
-        found = {
-            name: _train(recipe, setting, scheme, seed, ranks=ranks, steps=steps)
-            for name, scheme in settings.track(schemes.items())
-        }
-        return cls(recipe, setting, ranks, steps, found)
-
-    def above(self, name: str, other: str = _WAGMA) -> float:
-        """Return the difference of two values."""
-        return self.found[name].value - self.found[other].value
-
-    def times(self, name: str) -> float:
-        """Return a scheme's seconds over WAGMA's, for equally many steps."""
-        return self.found[name].seconds / self.found[_WAGMA].seconds
-
-    def below(self, of: str, says: str, *names: str) -> Comparison:
-        """Compare accuracies that the paper finds below WAGMA's."""
-        less = [self.above(name) for name in names]
-        ours = ", ".join(f"{points:+.1f}" for points in less) + " points"
-        return Comparison(f"{_TOP_1}, {of}", says, _IMAGES, ours, max(less) < -_POINT, _SHORT)
-
-    def slower(self, name: str, ratio: float) -> Comparison:
-        """Compare the times of equally many steps with WAGMA's."""
-        section = _IMAGES if self.recipe.workload.classifies else _LINES
-        what, ours = f"time of {name} over WAGMA's", self.times(name)
-        same, remark = ours >= 1.02, _AVOIDS if "SGP" in name else ""
-        return Comparison(what, f"{ratio} x", section, f"{ours:.2f} x", same, _AVOIDS, remark)
-
-    def outcome(
-        self, comparisons: Sequence[Comparison], paper: Mapping[str, float], more: str
-    ) -> Outcome:
-        """Put the trainings into one table and one picture over virtual time."""
-        accuracy = self.recipe.workload.classifies
-        value = "held-out accuracy, %" if accuracy else "held-out loss"
-        score = "top-1 accuracy there, %" if accuracy else "BLEU there"
-        rows: list[Row] = [
-            {
-                "scheme": name,
-                value: run.value,
-                score: paper.get(name),
-                "virtual ms per step": 1e3 * run.seconds,
-                "WAGMA's speed over it": self.times(name),
-            }
-            for name, run in self.found.items()
-        ]
-        series = {name: run.curve for name, run in self.found.items()}
-        used: Row = {
-            "ranks": self.ranks,
-            "steps": self.steps,
-            "tau": self.setting.period,
-            "lr": self.recipe.lr,
-            "batch per rank": self.recipe.batch_size,
-        }
-        name = self.recipe.name
-        differs = (
-            f"{name.capitalize()}; {self.ranks} virtual ranks, {self.steps} steps, one seed; training "
-            f"is real, time is simulated with the paper's model on the wire. {more}"
+def _outcome(
+    settings: Settings,
+    recipe: Recipe,
+    setting: Setting,
+    section: str,
+    *,
+    ranks: int,
+    steps: int,
+    paper: Mapping[str, float | None],  # scheme -> its score there; None: not said
+    slower: Mapping[str, float],  # scheme -> its time over WAGMA's there
+    compare: Callable[[Mapping[str, float]], list[Comparison]],  # of the schemes' values
+    more: str,
+) -> Outcome:
+    """Train one model with several schemes; compare values, and times of equally many steps."""
+    found = {
+        name: _train(recipe, setting, ROWS[name], settings.seed, ranks=ranks, steps=steps)
+        for name in settings.track(paper)
+    }
+    times = {name: run.seconds / found[_WAGMA].seconds for name, run in found.items()}
+    comparisons = compare({name: run.value for name, run in found.items()})
+    for name, ratio in slower.items():
+        what, ours, same = (
+            f"time of {name} over WAGMA's",
+            f"{times[name]:.2f} x",
+            times[name] >= 1.02,
         )
-        panel = Panel(name, "virtual seconds", f"{value}, mean of all models", series)
-        return Outcome(rows, comparisons, used, differs, [panel])
+        remark = _AVOIDS if "SGP" in name else ""
+        comparisons.append(Comparison(what, f"{ratio} x", section, ours, same, _AVOIDS, remark))
+    accuracy = recipe.workload.classifies
+    value = "held-out accuracy, %" if accuracy else "held-out loss"
+    score = "top-1 accuracy there, %" if accuracy else "BLEU there"
+    rows: list[Row] = [
+        {
+            "scheme": name,
+            value: run.value,
+            score: paper[name],
+            "virtual ms per step": 1e3 * run.seconds,
+            "WAGMA's speed over it": times[name],
+        }
+        for name, run in found.items()
+    ]
+    used: Row = {
+        "ranks": ranks,
+        "steps": steps,
+        "tau": setting.period,
+        "lr": recipe.lr,
+        "batch per rank": recipe.batch_size,
+    }
+    differs = (
+        f"{recipe.name.capitalize()}; {ranks} virtual ranks, {steps} steps, one seed; training "
+        f"is real, time is simulated with the paper's model on the wire. {more}"
+    )
+    series = {name: run.curve for name, run in found.items()}
+    panel = Panel(recipe.name, "virtual seconds", f"{value}, mean of all models", series)
+    return Outcome(rows, comparisons, used, differs, [panel])
 
 
-def _perceptron(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
-        torch.manual_seed(seed)
-        layers = (nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        return nn.Sequential(*layers)
-
-
-def _digits() -> Recipe:
-    """Return a recipe that 64 ranks can train: 256 images per step in all."""
-    return Recipe("perceptron, digits", DigitsWorkload(), _perceptron, lr=0.2, batch_size=4)
+def _perceptron() -> nn.Module:
+    layers = (nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(*layers)
 
 
 @artifact(
@@ -245,115 +212,75 @@ def _digits() -> Recipe:
 )
 def figure_5(settings: Settings) -> Outcome:
     """Accuracy over time with two late ranks, small."""
-    schemes = {row: ROWS[row] for row in (_ALLREDUCE, _WAGMA, _SGP_2, "D-PSGD", _ADPSGD)}
-    ranks, steps = settings.pick(_RANKS, 4), settings.pick(_STEPS, 10)
-    run = _Experiment.run(_digits(), SETTINGS["half"], schemes, settings, ranks, steps)
-    over = run.above(_WAGMA, _ALLREDUCE)
-    comparisons = [
-        Comparison(
-            f"{_TOP_1}, WAGMA - Allreduce-SGD",
-            "75.3 - 75.9 %",
-            _IMAGES,
-            f"{over:+.1f} points",
-            over >= -_POINT,
-            _STALE,
-        ),
-        run.below("SGP - WAGMA", "74.8 - 75.3 %", _SGP_2),
-        run.below("D-PSGD and AD-PSGD", "much lower", "D-PSGD", _ADPSGD),
-        run.slower(_SGP_2, 1.45),
-        run.slower(_ALLREDUCE, 1.63),
-    ]
-    paper = {_ALLREDUCE: 75.9, _WAGMA: 75.3, _SGP_2: 74.8}
-    more = "Local SGD with H = 1 (75.6 %, 1.54 x) averages as Allreduce-SGD does here."
-    return run.outcome(comparisons, paper, more)
+    section = "section 5.2"
+
+    def compare(values: Mapping[str, float]) -> list[Comparison]:
+        over = values[_WAGMA] - values[_ALLREDUCE]
+        what, says = "top-1 accuracy, WAGMA - Allreduce-SGD", "75.3 - 75.9 %"
+        ours, same = f"{over:+.1f} points", over >= -_POINT
+        found = [Comparison(what, says, section, ours, same, _STALE)]
+        for of, says, names in (
+            ("SGP - WAGMA", "74.8 - 75.3 %", [_SGP_2]),
+            ("D-PSGD and AD-PSGD", "much lower", ["D-PSGD", _ADPSGD]),
+        ):
+            less = [values[name] - values[_WAGMA] for name in names]
+            ours = ", ".join(f"{points:+.1f}" for points in less) + " points"
+            what, same = f"top-1 accuracy, {of}", max(less) < -_POINT
+            found.append(Comparison(what, says, section, ours, same, _SHORT))
+        return found
+
+    def make_model(seed: int) -> nn.Module:
+        return seeded(_perceptron, seed)
+
+    return _outcome(
+        settings,
+        # 64 ranks can train it: 256 images per step in all
+        Recipe("perceptron, digits", DigitsWorkload(), make_model, lr=0.2, batch_size=4),
+        SETTINGS["half"],
+        section,
+        ranks=settings.pick(_RANKS, 4),
+        steps=settings.pick(_STEPS, 10),
+        paper={_ALLREDUCE: 75.9, _WAGMA: 75.3, _SGP_2: 74.8, "D-PSGD": None, _ADPSGD: None},
+        slower={_SGP_2: 1.45, _ALLREDUCE: 1.63},
+        compare=compare,
+        more="Local SGD with H = 1 (75.6 %, 1.54 x) averages as Allreduce-SGD does here.",
+    )
 
 
 @artifact("wagma-fig8", "WAGMA reaches the best score in the shortest time", minutes=4.0)
 def figure_8(settings: Settings) -> Outcome:
     """Training on lines of unequal lengths over time, small."""
-    lines = LinesWorkload(context=48, width=64, layers=1)
-    recipe = Recipe("transformer, lines", lines, lines.make_model, lr=0.3, batch_size=4)
-    setting = replace(SETTINGS["fig7"], work=partial(translated, lines))
-    paper = {
-        _LOCAL: 25.98,
-        _WAGMA: 26.12,
-        _SGP_2: 26.01,
-        _SGP_1: 25.75,
-        "D-PSGD": 25.69,
-        _ADPSGD: 25.21,
-    }
-    schemes = {row: ROWS[row] for row in paper}
-    ranks, steps = settings.pick(_TRANSLATED_RANKS, 4), settings.pick(_TRANSLATED_STEPS, 8)
-    run = _Experiment.run(recipe, setting, schemes, settings, ranks, steps)
-    comparisons = []
-    for name, score in paper.items():
-        if name == _WAGMA:
-            continue
-        over = run.found[name].value / run.found[_WAGMA].value - 1
-        lower = score < min(paper[_LOCAL], 25.9)
-        same, why = (over > _LEVEL, _SHORT) if lower else (over >= -_LEVEL, _STALE)
-        what, says = f"BLEU, {name} and WAGMA", f"{score} and 26.12"
-        ours = f"loss {100 * over:+.1f} %"
-        comparisons.append(Comparison(what, says, _LINES, ours, same, why))
-    comparisons += [run.slower(_SGP_2, 1.48), run.slower(_LOCAL, 1.39)]
-    more = (
-        "Held-out loss of Python's source stands for BLEU; what the paper has within 0.2 is called equal "
-        "where losses are within 1 %."
+    lines, section = LinesWorkload(context=48, width=64, layers=1), "section 5.3"
+    best = 26.12
+    paper = {_LOCAL: 25.98, _SGP_2: 26.01, _SGP_1: 25.75, "D-PSGD": 25.69, _ADPSGD: 25.21}
+
+    def compare(values: Mapping[str, float]) -> list[Comparison]:
+        found = []
+        for name, score in paper.items():
+            over = values[name] / values[_WAGMA] - 1
+            lower = score < best - 0.2
+            same, why = (over > _LEVEL, _SHORT) if lower else (over >= -_LEVEL, _STALE)
+            what, says, ours = (
+                f"BLEU, {name} and WAGMA",
+                f"{score} and {best}",
+                f"{100 * over:+.1f} %",
+            )
+            found.append(Comparison(what, says, section, f"loss {ours}", same, why))
+        return found
+
+    return _outcome(
+        settings,
+        Recipe("transformer, lines", lines, lines.make_model, lr=0.3, batch_size=4),
+        replace(SETTINGS["fig7"], work=partial(translated, lines)),
+        section,
+        ranks=settings.pick(_TRANSLATED_RANKS, 4),
+        steps=settings.pick(_TRANSLATED_STEPS, 8),
+        paper={_WAGMA: best, **paper},
+        slower={_SGP_2: 1.48, _LOCAL: 1.39},
+        compare=compare,
+        more="Held-out loss of Python's source stands for BLEU; what the paper has within 0.2 is called "
+        "equal where losses are within 1 %.",
     )
-    return run.outcome(comparisons, paper, more)
-
-
-@artifact(
-    "wagma-ablations", "groups, their changing and S = sqrt(P) are needed for accuracy", minutes=6.0
-)
-def ablations(settings: Settings) -> Outcome:
-    """Without groups, with fixed, small and all-embracing ones, small."""
-    none, fixed, four = "no group collectives", "fixed groups", "S = 4"
-    whole, waits = "S = P", "S = P, waits for its group"
-    schemes = {
-        _WAGMA: ROWS[_WAGMA],
-        none: Scheme("local", {"period": 10}),
-        fixed: Scheme("wagma", {"dynamic": False}),
-        four: Scheme("wagma", {"group_size": 4}),
-        whole: Scheme("wagma", {"group_size": "P"}),
-        waits: Scheme("wagma", {"group_size": "P", "grouping": "synchronous"}),
-        _ALLREDUCE: ROWS[_ALLREDUCE],
-    }
-    ranks, steps = settings.pick(_RANKS, 16), settings.pick(_STEPS, 10)
-    run = _Experiment.run(_digits(), SETTINGS["fig4"], schemes, settings, ranks, steps)
-    paper = {_ALLREDUCE: 75.9, _WAGMA: 75.3, none: 68.5, fixed: 72.2, four: 72.8}
-    comparisons = [
-        run.below(name, f"{paper[name]} of 75.3 %", name) for name in (none, fixed, four)
-    ]
-    gain, ahead, slower = run.above(whole), run.above(_ALLREDUCE), run.times(whole)
-    comparisons += [
-        Comparison(
-            f"{_TOP_1}, S = P",
-            "does not increase",
-            _IMAGES,
-            f"{gain:+.1f} points",
-            gain <= _POINT,
-            _SHORT,
-        ),
-        Comparison(
-            "time, S = P",
-            "1.24 x",
-            _IMAGES,
-            f"{slower:.2f} x; {run.times(waits):.2f} x where groups wait",
-            slower > 1.02,
-            "here groups of all ranks wait for nobody, either",
-        ),
-        Comparison(
-            f"{_TOP_1}, Allreduce-SGD",
-            "75.9, WAGMA 75.3 %",
-            _IMAGES,
-            f"{ahead:+.1f} points",
-            ahead <= _POINT,
-            _STALE,
-        ),
-    ]
-    more = "Three seeds and a longer training: benchmarks/averaging-convergence.md."
-    return run.outcome(comparisons, paper, more)
 
 
 _RL_RANKS, _ITERATIONS, _RUNS = 8, 32, 4  # four runs as in section 5.4

@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from sparsync.cli.workloads.base import Defaults
 from sparsync.cli.workloads.digits import shifted
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.images import vgg16_cifar10
-from sparsync_papers.models.resnet import resnet20_cifar10, resnet44_cifar10, resnet110_cifar10
+from sparsync_papers.models.images import (
+    resnet20_cifar10,
+    resnet44_cifar10,
+    resnet110_cifar10,
+    vgg16_cifar10,
+)
 from sparsync_papers.workloads.folders import (
     FolderWorkload,
     Samples,

@@ -29,7 +29,7 @@ from sparsync.cli.workloads.base import (
     outputs_of,
 )
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.bert import Bert
+from sparsync_papers.models.text import Bert
 from sparsync_papers.workloads.folders import (
     FolderWorkload,
     Samples,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from sparsync.cli.workloads.base import CrossEntropy, Defaults
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.images import alexnet, vgg16_imagenet
-from sparsync_papers.models.resnet import resnet18x4, resnet34x4, resnet50
+from sparsync_papers.models.images import alexnet, resnet18x4, resnet34x4, resnet50, vgg16_imagenet
 from sparsync_papers.workloads.folders import (
     FolderWorkload,
     Samples,

@@ -28,8 +28,7 @@ from sparsync.cli.workloads.base import (
     Tensors,
 )
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.encoder_decoder import EncoderDecoder
-from sparsync_papers.models.transformer import Transformer
+from sparsync_papers.models.text import EncoderDecoder, Transformer
 from sparsync_papers.workloads.folders import (
     FolderWorkload,
     Samples,

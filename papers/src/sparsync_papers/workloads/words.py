@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsync.cli.workloads.base import CrossEntropy, Defaults
 from sparsync.errors import ConfigurationError
-from sparsync_papers.models.language import LstmLanguageModel
+from sparsync_papers.models.text import LstmLanguageModel
 from sparsync_papers.workloads.folders import FolderWorkload, Samples, existing, read_lines, seeded
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"

@@ -1,0 +1,267 @@
+"""Models of text: a language model, translators, BERT."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from sparsync.errors import ConfigurationError
+
+_EPSILON = 1e-12  # of BERT's layer normalisation (Devlin et al., published code)
+
+
+class LstmLanguageModel(nn.Module):
+    """Predicts the next word; embedding and output layer are not tied.
+
+    The LSTM of RedSync (section 6.2 and Table 1): 66,034,000 parameters with the 10,000 words of the Penn
+    Treebank ("264 MB"), 135,891,278 with the 33,278 of WikiText-2 ("543 MB").  Tokens `[batch,
+    positions]`, ``int64``, to logits `[batch, positions, vocabulary]`.
+
+    Free choices: torch's two biases per gate; embeddings as wide as the layers; both sizes of Table 1
+    ask for it.  Initial weights: uniform within 0.1 for the embedding and the output layer, whose bias
+    is 0; torch's own for the LSTM, uniform within 1 / sqrt(``width``) = 0.026.
+
+    Differs from the paper: every window starts from a state of zeros.
+
+    ``dropout`` is before, between and after the layers (Zaremba et al., the large network; RedSync names
+    none).
+
+    References: Press & Wolf, `Using the Output Embedding to Improve Language Models
+    <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
+    Regularization <https://arxiv.org/abs/1409.2329>`_, 2014.
+    """
+
+    def __init__(
+        self, *, vocabulary: int, width: int = 1500, layers: int = 2, dropout: float = 0.65
+    ) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.embedding = nn.Embedding(vocabulary, width)
+        between = dropout if layers > 1 else 0.0
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=between)
+        self.head = nn.Linear(width, vocabulary)
+        for weight in (self.embedding.weight, self.head.weight):
+            nn.init.uniform_(weight, -0.1, 0.1)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the word after each."""
+        hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
+        logits: Tensor = self.head(self.dropout(hidden))
+        return logits
+
+
+class EncoderDecoder(nn.Module):
+    """The state in which the encoder stops is the one in which the decoder starts.
+
+    The "encoder-decoder network consisting of two LSTM cells each" of SparCML (section 8.3).  Pairs of
+    tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions, target_vocabulary]`.
+
+    19,821,440 parameters for ATIS, with CNTK's 944 words and padding, 127 labels and a start; 88,048,944
+    for Hansards, with 30,000 words of each language (its size is not published).
+
+    Free choices: 768 wide, which gives ATIS 19.8 M parameters and 79 MB ("approximately 20M", "80
+    MB"); no attention.  SparCML names CNTK's defaults otherwise.  Initial weights: torch's own (normal
+    for embeddings, uniform within 1 / sqrt(``width``) for the rest).
+
+    References: Sutskever et al., `Sequence to Sequence Learning with Neural Networks
+    <https://arxiv.org/abs/1409.3215>`_, 2014.
+    """
+
+    def __init__(
+        self,
+        *,
+        source_vocabulary: int,  # tokens that are read, with padding
+        target_vocabulary: int,  # tokens that are written, with a start token
+        width: int = 768,  # of the embeddings, and hidden units per layer
+        layers: int = 2,  # of the encoder, and of the decoder
+        padding: int = 0,  # the token that fills short sources
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.source_embedding = nn.Embedding(source_vocabulary, width)
+        self.encoder = nn.LSTM(width, width, layers, batch_first=True)
+        self.target_embedding = nn.Embedding(target_vocabulary, width)
+        self.decoder = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, target_vocabulary)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return logits `[batch, target positions, target_vocabulary]` of what follows each of target.
+
+        Of the source, ``padding`` at the end is not read; the target is what has been written, a start
+        token first.
+        """
+        lengths = (source != self.padding).sum(1).clamp(min=1).cpu()
+        read = pack_padded_sequence(
+            self.source_embedding(source), lengths, batch_first=True, enforce_sorted=False
+        )
+        _, state = self.encoder(read)
+        hidden, _ = self.decoder(self.target_embedding(target), state)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Transformer(nn.Module):
+    """An encoder of one sentence and a decoder of another, with one table of embeddings.
+
+    The "standard-sized" one of WAGMA (section 5.3): 61,362,176 parameters.  Pairs of tokens `[batch,
+    positions]`, ``int64``, to logits `[batch, target positions, vocabulary]`.
+
+    Free choices: one vocabulary of 33,708 subwords, one table for both languages and the output; no
+    biases in attention; every part is normalised before, and once at the end (TensorFlow's reference
+    model).  This gives the count.  Initial weights: Glorot's uniform, embeddings normal with variance
+    1 / ``width``.
+
+    Raises:
+        ConfigurationError: ``width`` is odd.
+
+    References: Vaswani et al., `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, 2017.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 33_708,  # subwords of both languages
+        width: int = 512,  # numbers per position; even
+        layers: int = 6,  # blocks of the encoder, and of the decoder
+        heads: int = 8,  # of attention; divides ``width``
+        inner: int = 2048,  # units between the two linear layers of a block
+        dropout: float = 0.1,  # dropout rate
+        padding: int = 0,  # the token that fills short sentences
+    ) -> None:
+        super().__init__()
+        if width % 2:
+            raise ConfigurationError(
+                f"width is {width}, expected an even one: a sine and a cosine each"
+            )
+        self.padding = padding
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.dropout = nn.Dropout(dropout)
+        sizes = (width, heads, inner, dropout)
+        own = nn.TransformerEncoderLayer(*sizes, batch_first=True, norm_first=True)
+        other = nn.TransformerDecoderLayer(*sizes, batch_first=True, norm_first=True)
+        for part in (*own.modules(), *other.modules()):
+            if isinstance(part, nn.MultiheadAttention):
+                part.register_parameter("in_proj_bias", None)
+                part.out_proj.register_parameter("bias", None)
+        self.encoder = nn.TransformerEncoder(
+            own, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(other, layers, nn.LayerNorm(width))
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        for name, parameter in (*self.encoder.named_parameters(), *self.decoder.named_parameters()):
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return the logits `[batch, target positions, vocabulary]` of the token after each of target.
+
+        The source's ``padding`` is not looked at; the target is what has been translated, a start token
+        first, and padded at the end only.
+        """
+        padding = source == self.padding
+        later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
+        memory = self.encoder(self._embedded(source), src_key_padding_mask=padding)
+        x = self.decoder(
+            self._embedded(target),
+            memory,
+            tgt_mask=later,
+            tgt_is_causal=True,
+            memory_key_padding_mask=padding,
+        )
+        return F.linear(x, self.embedding.weight)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        width = self.embedding.embedding_dim
+        x = self.embedding(tokens) * width**0.5
+        x = x + _sinusoids(tokens.shape[1], width, tokens.device).to(x)
+        out: Tensor = self.dropout(x)
+        return out
+
+
+def _sinusoids(positions: int, width: int, device: torch.device) -> Tensor:
+    """Return `[positions, width]`: sines, then cosines, of wavelengths from 2 pi to 20,000 pi."""
+    rates = 10_000 ** -torch.linspace(0, 1, width // 2, device=device)
+    angles = torch.arange(positions, device=device)[:, None] * rates
+    return torch.cat((angles.sin(), angles.cos()), -1)
+
+
+class Bert(nn.Module):
+    """Embeddings, blocks, a head for masked words, one for "is this the next sentence?".
+
+    The BERT of Ok-Topk (Table 2), BERT-base for pre-training: 133,547,324 parameters.  Tokens and
+    segments `[batch, positions]`, ``int64``, to the logits of the masked words `[batch, positions,
+    vocabulary]` and of the next sentence `[batch, 2]`; both losses are added.
+
+    Free choices: the uncased vocabulary, and an output layer of its own: tied to the embedding, as
+    BERT was published, it would be 110,106,428.  Initial weights: normal with 0.02, biases 0
+    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw).  PyTorch's
+    block has one dropout more, between its two linear layers.
+
+    References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 30_522,  # how many tokens there are
+        width: int = 768,  # numbers per position
+        layers: int = 12,  # how many blocks
+        heads: int = 12,  # of attention, per block; divides ``width``
+        inner: int = 3072,  # units between the two linear layers of a block
+        positions: int = 512,  # longest sequence (Ok-Topk trains on 128)
+        dropout: float = 0.1,  # dropout rate
+        padding: int = 0,  # the token that fills short sequences; not the first of any
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(positions, width)
+        self.segment_embedding = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width, eps=_EPSILON)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, inner, dropout, "gelu", layer_norm_eps=_EPSILON, batch_first=True
+            )
+            for _ in range(layers)
+        )
+        self.pooler = nn.Linear(width, width)
+        self.next_sentence = nn.Linear(width, 2)
+        self.transform = nn.Sequential(
+            nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, eps=_EPSILON)
+        )
+        self.head = nn.Linear(width, vocabulary)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the words' logits `[batch, positions, vocabulary]` and the sentences' `[batch, 2]`.
+
+        Tokens equal to ``padding`` are not looked at; without segments all are of the first sentence.
+
+        Raises:
+            ConfigurationError: there are more positions than were asked for.
+        """
+        length = tokens.shape[1]
+        if length > self.position_embedding.num_embeddings:
+            raise ConfigurationError(
+                f"{length} tokens per sample, expected at most "
+                f"{self.position_embedding.num_embeddings}: cut them, or build it with positions={length}"
+            )
+        if segments is None:
+            segments = torch.zeros_like(tokens)
+        x = self.token_embedding(tokens) + self.segment_embedding(segments)
+        x = x + self.position_embedding.weight[:length]
+        x = self.dropout(self.norm(x))
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=tokens == self.padding)
+        first = torch.tanh(self.pooler(x[:, 0]))
+        return self.head(self.transform(x)), self.next_sentence(self.dropout(first))

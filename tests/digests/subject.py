@@ -21,7 +21,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.problem import Problem
 from sparsync.linear.solvers import Scd, Sgd
 from sparsync.presets import PRESETS, resolve
 from sparsync.selection import (
@@ -108,7 +108,7 @@ def linear_solver(
 ) -> Any:
     """Return a solver of one rank's rows."""
     kind = np.dtype(dtype)
-    problem = Problem(features, labels, model, Penalty(l1, l2), dtype=kind)
+    problem = Problem(features, labels, model, l1, l2, dtype=kind)
     if solver == "scd":
         return Scd(comm, problem, exchange, coordinates=4)
     return Sgd(comm, problem, exchange, lr=0.5, schedule="1/t")

@@ -6,7 +6,7 @@ import numpy as np
 from scipy.sparse import csr_matrix, random
 
 from sparsync import simulate
-from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.problem import Problem
 from sparsync.linear.solvers import Sgd
 
 
@@ -23,8 +23,7 @@ def make_data(rows=60, dimensions=40, density=0.15, seed=0):
 
 
 def make_problem(data, model="logistic", dtype=np.float64, **options):
-    penalty = Penalty(options.pop("l1", 0.0), options.pop("l2", 0.0))
-    return Problem(*data, model, penalty, dtype=np.dtype(dtype), **options)
+    return Problem(*data, model, dtype=np.dtype(dtype), **options)
 
 
 def shares(data, world_size):

@@ -9,7 +9,7 @@ from scipy.sparse import csr_matrix
 
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import PeerError
-from sparsync.linear.problem import LOSSES, LazyWeights, Penalty, Products, soft
+from sparsync.linear.problem import LOSSES, LazyWeights, Products, soft
 from sparsync.linear.solvers import EXCHANGES, SCHEDULES, Scd
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.communicator import SoloCommunicator
@@ -60,8 +60,8 @@ def test_the_gradient_is_autograds():
 )
 def test_lazy_steps_equal_dense_ones(steps, l1, l2, rescale_below):
     """Elements of 0 are not stored: those weights must decay and shrink all the same."""
-    penalty, dense, intercept = Penalty(l1, l2), np.zeros(4), 0.0
-    lazy = LazyWeights(4, penalty, np.dtype(np.float64), rescale_below=rescale_below)
+    dense, intercept = np.zeros(4), 0.0
+    lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2, rescale_below=rescale_below)
     for numbers, lr in steps:
         gradient = np.where(np.abs(numbers) < 1, 0, numbers)
         lazy.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
@@ -82,7 +82,7 @@ def test_schedules():
 
 def test_products_on_threads_are_the_same_products(monkeypatch):
     features, labels = DATA
-    weights = LazyWeights(features.shape[1], Penalty(), np.dtype(np.float64))
+    weights = LazyWeights(features.shape[1], np.dtype(np.float64))
     weights.add_(DenseVector(torch.arange(features.shape[1] + 1, dtype=torch.float64)))
     expected = features @ np.arange(features.shape[1]) + features.shape[1]
     for threads in (1, 3, 100):  # more than rows: empty blocks
@@ -211,7 +211,7 @@ def test_ranks_that_disagree_are_named():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Penalty(l1=-1), "l1 is -1"),
+        (lambda: make_problem(DATA, l1=-1), "l1 is -1"),
         (
             lambda: sgd(SoloCommunicator(), make_problem(DATA), schedule="cosine"),
             "unknown schedule 'cosine'; choose one of constant",

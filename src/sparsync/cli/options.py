@@ -32,6 +32,7 @@ __all__ = [
     "check_at_least",
     "names",
     "numbers",
+    "option",
     "ranks_option",
     "takes",
 ]
@@ -60,6 +61,11 @@ CurveKeys = Annotated[
 Timeout = Annotated[float, Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write what was measured here.")]
 Plot = Annotated[Path | None, Option(help="Draw it here (.png, .pdf or .svg).")]
+
+
+def option(text: str, default: str | bool = True) -> Any:
+    """Declare an option by its help; ``default``: what the help says it is, if not the value."""
+    return Option(help=text, show_default=default)
 
 
 def ranks_option(default: int) -> Any:

@@ -22,7 +22,7 @@ if None in (importlib.util.find_spec("scipy"), importlib.util.find_spec("sklearn
     )
 
 from sparsync.linear.data import Shard, load_shard
-from sparsync.linear.problem import Penalty, Problem
+from sparsync.linear.problem import Problem
 from sparsync.linear.solvers import Evaluation, Scd, Sgd
 from sparsync.linear.trigrams import trigram_shard
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
-    "Penalty",
     "Problem",
     "Scd",
     "Sgd",

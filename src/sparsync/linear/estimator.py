@@ -17,16 +17,12 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError
-from sparsync.linear.problem import LazyWeights, Penalty, Problem, Products
-from sparsync.linear.solvers import SOLVERS
+from sparsync.linear.problem import Problem, Products
+from sparsync.linear.solvers import SOLVERS, Solver
 from sparsync.transports.communicator import Communicator, SoloCommunicator
 from sparsync.transports.driver import run
 
 __all__ = ["SparseLinearClassifier"]
-
-
-def _has_probabilities(estimator: SparseLinearClassifier) -> bool:
-    return estimator.model == "logistic"
 
 
 @final
@@ -116,41 +112,32 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         targets = self.classes_[1:] if len(self.classes_) == 2 else self.classes_
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         rows, products = csr_matrix(X), Products(self.threads)
-        models = [self._fit_one(comm, rows, y == target, products, seed) for target in targets]
-        self.coef_ = np.stack([weights.to_dense() for weights in models])
-        self.intercept_ = np.array([weights.intercept for weights in models])
-        self.n_iter_ = self.epochs
-        return self
-
-    def _fit_one(
-        self,
-        comm: Communicator,
-        rows: csr_matrix,
-        is_positive: NDArray[np.bool_],
-        products: Products,
-        seed: int,
-    ) -> LazyWeights:
-        """Tell one class from the rest."""
-        labels = np.where(is_positive, 1.0, -1.0)
-        penalty, dtype = Penalty(self.l1, self.l2), np.dtype(self.dtype)
-        problem = Problem(rows, labels, self.model, penalty, bool(self.fit_intercept), dtype)
         own: dict[str, dict[str, Any]] = {
             "scd": {"coordinates": self.coordinates},
             "sgd": {"batch_size": self.batch_size, "lr": self.lr, "schedule": self.schedule},
         }
         if self.solver not in own:
             raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
-        solver = SOLVERS[self.solver](
-            comm, problem, self.exchange, products=products, seed=seed, **own[self.solver]
-        )
-
-        async def train() -> None:
-            await solver.start()
-            for epoch in range(self.epochs):
-                await solver.epoch(epoch)
-
-        run(train())
-        return solver.weights
+        models = []
+        for target in targets:  # one class from the rest
+            problem = Problem(
+                rows,
+                np.where(y == target, 1.0, -1.0),
+                self.model,
+                self.l1,
+                self.l2,
+                bool(self.fit_intercept),
+                np.dtype(self.dtype),
+            )
+            solver = SOLVERS[self.solver](
+                comm, problem, self.exchange, products=products, seed=seed, **own[self.solver]
+            )
+            run(_train(solver, self.epochs))
+            models.append(solver.weights)
+        self.coef_ = np.stack([weights.to_dense() for weights in models])
+        self.intercept_ = np.array([weights.intercept for weights in models])
+        self.n_iter_ = self.epochs
+        return self
 
     def decision_function(self, X: Any) -> NDArray[Any]:
         """Return scores: `[rows]` for two classes (positive: the second), else `[rows, classes]`."""
@@ -166,7 +153,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         labels: NDArray[Any] = self.classes_[best]
         return labels
 
-    @available_if(_has_probabilities)  # type: ignore[misc, untyped-decorator, unused-ignore]
+    @available_if(lambda self: self.model == "logistic")  # type: ignore[misc, untyped-decorator, unused-ignore]
     def predict_proba(self, X: Any) -> NDArray[Any]:
         """Return `[rows, classes]` probabilities; of many classes one-vs-rest, divided by their sum."""
         positive = expit(self.decision_function(X))
@@ -185,8 +172,14 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return tags
 
 
+async def _train(solver: Solver, epochs: int) -> None:
+    await solver.start()
+    for epoch in range(epochs):
+        await solver.epoch(epoch)
+
+
 async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
-    """Unite the ranks' labels, which are numbers or strings; `[classes]`, ascending."""
+    """Unite the ranks' labels, numbers or strings; `[classes]`, ascending."""
     if comm.world_size == 1:
         return mine
     payload = torch.tensor(list(json.dumps(mine.tolist()).encode()), dtype=torch.uint8)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar, final
@@ -32,7 +32,6 @@ __all__ = [
     "Integers",
     "LazyWeights",
     "Loss",
-    "Penalty",
     "Problem",
     "Products",
     "even_cuts",
@@ -89,29 +88,6 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
     return pulled
 
 
-@dataclass(frozen=True)
-class Penalty:
-    """L1 and L2 penalties of the weights: factors of the sum of magnitudes, and of half the squares'.
-
-    Example:
-        >>> Penalty(l1=1.0, l2=0.5).value(np.array([2.0, -1.0]))
-        4.25
-    """
-
-    l1: float = 0.0
-    l2: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, factor in (("l1", self.l1), ("l2", self.l2)):
-            if not 0 <= factor < math.inf:
-                raise ConfigurationError(f"{name} is {factor}; give a number >= 0")
-
-    def value(self, weights: Floats) -> float:
-        """Return the penalty, summed in float64."""
-        exact = weights.astype(np.float64, copy=False)
-        return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
-
-
 @final
 class LazyWeights:
     """Weights and an intercept under proximal steps, at a cost of what the gradients store.
@@ -124,8 +100,9 @@ class LazyWeights:
 
     Args:
         size: number of weights n; vectors have one element more, the intercept's.
-        penalty: of the weights; the intercept is free.
         dtype: of the weights; scale and thresholds are float64.
+        l1: factor of the L1 penalty of the weights; the intercept is free.
+        l2: factor of the L2 penalty, likewise.
         intercept: without, its gradient is ignored.
         rescale_below: smallest scale; below it all weights are written once (a choice: float32 keeps
             7 digits, gradients are divided by the scale).
@@ -133,7 +110,7 @@ class LazyWeights:
     Cost: O(nnz) per step, O(n) when the scale is renewed; memory n, with L1 8 n bytes more.
 
     Example:
-        >>> weights = LazyWeights(3, Penalty(l2=0.5), np.dtype(np.float64))
+        >>> weights = LazyWeights(3, np.dtype(np.float64), l2=0.5)
         >>> gradient = SparseVector(torch.tensor([1]), torch.tensor([-1.0]), 4)
         >>> weights.apply_(gradient, lr=1.0); weights.apply_(gradient, lr=1.0)
         >>> weights.to_dense().tolist()
@@ -143,18 +120,19 @@ class LazyWeights:
     def __init__(
         self,
         size: int,
-        penalty: Penalty,
         dtype: np.dtype[Any],
         *,
+        l1: float = 0.0,
+        l2: float = 0.0,
         intercept: bool = True,
         rescale_below: float = 1e-3,
     ) -> None:
-        self.size, self.penalty, self.dtype = size, penalty, dtype
+        self.size, self.dtype, self.l1, self.l2 = size, dtype, l1, l2
         self.has_intercept, self.rescale_below = intercept, rescale_below
         self.intercept = 0.0
         self._values = np.zeros(size, dtype)
         self._scale, self._shrunk = 1.0, 0.0
-        self._seen = np.zeros(size if penalty.l1 else 0)
+        self._seen = np.zeros(size if l1 else 0)
 
     def at(self, indices: Integers | slice) -> Floats:
         """Return the weights of these indices, `[len(indices)]`."""
@@ -168,15 +146,15 @@ class LazyWeights:
     def apply_(self, gradient: Vector, lr: float) -> None:
         """Take one step with a gradient of ``size + 1`` elements, sparse or dense."""
         where, slopes, slope = self._parts(gradient)
-        decay = max(1 - lr * self.penalty.l2, 0.0)
+        decay = max(1 - lr * self.l2, 0.0)
         if decay == 0:
             self._values[:], self._scale = 0, 1.0
         else:
             self._scale *= decay
         self._values[where] = self._settled(where) - slopes * self.dtype.type(lr / self._scale)
-        if self.penalty.l1:
+        if self.l1:
             self._seen[where] = self._shrunk
-            self._shrunk += lr * self.penalty.l1 / self._scale
+            self._shrunk += lr * self.l1 / self._scale
         if self.has_intercept:
             self.intercept -= lr * slope
         if self._scale < self.rescale_below:
@@ -203,7 +181,7 @@ class LazyWeights:
     def _settled(self, where: Integers | slice) -> Floats:
         """Return the values with the L1 that they have not taken yet."""
         values: Floats = self._values[where]
-        if not self.penalty.l1:
+        if not self.l1:
             return values
         return soft(values, self._shrunk - self._seen[where]).astype(self.dtype)
 
@@ -216,7 +194,8 @@ class Problem:
         features: `[rows, dimensions]`, sparse rows.
         labels: `[rows]`, -1 or +1.
         model: "logistic" or "svm".
-        penalty: of the weights.
+        l1: factor of the sum of the weights' magnitudes; makes weights exactly zero.
+        l2: factor of half the sum of their squares.
         intercept: the model has one.
         dtype: of weights and gradients, float32 or float64; the features are converted.
     """
@@ -224,15 +203,19 @@ class Problem:
     features: csr_matrix
     labels: Floats
     model: str = "logistic"
-    penalty: Penalty = field(default_factory=Penalty)
+    l1: float = 0.0
+    l2: float = 0.0
     intercept: bool = True
-    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
+    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009 (immutable)
 
     def __post_init__(self) -> None:
         if self.model not in LOSSES:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; choose one of {', '.join(LOSSES)}"
             )
+        for name, factor in (("l1", self.l1), ("l2", self.l2)):
+            if not 0 <= factor < math.inf:
+                raise ConfigurationError(f"{name} is {factor}; give a number >= 0")
         if self.dtype not in (np.float32, np.float64):
             raise ConfigurationError(f"dtype is {self.dtype}; give float32 or float64")
         if len(self.labels) != self.features.shape[0]:
@@ -259,6 +242,17 @@ class Problem:
     def dimensions(self) -> int:
         """Number of weights n."""
         return int(self.features.shape[1])
+
+    def weights(self) -> LazyWeights:
+        """Make a model of zeros."""
+        return LazyWeights(
+            self.dimensions, self.dtype, l1=self.l1, l2=self.l2, intercept=self.intercept
+        )
+
+    def penalty(self, weights: Floats) -> float:
+        """Return the penalty of weights, summed in float64."""
+        exact = weights.astype(np.float64, copy=False)
+        return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
 
 
 def even_cuts(size: int, parts: int) -> list[int]:

@@ -34,7 +34,6 @@ from sparsync.errors import ConfigurationError
 from sparsync.linear.problem import (
     Floats,
     Integers,
-    LazyWeights,
     Problem,
     Products,
     even_cuts,
@@ -198,7 +197,6 @@ class Evaluation:
 
     objective: float  # mean loss plus penalties
     accuracy: float  # fraction of rows whose sign is right (a score of 0 counts as +1)
-    rows: int
 
 
 class Solver(ABC):
@@ -218,6 +216,8 @@ class Solver(ABC):
         rows: of every rank, when started.
     """
 
+    facts: dict[str, object]  # that have to be equal on all ranks, besides the problem's
+
     def __init__(
         self,
         comm: Communicator,
@@ -233,9 +233,7 @@ class Solver(ABC):
         self.comm, self.problem, self.exchange = comm, problem, exchange
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
-        self.weights = LazyWeights(
-            problem.dimensions, problem.penalty, problem.dtype, intercept=problem.intercept
-        )
+        self.weights = problem.weights()
         self.rows = [problem.rows]
         self.step = 0
 
@@ -247,8 +245,8 @@ class Solver(ABC):
         """
         own = self.problem
         facts = {"dimensions": own.dimensions, "dtype": own.dtype, "model": own.model}
-        facts |= {"penalty": own.penalty, "intercept": own.intercept, "steps": self.steps}
-        await agree(self.comm, {**facts, **self._facts()})
+        facts |= {"penalty": (own.l1, own.l2), "intercept": own.intercept, "steps": self.steps}
+        await agree(self.comm, {**facts, **self.facts})
         counts = await self.comm.allgather(torch.tensor([own.rows]), "rows")
         self.rows = [int(count) for count in counts]
 
@@ -261,10 +259,6 @@ class Solver(ABC):
     @abstractmethod
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
         """Do the steps of a 0-based epoch; ``advance`` is called after each with their number."""
-
-    @abstractmethod
-    def _facts(self) -> dict[str, object]:
-        """Return what else has to be equal on all ranks."""
 
     @abstractmethod
     def _whole_pass(self) -> int:
@@ -289,9 +283,9 @@ class Solver(ABC):
         mine = [problem.loss.value(margins).sum(), right.sum(), problem.rows]
         loss, correct, rows = await _sum_over_ranks(self.comm, mine, "evaluation")
         if rows == 0:
-            return Evaluation(np.nan, np.nan, 0)
-        penalty = problem.penalty.value(self.weights.to_dense())
-        return Evaluation(loss / rows + penalty, correct / rows, int(rows))
+            return Evaluation(np.nan, np.nan)
+        penalty = problem.penalty(self.weights.to_dense())
+        return Evaluation(loss / rows + penalty, correct / rows)
 
 
 async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
@@ -352,16 +346,14 @@ class Sgd(Solver):
             raise ConfigurationError(f"staleness is {staleness}; give a number of steps >= 0")
         self.batch_size, self.lr, self.schedule, self.shuffle = batch_size, lr, schedule, shuffle
         self.staleness, self.background = staleness, background
+        self.facts = {"batch_size": batch_size, "staleness": staleness}
+        self.facts["schedule"] = (schedule, lr)
         # each of the exchanges in flight has a collective and a channel of its own
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
             for i in range(staleness + 1)
         ]
         self._in_flight: deque[tuple[Callable[[], Awaitable[Reduced]], float]] = deque()
-
-    def _facts(self) -> dict[str, object]:
-        sizes = {"batch_size": self.batch_size, "staleness": self.staleness}
-        return {**sizes, "schedule": (self.schedule, self.lr)}
 
     def _whole_pass(self) -> int:
         """Return the steps of the rank with most rows."""
@@ -378,7 +370,7 @@ class Sgd(Solver):
         squares = float((problem.features.data.astype(np.float64) ** 2).sum())
         total, rows = await _sum_over_ranks(self.comm, [squares, problem.rows], "lr")
         mean = total / max(rows, 1) + problem.intercept
-        bound = (problem.loss.curvature or 1.0) * mean + problem.penalty.l2
+        bound = (problem.loss.curvature or 1.0) * mean + problem.l2
         return 1 / bound if bound else 1.0
 
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
@@ -482,15 +474,13 @@ class Scd(Solver):
                 f"scd needs a smooth loss, {problem.model} has a corner; choose logistic, or sgd"
             )
         self.coordinates, self.curvature = coordinates, problem.loss.curvature
+        self.facts = {"coordinates": coordinates, "seed": self.seed}
         self.collective = self._collective(DenseSlices, 1.0)
         ones = np.ones((problem.rows, 1), problem.dtype)
         # the intercept is a column of ones after the last
         self.columns = hstack([problem.features, ones], format="csc")
         self.scores = np.zeros(problem.rows)
         self.slices: list[Integers] = []
-
-    def _facts(self) -> dict[str, object]:
-        return {"coordinates": self.coordinates, "seed": self.seed}
 
     def _whole_pass(self) -> int:
         """Return the steps until the fullest slice is through."""
@@ -568,7 +558,7 @@ class Scd(Solver):
         is_weight = owned < self.problem.dimensions
         current = np.full(len(owned), self.weights.intercept)
         current[is_weight] = self.weights.at(owned[is_weight])
-        l1, l2 = self.problem.penalty.l1 * is_weight, self.problem.penalty.l2 * is_weight
+        l1, l2 = self.problem.l1 * is_weight, self.problem.l2 * is_weight
         slopes, curvatures = derivatives[0] + l2 * current, derivatives[1] + l2
         moves = curvatures > 0  # a column of zeros decides nothing
         curvatures = np.where(moves, curvatures, 1)

@@ -6,17 +6,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer import Option
 
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Json, Network, check, names, takes
+from sparsync.cli.options import Json, Network, check, names, option, takes
 from sparsync.cli.output import check_outputs, write_json
 from sparsync.errors import ConfigurationError
 
 __all__ = ["command", "train_linear"]
+
+_EXCHANGE = (
+    "A lossless collective, e.g. allgather, split-allgather, recursive-doubling, ring, dynamic, "
+    "sparcml-auto, dense."
+)
 
 
 def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
@@ -44,25 +48,17 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
 @takes(LinearSettings)
 def command(
     *,
-    exchange: Annotated[
-        str | None,
-        Option(
-            help="A lossless collective, e.g. allgather, split-allgather, recursive-doubling, ring, "
-            "dynamic, sparcml-auto, dense.",
-            show_default="split-allgather; for scd allgather",
-        ),
-    ] = None,
+    exchange: Annotated[str | None, option(_EXCHANGE, "split-allgather; for scd allgather")] = None,
     compare: Annotated[
         str | None,
-        Option(help="Repeat the training with these exchanges, with commas; ratios are to dense."),
+        option("Repeat the training with these exchanges, with commas; ratios are to dense."),
     ] = None,
     network: Network = "1gbit,50us",
     aggregation: Annotated[
-        str, Option(help="sync, or async: steps go on while gradients are under way.")
+        str, option("sync, or async: steps go on while gradients are under way.")
     ] = "sync",
     staleness: Annotated[
-        int | None,
-        Option(help="async: gradients are applied this many steps late.", show_default="1"),
+        int | None, option("async: gradients are applied this many steps late.", "1")
     ] = None,
     json: Json = None,
     **fields: Any,

@@ -17,7 +17,7 @@ from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network import transport_of
 from sparsync.cli.output import Bar, progress
 from sparsync.linear.data import Shard, load_shard, row_range
-from sparsync.linear.problem import Penalty, Problem, Products
+from sparsync.linear.problem import Problem, Products
 from sparsync.linear.solvers import SOLVERS, Meter, Scd, Solver
 from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
 from sparsync.transports.agree import digest
@@ -125,10 +125,10 @@ def _problems(
     """
     # by the row's number in the whole, so that it does not depend on the number of ranks
     numbers = np.arange(*row_range(shard.rows_total, rank=rank, world_size=world_size))
-    every, penalty = settings.held_out_every, Penalty(settings.l1, settings.l2)
+    every, model = settings.held_out_every, (settings.model, settings.l1, settings.l2)
     out = numbers % every == every - 1 if every else np.zeros(len(numbers), bool)
     training, held_out = (
-        Problem(shard.features[rows], shard.labels[rows], settings.model, penalty)
+        Problem(shard.features[rows], shard.labels[rows], *model)
         for rows in (numbers[~out] - shard.first_row, numbers[out] - shard.first_row)
     )
     return training, held_out if every else training

@@ -9,7 +9,6 @@ from statistics import fmean
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.linear.settings import DENSE
 from sparsync.cli.output import Columns, format_ratio
 from sparsync.cost.wording import format_bytes, format_seconds
 
@@ -58,7 +57,7 @@ class LinearResult:
 
 def with_ratios(results: Sequence[LinearResult]) -> list[LinearResult]:
     """Compare all with the dense one, if it is there."""
-    dense = next((result for result in results if result.exchange == DENSE), None)
+    dense = next((result for result in results if result.exchange == "dense"), None)
     if dense is None:
         return list(results)
     return [
@@ -123,7 +122,7 @@ def _caption(results: Sequence[LinearResult]) -> str:
         f"{first.model} by {first.solver}, {first.data}: {first.rows:,} rows, "
         f"{first.dimensions:,} weights",
         f"{first.ranks} ranks over {carriers}{place}; {first.steps} steps per epoch{late}",
-        f"ratios are to {DENSE}; sent: by the rank that sends most; accuracy on {first.accuracy_on}",
+        f"ratios are to dense; sent: by the rank that sends most; accuracy on {first.accuracy_on}",
     ]
     if first.solver == "scd":
         lines.append("updates: their exchange, without the sums of the derivatives")
@@ -131,7 +130,7 @@ def _caption(results: Sequence[LinearResult]) -> str:
         lines.append("communication under the virtual clock; computation as this process took it")
     differences = [r.objective_difference for r in results if r.objective_difference is not None]
     if differences:
-        lines.append(f"losses differ from {DENSE}'s by at most {max(differences):.1e} of them")
+        lines.append(f"losses differ from dense's by at most {max(differences):.1e} of them")
     wrong = [result.exchange for result in results if not result.replicas_equal]
     lines.append(
         f"REPLICAS DIFFER at the end: {', '.join(wrong)}"

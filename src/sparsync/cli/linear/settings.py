@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,75 +18,57 @@ from sparsync.cli.options import (
     check,
     check_at_least,
     numbers,
+    option,
     ranks_option,
 )
 from sparsync.errors import ConfigurationError
 from sparsync.transports.sim import Links
 
-__all__ = ["DENSE", "TRIGRAMS", "LinearSettings"]
+__all__ = ["TRIGRAMS", "LinearSettings"]
 
-DENSE = "dense"
 TRIGRAMS = "trigrams"
+_DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
+_POSITIVE = "What is +1: labels of the file, with commas; a package of the trigrams."
 
 
 @dataclass(frozen=True)
 class LinearSettings:
     """Settings that all exchanges of a comparison share; those with a help are options of the command."""
 
-    data: Annotated[
-        str,
-        Option(
-            help=f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
-        ),
-    ] = TRIGRAMS
-    model: Annotated[str, Option(help="logistic or svm.")] = "logistic"
-    solver: Annotated[
-        str, Option(help="sgd, or scd: block coordinate descent (logistic only).")
-    ] = "sgd"
+    data: Annotated[str, option(_DATA)] = TRIGRAMS
+    model: Annotated[str, option("logistic or svm.")] = "logistic"
+    solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
     exchanges: tuple[str, ...] = ("split-allgather",)  # by which the same training is repeated
     ranks: Annotated[int, ranks_option(4)] = 4
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)  # the simulated network
     lab: Lab = None
-    epochs: Annotated[int, Option(help="Passes over the rows; with scd over the coordinates.")] = 5
-    steps: Annotated[
-        int | None, Option(help="Most steps of an epoch.", show_default="a whole pass")
-    ] = None
+    epochs: Annotated[int, option("Passes over the rows; with scd over the coordinates.")] = 5
+    steps: Annotated[int | None, option("Most steps of an epoch.", "a whole pass")] = None
     batch_size: Annotated[int, Option("--batch", help="Rows per rank and step of sgd.")] = 1000
-    coordinates: Annotated[int, Option(help="Per rank and step of scd.")] = 100
+    coordinates: Annotated[int, option("Per rank and step of scd.")] = 100
     lr: Annotated[
-        float | None,
-        Option(help="First learning rate of sgd.", show_default="1 / a bound of the curvature"),
+        float | None, option("First learning rate of sgd.", "1 / a bound of the curvature")
     ] = None
     schedule: Annotated[
-        str, Option(help="Of the learning rate: constant, 1/t, 1/sqrt(t), step; t in epochs.")
+        str, option("Of the learning rate: constant, 1/t, 1/sqrt(t), step; t in epochs.")
     ] = "constant"
-    l1: Annotated[float, Option(help="L1 penalty; makes weights exactly zero.")] = 0.0
-    l2: Annotated[float, Option(help="L2 penalty.")] = 0.0
+    l1: Annotated[float, option("L1 penalty; makes weights exactly zero.")] = 0.0
+    l2: Annotated[float, option("L2 penalty.")] = 0.0
     staleness: int = 0  # steps by which a gradient is applied late; 0: synchronous
-    threads: Annotated[int, Option(help="Per rank.")] = 1
-    dimensions: Annotated[
-        int | None, Option(help="Columns.", show_default="the file's; 3,231,961 for trigrams")
-    ] = None
-    rows: Annotated[int | None, Option(help="Number of trigram samples.", show_default="all")] = (
+    threads: Annotated[int, option("Per rank.")] = 1
+    dimensions: Annotated[int | None, option("Columns.", "the file's; 3,231,961 for trigrams")] = (
         None
     )
+    rows: Annotated[int | None, option("Number of trigram samples.", "all")] = None
     positive: Annotated[
-        str | None,
-        Option(
-            help="What is +1: labels of the file, with commas; a package of the trigrams.",
-            show_default="the larger of two labels; the largest package",
-        ),
+        str | None, option(_POSITIVE, "the larger of two labels; the largest package")
     ] = None
-    cache: Annotated[
-        Path | None,
-        Option(help="Folder for the parsed data.", show_default="next to the file"),
-    ] = None
+    cache: Annotated[Path | None, option("Folder for the parsed data.", "next to the file")] = None
     held_out_every: Annotated[
-        int,
-        Option(help="Of this many rows one is held out, for the accuracy; 0: none."),
+        int, option("Of this many rows one is held out, for the accuracy; 0: none.")
     ] = 10
-    seed: Annotated[int, Option(help="Of the order of rows or coordinates.")] = 0
+    seed: Annotated[int, option("Of the order of rows or coordinates.")] = 0
     timeout: Timeout = 300.0
 
     def __post_init__(self) -> None:
@@ -104,13 +87,14 @@ class LinearSettings:
 
     def _check_solver(self) -> None:
         # SciPy is not loaded for the help, nor for the other commands
-        from sparsync.linear.problem import LOSSES, Penalty
+        from sparsync.linear.problem import LOSSES
         from sparsync.linear.solvers import SOLVERS, check_exchange, check_schedule
 
         for name in self.exchanges:
             check_exchange(name)
         check_schedule(self.schedule, self.lr)
-        Penalty(self.l1, self.l2)
+        for name in ("l1", "l2"):
+            check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "a number >= 0")
         check("model", self.model, self.model in LOSSES, " or ".join(LOSSES))
         check("solver", self.solver, self.solver in SOLVERS, " or ".join(SOLVERS))
         if self.solver == "scd" and self.model != "logistic":

@@ -21,6 +21,7 @@ from sparsync.cli.options import (
     Transport,
     check,
     check_at_least,
+    option,
     ranks_option,
 )
 from sparsync.cli.workloads import Workload, make_workload, workload_class, workload_names
@@ -67,11 +68,6 @@ _TARGET = (
 )
 
 
-def _option(help_: str, default: str | bool = True) -> Any:
-    """Declare an option; ``default``: what the help says it is."""
-    return Option(help=help_, show_default=default)
-
-
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
@@ -81,57 +77,55 @@ class TrainSettings:
     """
 
     ranks: Annotated[int, ranks_option(4)] = 4
-    steps: Annotated[int, _option("Optimizer steps.")] = 300
-    density: Annotated[float, _option("Exchanged part of the gradient, in (0, 1].")] = 0.01
-    seed: Annotated[int, _option("Of the initial weights and of the data.")] = 0
-    workload: Annotated[str, _option(_WORKLOADS)] = "bytes"
-    data: Annotated[Path | None, _option(_DATA)] = None
-    optimizer: Annotated[str, _option("sgd, adam or adamw; auto: the workload's.")] = "auto"
-    lr: Annotated[float, _option("Learning rate.", "by workload and optimizer")] = _DEFAULT
-    momentum: Annotated[float, _option("Of sgd.")] = 0.9
+    steps: Annotated[int, option("Optimizer steps.")] = 300
+    density: Annotated[float, option("Exchanged part of the gradient, in (0, 1].")] = 0.01
+    seed: Annotated[int, option("Of the initial weights and of the data.")] = 0
+    workload: Annotated[str, option(_WORKLOADS)] = "bytes"
+    data: Annotated[Path | None, option(_DATA)] = None
+    optimizer: Annotated[str, option("sgd, adam or adamw; auto: the workload's.")] = "auto"
+    lr: Annotated[float, option("Learning rate.", "by workload and optimizer")] = _DEFAULT
+    momentum: Annotated[float, option("Of sgd.")] = 0.9
     nesterov: Annotated[bool, Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False
     momentum_correction: Annotated[
-        bool | None, _option(_MOMENTUM, "as the algorithm is published")
+        bool | None, option(_MOMENTUM, "as the algorithm is published")
     ] = None
-    weight_decay: Annotated[float, _option("Of the optimizer; adamw's is decoupled.", _DECAY)] = (
+    weight_decay: Annotated[float, option("Of the optimizer; adamw's is decoupled.", _DECAY)] = (
         _DEFAULT
     )
-    clip: Annotated[float, _option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
-    space: Annotated[str, _option(_SPACE)] = "gradient"
-    period: Annotated[int | None, _option(_PERIOD, "by density, or the scheme's")] = None
+    clip: Annotated[float, option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
+    space: Annotated[str, option(_SPACE)] = "gradient"
+    period: Annotated[int | None, option(_PERIOD, "by density, or the scheme's")] = None
     group_size: Annotated[
-        int | None, _option("Ranks that average, of wagma.", "near sqrt(ranks)")
+        int | None, option("Ranks that average, of wagma.", "near sqrt(ranks)")
     ] = None
-    sync_period: Annotated[
-        int | None, _option("Steps between global averages, of wagma.", "10")
-    ] = None
+    sync_period: Annotated[int | None, option("Steps between global averages, of wagma.", "10")] = (
+        None
+    )
     neighbours: Annotated[
-        int | None, _option("Ranks that a rank sends to per step, of sgp.", "1")
+        int | None, option("Ranks that a rank sends to per step, of sgp.", "1")
     ] = None
     deadline: Annotated[
-        float | None, _option("Seconds until wagma omits a silent rank.", "the scheme's")
+        float | None, option("Seconds until wagma omits a silent rank.", "the scheme's")
     ] = None
     buffers: Annotated[
-        str, _option("Of the model: schemes average them, or leave them local to the end.")
+        str, option("Of the model: schemes average them, or leave them local to the end.")
     ] = "average"
-    delay: Annotated[str, _option(_DELAY)] = "none"
-    lr_warmup_steps: Annotated[int, _option("First steps, over which the learning rate grows.")] = (
-        20
-    )
+    delay: Annotated[str, option(_DELAY)] = "none"
+    lr_warmup_steps: Annotated[int, option("First steps, over which the learning rate grows.")] = 20
     lr_decay: Annotated[
         bool, Option("--lr-decay", help="Then it falls linearly, to 0 after the last step.")
     ] = False
-    warmup_steps: Annotated[int, _option("First steps, which are exchanged dense.")] = 0
+    warmup_steps: Annotated[int, option("First steps, which are exchanged dense.")] = 0
     batch_size: Annotated[
-        int, _option("Windows, images or other samples per rank and step.", _BATCH)
+        int, option("Windows, images or other samples per rank and step.", _BATCH)
     ] = _DEFAULT
     context: Annotated[
         int | None,
-        _option("Bytes, words or tokens per window.", "64; lstm 32; lines 96; the papers'"),
+        option("Bytes, words or tokens per window.", "64; lstm 32; lines 96; the papers'"),
     ] = None
-    layers: Annotated[int | None, _option(_LAYERS, "4; lstm 2; the papers'")] = None
-    width: Annotated[int | None, _option(_WIDTH, "160; lstm 224; the papers'")] = None
-    target_step: Annotated[int | None, _option(_TARGET, "the last step of dense")] = None
+    layers: Annotated[int | None, option(_LAYERS, "4; lstm 2; the papers'")] = None
+    width: Annotated[int | None, option(_WIDTH, "160; lstm 224; the papers'")] = None
+    target_step: Annotated[int | None, option(_TARGET, "the last step of dense")] = None
     transport: Transport = "auto"
     lab: Lab = None
     curve_keys: CurveKeys = None

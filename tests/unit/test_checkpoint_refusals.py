@@ -93,12 +93,15 @@ def test_damaged_bytes_raise_nothing_else(tmp_path):
 
 
 UNREADABLE = {
-    "numpy": ({"best": np.float64(0.3)}, "'best' is a float64, which could not be loaded again"),
+    "numpy": (
+        {"best": np.float64(0.3)},
+        r"\['best'\] is a float64, which could not be loaded again",
+    ),
     "inside": (
         {"log": {"args": [1, argparse.Namespace()]}},
-        r"'log'\['args'\]\[1\] is a Namespace",
+        r"\['log'\]\['args'\]\[1\] is a Namespace",
     ),
-    "code": ({"rate": lambda: 1}, "'rate' is a function"),
+    "code": ({"rate": lambda: 1}, r"\['rate'\] is a function"),
 }
 
 

@@ -8,11 +8,12 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from sparsync.errors import CheckpointError
 
@@ -142,16 +143,11 @@ def await_whole(path: Path, seconds: float) -> None:
 
 
 def _has_all(path: Path) -> bool:
-    return (path / SHARED).exists() and is_whole(list(states_in(path)))
+    return (path / SHARED).exists() and is_whole(states_in(path).keys())
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, which its name says.
-
-    Example:
-        >>> step_of(Path("000007-step-00000300"))
-        300
-    """
+    """Return the step of a checkpoint, which its name says."""
     return int(path.name.rpartition("-")[2])
 
 
@@ -163,15 +159,10 @@ def states_in(folder: Path) -> dict[Seat, Path]:
     }
 
 
-def is_whole(seats: list[Seat]) -> bool:
-    """Tell whether these are all seats of one job.
-
-    Example:
-        >>> is_whole([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)]), is_whole([Seat(0, 2, 0, 1)])
-        (True, False)
-    """
-    kinds = {(seat.ranks, seat.parts) for seat in seats}
-    return len(kinds) == 1 and len(seats) == seats[0].ranks * seats[0].parts
+def is_whole(seats: Collection[Seat]) -> bool:
+    """Tell whether these are all seats of one job."""
+    sizes = {seat.ranks * seat.parts for seat in seats}
+    return sizes == {len(seats)} and len({(seat.ranks, seat.parts) for seat in seats}) == 1
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -206,38 +197,24 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _readable(content: Any) -> bool:
-    """Tell whether ``read_file`` would read it again."""
-    file = io.BytesIO()
-    try:
-        torch.save(content, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:
-        return False
-    return True
-
-
-def _culprit(content: Any, where: str = "") -> str:
-    """Name the smallest part of a content that could not be read again, if it is due to one."""
-    named = content.items() if isinstance(content, Mapping) else ()
-    for name, part in enumerate(content) if isinstance(content, list | tuple) else named:
-        if not _readable(part):
-            inside = f"{where}[{name!r}]" if where else repr(name)
-            return _culprit(part, inside) or (
-                f"{inside} is a {type(part).__name__}, which could not be loaded again; give tensors, "
-                "numbers, strings, and lists or dictionaries of them: "
+def _culprit(content: Any) -> str:
+    """Name the first value that could not be read again, if it is due to one."""
+    for path, value in tree_flatten_with_path(content)[0]:
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:
+            return (
+                f"{keystr(path)} is a {type(value).__name__}, which could not be loaded again; give "
+                "tensors, numbers, strings, and lists or dictionaries of them: "
             )
     return ""
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return what an error says in one line: of torch's page on unpickling, the reason.
-
-    Example:
-        >>> first_line(ValueError("one\ntwo")), first_line(EOFError())
-        ('one', 'EOFError')
-    """
+    """Return what an error says in one line: of torch's page on unpickling, the reason."""
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]

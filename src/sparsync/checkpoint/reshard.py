@@ -22,15 +22,18 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.state import check_fields
 from sparsync.state import fits
+from sparsync.units import Piece
 
 __all__ = ["Conserve", "reshard", "state_like"]
 
 Conserve = Literal["sum", "average"]
 State = Mapping[str, Any]
+Olds = Sequence[
+    tuple[State, Mapping[str, Piece]]
+]  # saved states, and their pieces of all parameters
 
 # what all ranks have in common; the rest is each rank's own
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
-_PIECE: Final = ("shape", "offset", "size")
 
 
 def reshard(
@@ -108,7 +111,16 @@ def state_like(
         )
     if "sparsync" not in template:
         _check_states(states)
-        _check_sizes(template, states)
+        expected = _pieces_of(template)
+        for state in states:
+            for name, piece in _pieces_of(state).items():
+                size = math.prod(piece["shape"])
+                wanted = math.prod(expected.get(name, piece)["shape"])
+                if size != wanted:
+                    raise ConfigurationError(
+                        f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
+                        f"run's {wanted}; was it saved from this model?"
+                    )
         return _like(template, states, conserve)
     inner = [cast(State, state.get("sparsync")) for state in states]
     new = state_like(template["sparsync"], inner, conserve=conserve)
@@ -119,26 +131,27 @@ def state_like(
 def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[str, Any]:
     if conserve not in ("sum", "average"):
         raise ConfigurationError(f"conserve is {conserve!r}; choose sum or average")
+    olds = [(state, _pieces_of(state)) for state in states]
     before, rank, world_size = states[0]["world_size"], template["rank"], template["world_size"]
     factor = world_size / before if conserve == "average" else 1.0
     own = {key: template[key] for key in ("rank", "world_size", "units", "sizes")}
     new: dict[str, Any] = {**states[0], **own}
     new.pop("pieces", None)
-    pieces = template.get("pieces", {})
-    if pieces:
-        new["pieces"] = pieces
+    if "pieces" in template:
+        new["pieces"] = template["pieces"]
+    pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
-            placed = [_placed(states, what, name, rank, world_size) for name in names]
+            placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
                 continue
             for name, size, values in zip(names, sizes, placed, strict=True):
                 if values is None:
                     new[what][name] = torch.zeros(size)
-                    continue
-                mine = _box(values, pieces[name]).reshape(-1) if name in pieces else values
-                new[what][name] = mine * factor if factor != 1 else mine.clone()
+                else:
+                    mine = _box(values, pieces[name]).reshape(-1)
+                    new[what][name] = mine * factor if factor != 1 else mine.clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
     new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
@@ -148,15 +161,14 @@ def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[
 
 
 def _placed(
-    states: Sequence[State], what: str, name: str, rank: int, world_size: int
+    olds: Olds, what: str, name: str, before: int, rank: int, world_size: int
 ) -> Tensor | None:
     """Return what of a whole parameter a new rank gets; None for zeros."""
-    before = states[0]["world_size"]
     if world_size <= before:
-        olds = [_whole(states, what, name, r) for r in range(rank, before, world_size)]
-        parts = [old for old in olds if old is not None]
+        wholes = [_whole(olds, what, name, r) for r in range(rank, before, world_size)]
+        parts = [whole for whole in wholes if whole is not None]
         return functools.reduce(torch.add, parts) if parts else None
-    old = _whole(states, what, name, rank % before)
+    old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
     heirs = len(range(rank % before, world_size, before))
@@ -165,16 +177,13 @@ def _placed(
     return new
 
 
-def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor | None:
+def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     """Put a parameter's residual on one old rank together from its pieces; None for zeros."""
-    holders = [s for s in states if s["rank"] == rank and any(name in unit for unit in s["units"])]
-    if not holders:
-        raise ConfigurationError(
-            f"no saved state of rank {rank} has parameter '{name}'; was it saved from this model?"
-        )
-    found: dict[str, tuple[Any, Tensor | None]] = {}  # by piece: several ranks may hold the same
-    for state in holders:
-        piece, values = state.get("pieces", {}).get(name), state[what].get(name)
+    found: dict[str, tuple[Piece, Tensor | None]] = {}  # by piece: several ranks may hold the same
+    for state, pieces in olds:
+        if state["rank"] != rank or name not in pieces:
+            continue
+        piece, values = pieces[name], state[what].get(name)
         if values is not None and not bool(torch.isfinite(values).all()):
             raise ConfigurationError(
                 f"the saved {what} of '{name}' on rank {rank} holds NaN or Inf; load another checkpoint"
@@ -185,35 +194,31 @@ def _whole(states: Sequence[State], what: str, name: str, rank: int) -> Tensor |
                 f"two saved states of rank {rank} differ in the {what} of '{name}'; give those of one "
                 "save"
             )
-    if list(found) == ["None"]:
-        return found["None"][1]
-    return _joined(list(found.values()), f"'{name}' on rank {rank}")
-
-
-def _joined(found: Sequence[tuple[Any, Tensor | None]], where: str) -> Tensor | None:
-    """Put the pieces of a parameter side by side; refuse a hole or an overlap."""
-    shapes = {tuple(piece["shape"]) for piece, _ in found if piece is not None}
-    size = math.prod(next(iter(shapes)))
-    present = [(piece, values) for piece, values in found if values is not None]
+    if not found:
+        raise ConfigurationError(
+            f"no saved state of rank {rank} has parameter '{name}'; was it saved from this model?"
+        )
+    present = [(piece, values) for piece, values in found.values() if values is not None]
     if not present:
         return None
-    taken = torch.zeros(size, dtype=torch.uint8)
-    if len(shapes) == 1 and all(piece is not None for piece, _ in found):
-        for piece, _ in found:
+    shapes = {tuple(piece["shape"]) for piece, _ in found.values()}
+    size = math.prod(min(shapes))
+    taken, whole = torch.zeros(size, dtype=torch.uint8), present[0][1].new_zeros(size)
+    if len(shapes) == 1:
+        for piece, _ in found.values():
             _box(taken, piece).add_(1)
     if not bool((taken == 1).all()):
         raise ConfigurationError(
-            f"the saved states hold {int((taken == 1).sum())} of the {size} elements of {where} exactly "
-            "once; give those of all ranks of one save"
+            f"the saved states hold {int((taken == 1).sum())} of the {size} elements of '{name}' on rank "
+            f"{rank} exactly once; give those of all ranks of one save"
         )
-    whole = torch.zeros(size, dtype=present[0][1].dtype)
     for piece, values in present:
         _box(whole, piece).copy_(values.view(piece["size"]))
     return whole
 
 
-def _box(whole: Tensor, piece: Mapping[str, Sequence[int]]) -> Tensor:
-    """Return the view of a piece in a whole parameter (see ``units.Piece``)."""
+def _box(whole: Tensor, piece: Piece) -> Tensor:
+    """Return the view of a piece in a whole parameter."""
     box = whole.view(piece["shape"])
     for dim, (start, length) in enumerate(zip(piece["offset"], piece["size"], strict=True)):
         box = box.narrow(dim, start, length)
@@ -240,64 +245,28 @@ def _check_states(states: Sequence[State]) -> None:
                 f"the saved states of ranks {states[0]['rank']} and {different[0]['rank']} have {key} "
                 f"{states[0][key]} and {different[0][key]}; give those of one save"
             )
-    _check_ranks(states)
-    for state in states:
-        _check_pieces(state)
-        for what in ("residual", "velocity"):
-            _check_tensors(state, what)
-
-
-def _check_sizes(template: State, states: Sequence[State]) -> None:
-    """Refuse checked states whose parameters, put together, are of other sizes than the template's.
-
-    Raises:
-        ConfigurationError: names the first.
-    """
-    expected = _whole_sizes(template)
-    for state in states:
-        for name, size in _whole_sizes(state).items():
-            if size != expected.get(name, size):
-                raise ConfigurationError(
-                    f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
-                    f"run's {expected[name]}; was it saved from this model?"
-                )
-
-
-def _whole_sizes(state: State) -> dict[str, int]:
-    whole = {name: math.prod(piece["shape"]) for name, piece in state.get("pieces", {}).items()}
-    return {**_sizes(state), **whole}
-
-
-def _check_ranks(states: Sequence[State]) -> None:
-    world_size, ranks = states[0]["world_size"], [state["rank"] for state in states]
-    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
-    if wrong:
-        raise ConfigurationError(
-            f"a saved state is of rank {wrong[0]} of {world_size}; give those of one save"
-        )
-    missing = next((rank for rank in range(world_size) if rank not in set(ranks)), None)
+    world_size, ranks = states[0]["world_size"], {state["rank"] for state in states}
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(
+                f"a saved state is of rank {rank} of {world_size}; give those of one save"
+            )
+    missing = next((rank for rank in range(world_size) if rank not in ranks), None)
     if missing is not None:  # the first: a damaged world_size may be any number
         raise ConfigurationError(
             f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"
         )
+    for state in states:
+        _check_tensors(state)
 
 
-def _check_tensors(state: State, what: str) -> None:
-    """Refuse a residual or velocity of a wrong kind or size, or with NaN."""
-    sizes = _sizes(state)
-    for name, values in state[what].items():
-        where = f"the saved {what} of '{name}' on rank {state['rank']}"
-        plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
-        if not plain or not values.is_floating_point():
-            raise ConfigurationError(f"{where} is no tensor of floating-point numbers")
-        if values.shape != (sizes.get(name),):
-            raise ConfigurationError(
-                f"{where} has shape {tuple(values.shape)}, expected {sizes.get(name, 'none')} elements"
-            )
-
-
-def _check_pieces(state: State) -> None:
-    """Refuse pieces that are no boxes, or of other sizes than the state has."""
+def _check_tensors(state: State) -> None:
+    """Refuse pieces that are no boxes, and a residual or velocity of a wrong kind or size."""
+    if [*map(len, state["units"])] != [*map(len, state["sizes"])]:
+        raise ConfigurationError(
+            f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
+            "parameters"
+        )
     sizes, pieces = _sizes(state), state.get("pieces", {})
     if not isinstance(pieces, Mapping):
         raise ConfigurationError(f"the saved pieces of rank {state['rank']} are no dictionary")
@@ -307,11 +276,23 @@ def _check_pieces(state: State) -> None:
                 f"the saved piece of '{name}' on rank {state['rank']} is {str(piece)[:60]}, expected "
                 f"shape, offset and size of {sizes.get(name, 'no')} elements"
             )
+    for what in ("residual", "velocity"):
+        for name, values in state[what].items():
+            where = f"the saved {what} of '{name}' on rank {state['rank']}"
+            strided = isinstance(values, Tensor) and values.layout == torch.strided
+            if not strided or values.is_meta or not values.is_floating_point():
+                raise ConfigurationError(f"{where} is no tensor of floating-point numbers")
+            if values.shape != (sizes.get(name),):
+                raise ConfigurationError(
+                    f"{where} has shape {tuple(values.shape)}, expected {sizes.get(name, 'none')} "
+                    "elements"
+                )
 
 
 def _is_box(piece: Any) -> bool:
     """Tell whether it has a shape, and inside that an offset and a size, in as many dimensions."""
-    numbers: list[Any] = [piece.get(k) for k in _PIECE] if isinstance(piece, Mapping) else [None]
+    names = ("shape", "offset", "size")
+    numbers: list[Any] = [piece.get(k) for k in names] if isinstance(piece, Mapping) else [None]
     if not all(fits(extents, Sequence[int]) for extents in numbers):
         return False
     if len({len(extents) for extents in numbers}) > 1:
@@ -322,11 +303,12 @@ def _is_box(piece: Any) -> bool:
 
 
 def _sizes(state: State) -> dict[str, int]:
-    """Return the number of elements of every parameter."""
-    if [*map(len, state["units"])] != [*map(len, state["sizes"])]:
-        raise ConfigurationError(
-            f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
-            "parameters"
-        )
+    """Return the number of elements of every parameter that a state has."""
     pairs = zip(state["units"], state["sizes"], strict=True)
     return {name: size for unit, its in pairs for name, size in zip(unit, its, strict=True)}
+
+
+def _pieces_of(state: State) -> dict[str, Piece]:
+    """Return the piece of every parameter that a state has."""
+    wholes = {n: {"shape": [k], "offset": [0], "size": [k]} for n, k in _sizes(state).items()}
+    return {**wholes, **state.get("pieces", {})}

@@ -69,8 +69,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write, or does not see the others'
-            files: it names the file and why, or the value that could not be loaded again.  The
-            checkpoints of before are untouched.
+            files; the checkpoints of before are untouched.
 
     Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
 
@@ -96,10 +95,10 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         state = sync.state_dict()
         states = {n: v.state_dict() for n, v in shared.items() if hasattr(v, "state_dict")}
         plain = {n: v for n, v in shared.items() if n not in states}
-        own = {"own": states} if _is_local(state) else {}
-        write_file(target / seat.name, {**state, **own})
+        local = "memory" in state  # of OuterStep: ranks have weights of their own
+        write_file(target / seat.name, {**state, "own": states} if local else state)
         if seat.place == 0:
-            write_file(target / SHARED, plain if own else {**states, **plain})
+            write_file(target / SHARED, plain if local else {**states, **plain})
 
     try:
         _together(sync, write, f"write its part of {target}")
@@ -141,8 +140,7 @@ def load(
     Raises:
         NoCheckpointError: there is no whole checkpoint: a ``CheckpointError``, after which to begin.
         CheckpointError: ranks do not see the same one, a file is damaged, or holds more than tensors and
-            plain values: files are read with ``weights_only=True`` and run no code.  It says of which
-            step an older one is.
+            plain values: files are read with ``weights_only=True`` and run no code.
         ConfigurationError: it does not fit this run; other ranks may raise ``CheckpointError`` instead.
 
     If it raises, nothing was changed on any rank: what has taken its state gets the former one back.
@@ -217,18 +215,10 @@ def _loaded(
     return {name: value for name, value in content.items() if name not in shared}
 
 
-def _is_local(state: Mapping[str, Any]) -> bool:
-    """Tell whether ranks have weights of their own, next to the shared ones (``OuterStep``)."""
-    return "memory" in state
-
-
 def save_state(sync: Saveable, folder: Path, **companions: Any) -> None:
     """Write this rank's file into a folder, without asking other ranks.
 
-    Args:
-        sync: see ``save``.
-        folder: made if it is not there.
-        companions: by name, values that ``load_states`` is to find equal.
+    ``companions`` are values that ``load_states`` is to find equal.
     """
     write_file(folder / _seat_of(sync).name, {**sync.state_dict(), **companions})
 
@@ -238,11 +228,7 @@ def load_states(
 ) -> None:
     """Load what ``save_state`` wrote on all ranks: this rank's file, or its part of all of them.
 
-    Args:
-        sync: see ``load``.
-        folder: that was given to ``save_state``.
-        conserve: see ``load``.
-        companions: what was saved with it; a file without them is taken.
+    A file without the ``companions`` is taken.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -276,7 +262,7 @@ def _read_states(
         return state if same else None
 
     def part_of_all() -> dict[str, Any]:
-        if not is_whole(list(files)):
+        if not is_whole(files.keys()):
             raise CheckpointError(
                 f"{folder} has the files of {len(files)} ranks, which are not all of a job's; give "
                 "those of all ranks"

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["attach"]
-
-_FOLDER: Final = (
-    "sparsync"  # in the checkpoint; the second model's is sparsync_1, as Accelerate counts
-)
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Sync:
@@ -43,10 +40,17 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             ``sparsync.attach`` refuses.
         PeerError: ranks disagree.
     """
-    at = _place(accelerator, model)
+    inner = accelerator.unwrap_model(model)  # on CPU Accelerate keeps models without their DDP
+    prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
+    if not any(prepared):
+        raise ConfigurationError(
+            f"this {type(model).__name__} is none of the accelerator's {len(prepared)} prepared models; "
+            "call model = accelerator.prepare(model) before attach"
+        )
+    # the second model's folder is sparsync_1, as Accelerate counts
+    name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
     how = "start several: accelerate launch --num_processes 2 ..., or torchrun"
     sync = attach_wrapped(model, accelerator._optimizers, options, how, accelerator.scaler)
-    name = f"{_FOLDER}_{at}" if at else _FOLDER
 
     def save(models: Any, weights: Any, folder: str) -> None:
         save_beside(sync, model, Path(folder) / name)
@@ -68,35 +72,23 @@ class _Loading:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.models: dict[str, tuple[Sync, torch.nn.Module]] = {}  # by the name of their folder
-        self._load_state, self._folder = accelerator.load_state, Path()
+        self._load_state, self._folder = accelerator.load_state, ""
         functools.update_wrapper(self, self._load_state)
-        self._noting = accelerator.register_load_state_pre_hook(self._note)
-        self._restore = replace_method(accelerator, "load_state", self)
+        self._undo = ExitStack()
+        self._undo.callback(accelerator.register_load_state_pre_hook(self._note).remove)
+        self._undo.callback(replace_method(accelerator, "load_state", self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._load_state(*args, **kwargs)
         for name, (sync, model) in self.models.items():
-            resume(sync, model, self._folder / name)
+            resume(sync, model, Path(self._folder, name))
         return result
 
     def forget(self, name: str) -> None:
         """Resume a model no more."""
         del self.models[name]
         if not self.models:
-            self._noting.remove()
-            self._restore()
+            self._undo.close()
 
     def _note(self, models: Any, folder: str) -> None:
-        self._folder = Path(folder)
-
-
-def _place(accelerator: Accelerator, model: torch.nn.Module) -> int:
-    """Return which of the prepared models it is; on CPU Accelerate keeps them without their DDP."""
-    inner = accelerator.unwrap_model(model)
-    for at, prepared in enumerate(accelerator._models):
-        if accelerator.unwrap_model(prepared) is inner:
-            return at
-    raise ConfigurationError(
-        f"this {type(model).__name__} is none of the accelerator's {len(accelerator._models)} prepared "
-        "models; call model = accelerator.prepare(model) before attach"
-    )
+        self._folder = folder

@@ -64,13 +64,9 @@ def attach_wrapped(
     Args:
         model: as the framework calls it.
         optimizers: the framework's; a single one is checked as ``attach`` checks its ``optimizer``.
-        options: of ``sparsync.attach``.
+        options: of ``sparsync.attach``; they go first.
         how: what makes this framework start several processes, for the error.
-        scaler: the framework's GradScaler, if it has one: what ``options`` has goes first.
-
-    Raises:
-        ConfigurationError: there is a single process, or what ``sparsync.attach`` refuses.
-        PeerError: ranks disagree.
+        scaler: the framework's GradScaler, if it has one.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -89,13 +85,10 @@ def attach_wrapped(
 
 
 def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
-    """Write this rank's state into a folder of a framework's checkpoint, which may be written again.
+    """Write this rank's state into a folder of a framework's checkpoint, without asking other ranks.
 
     With it goes a digest of the weights: a job may end after this and before the framework has written
     them, or the other way round.
-
-    Raises:
-        CheckpointError: this rank could not write; others are not asked.
     """
     save_state(sync, folder, weights=_weights(model))
     for seat, file in states_in(folder).items():
@@ -104,20 +97,15 @@ def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
 
 
 def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
-    """Load what ``save_beside`` wrote into a framework's checkpoint; all ranks call it.
+    """Load what ``save_beside`` wrote once the weights are loaded; all ranks call it.
 
     A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
     warning says so.
 
-    Args:
-        sync: of this run.
-        model: which has its weights from the checkpoint already.
-        folder: that was given to ``save_beside``.
-
     Raises:
         PeerError: some ranks see a folder and others do not.
-        CheckpointError: see ``load_states``.
-        ConfigurationError: see there; also if the weights are not those that the state was saved with.
+        CheckpointError, ConfigurationError: see ``load_states``; the weights are others than those that
+            the state was saved with.
     """
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))

@@ -110,11 +110,8 @@ class SparsyncCallback(Callback):
             if trainer.local_rank == 0:
                 shutil.rmtree(_folder(filepath), ignore_errors=True)
 
-        for name, value in (
-            ("save_checkpoint", save_checkpoint),
-            ("remove_checkpoint", remove_checkpoint),
-            (_FOLLOWER, self),
-        ):
+        replaced = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
+        for name, value in {**replaced, _FOLLOWER: self}.items():
             self._followed.callback(replace_method(strategy, name, value))
 
 

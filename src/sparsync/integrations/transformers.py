@@ -40,7 +40,6 @@ class SparsyncCallback(TrainerCallback):
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training begins.
-        checkpoint: what ``trainer.train()``, if it runs, was given to resume from.
 
     Raises:
         ConfigurationError: the trainer has such a callback that is not closed.  From ``trainer.train()``
@@ -52,12 +51,26 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Sync | None = None
         self._trainer, self._options = trainer, options
         self._model: Any = None
-        self.checkpoint: Any = None
-        if isinstance(trainer.train, _Training):
+        self._checkpoint: Any = (
+            None  # what ``trainer.train()``, if it runs, was given to resume from
+        )
+        train = trainer.train
+        if hasattr(train, "sparsync"):
             raise ConfigurationError(
                 "this trainer already has a SparsyncCallback; close() that one before making another"
             )
-        self._restore = replace_method(trainer, "train", _Training(self, trainer.train))
+
+        @functools.wraps(train)
+        def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # callbacks are told the step that it resumes at, but not from where
+            self._checkpoint = resume_from_checkpoint
+            try:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self._checkpoint = None
+
+        follow.sparsync = self  # type: ignore[attr-defined]
+        self._restore = replace_method(trainer, "train", follow)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -72,7 +85,7 @@ class SparsyncCallback(TrainerCallback):
             scaler = getattr(self._trainer.accelerator, "scaler", None)
             self.sync = attach_wrapped(model, optimizers, self._options, how, scaler)
             self._model = model
-        checkpoint = self.checkpoint
+        checkpoint = self._checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(args.output_dir)
         if checkpoint:
@@ -90,18 +103,3 @@ class SparsyncCallback(TrainerCallback):
         self._trainer.remove_callback(self)
         if self.sync is not None:
             self.sync.close()
-
-
-class _Training:
-    """``Trainer.train``; callbacks are told the step that it resumes at, but not from where."""
-
-    def __init__(self, callback: SparsyncCallback, train: Any) -> None:
-        self._callback, self._train = callback, train
-        functools.update_wrapper(self, train)
-
-    def __call__(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self._callback.checkpoint = resume_from_checkpoint
-        try:
-            return self._train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self._callback.checkpoint = None

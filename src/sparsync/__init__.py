@@ -18,7 +18,7 @@ One line in a DDP script::
     sync = sparsync.attach(ddp_model, density=0.01)
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
-``sparsync.iallreduce`` for a handle to wait for.
+``sparsync.iallreduce`` for a future.
 """
 
 from sparsync.api import allreduce, connect, iallreduce

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, final
 
 import torch.distributed as dist
 
 from sparsync.collectives.base import Reduced
-from sparsync.errors import ConfigurationError, DeadlineError
+from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm, options_of, presets, resolve
 from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
@@ -21,7 +20,7 @@ from sparsync.transports.connect import check_transport, connect_group
 from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.launchers import connect_mpi
 
-__all__ = ["Handle", "allreduce", "connect", "iallreduce"]
+__all__ = ["allreduce", "connect", "iallreduce"]
 
 _MOST_OUTSTANDING = 1024  # calls under way at once; each has a channel of its own
 _Program = Callable[[Communicator], Coroutine[Operation, None, Reduced]]
@@ -94,7 +93,7 @@ def allreduce(
     """
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):  # one thread owns the sockets from then on
-        return iallreduce(vector, comm, algorithm, k=k, op=op, **options).wait()
+        return iallreduce(vector, comm, algorithm, k=k, op=op, **options).result()
     return run(_prepare(vector, algorithm, k, op, options)(comm))
 
 
@@ -106,25 +105,22 @@ def iallreduce(
     k: int | None = None,
     op: str | Reduction = "sum",
     **options: Any,
-) -> Handle:
-    """Start an ``allreduce`` and return at once; it goes on in the background.
+) -> Future[Reduced]:
+    """Start an ``allreduce`` and return its future at once; it goes on in the background.
 
     Several may be under way; all ranks start them in the same order.  The vector must not change
-    until ``wait`` has returned.
-
-    Returns:
-        A handle: ``wait()`` for the result of ``allreduce``, ``done()`` to look.
+    until the future is done.
 
     Raises:
-        ConfigurationError: as ``allreduce``, or too many outstanding.
+        ConfigurationError: as ``allreduce``, or too many under way.
 
     Cost: that of ``allreduce``; the first call starts a thread, which ``comm.close()`` ends.
 
     Example:
         >>> import torch
         >>> comm = connect()
-        >>> handles = [iallreduce(torch.tensor([1.0, x]), comm, k=1) for x in (0.5, 2.0)]
-        >>> [handle.wait().total.to_dense().tolist() for handle in handles]
+        >>> futures = [iallreduce(torch.tensor([1.0, x]), comm, k=1) for x in (0.5, 2.0)]
+        >>> [future.result().total.to_dense().tolist() for future in futures]
         [[1.0, 0.0], [0.0, 2.0]]
         >>> comm.close()
     """
@@ -132,36 +128,6 @@ def iallreduce(
     background = comm.companions.setdefault("background", _Background())
     assert isinstance(background, _Background)
     return background.start(call, comm)
-
-
-@final
-class Handle:
-    """A reduction under way; see ``iallreduce``."""
-
-    def __init__(self, future: Future[Reduced]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Tell whether ``wait`` would return (or raise) at once."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> Reduced:
-        """Return the result, or raise what went wrong.
-
-        Args:
-            timeout: seconds; None: as long as the communicator's own deadline allows.
-
-        Raises:
-            DeadlineError: not done in time; the reduction goes on and may be waited for again.
-        """
-        try:
-            return self._future.result(timeout)
-        except FutureTimeoutError:
-            if self._future.done():
-                raise
-            raise DeadlineError(
-                f"iallreduce was not done within {timeout:g} s; wait again, or give it longer"
-            ) from None
 
 
 @final
@@ -173,17 +139,17 @@ class _Background:
         self._open: list[Future[Reduced]] = []
         self._calls = 0
 
-    def start(self, program: _Program, comm: Communicator) -> Handle:
+    def start(self, program: _Program, comm: Communicator) -> Future[Reduced]:
         """Start a program on the next channel; the count of calls is equal on all ranks."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
-                f"{len(self._open)} reductions are under way; wait for some of their handles first"
+                f"{len(self._open)} reductions are under way; wait for some of them first"
             )
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         self._open.append(self._engine.submit(program(channel)))
-        return Handle(self._open[-1])
+        return self._open[-1]
 
     def close(self) -> None:
         """Finish what is under way, then end the thread."""
@@ -236,9 +202,7 @@ def _filled_in(
 ) -> dict[str, Any]:
     """Add what the call says to a preset's options: the operation, and that nothing is cut off."""
     known = options_of(algorithm) if isinstance(algorithm, str) else set()
-    filled = dict(options)
-    if k is None and "cap" in known:
-        filled.setdefault("cap", None)
+    filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM:
         if "op" not in known:
             name = algorithm if isinstance(algorithm, str) else algorithm.name

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.selection.base import mixed_seed
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.ledger import STAGES, Ledger
+from sparsync.transports.ledger import STAGES
 from sparsync.units import Unit
 
 __all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
@@ -48,8 +47,7 @@ class Monitor:
     xi, signal_to_noise           if measured (``xi_period``)
     ============================  =====================================================================
 
-    Thresholds and norms of CUDA tensors are copied while the GPU goes on, and written on a later step:
-    nothing waits for it.
+    A sink costs a pass over every residual; on a GPU the end of the step waits for it.
 
     Args:
         comm: of the reducer.
@@ -75,7 +73,7 @@ class Monitor:
         self.xi = XiProbe(xi_period, units, start=start)
         self.selected: dict[int, Vector] = {}
         self._seconds: Mapping[str, float] = {}
-        self._pending: deque[_Pending] = deque()
+        self._pending: list[tuple[int, dict[str, float]]] = []
 
     def record(
         self,
@@ -98,101 +96,54 @@ class Monitor:
         self.selected.clear()
         if self._sink is None:
             return
-        values = {**_traffic(self._ledger), **self._stages()}
+        traffic = self._ledger.current_step()
+        values: dict[str, float] = {"bytes_sent": traffic.sent, "bytes_received": traffic.received}
+        if traffic.sent:
+            values["imbalance"] = traffic.received / traffic.sent
+        before, self._seconds = self._seconds, dict(self._ledger.stages)
+        for stage in STAGES:
+            values[f"seconds_{stage}"] = self._seconds.get(stage, 0.0) - before.get(stage, 0.0)
         values["skipped"] = 0.0 if reduced else 1.0
         if reduced:
-            values.update(_densities(quotas, selected, reduced))
+            size = max(sum(vector.size for vector in selected), 1)
+            values["density"] = sum(quotas) / size
+            values["density_local"] = sum(vector.nnz for vector in selected) / size
+            values["density_delivered"] = sum(result.delivered.nnz for result in reduced) / size
+            values["density_reduced"] = sum(result.total.nnz for result in reduced) / size
+            norms = (torch.linalg.vector_norm(r) for r in residuals if r is not None)
+            values["residual_norm"] = math.hypot(*map(float, norms))
         if measured is not None:
             numbers = {"xi": measured.xi, "signal_to_noise": measured.signal_to_noise}
             values.update({name: x for name, x in numbers.items() if math.isfinite(x)})
         sparse = [v.values for v in selected if not isinstance(v, DenseVector) and v.nnz]
-        thresholds = [entries.abs().min() for entries in sparse]
-        norms = [torch.linalg.vector_norm(r) for r in residuals if r is not None]
-        self._pending.append(_Pending(step, values, thresholds, norms))
+        if sparse:
+            values["threshold"] = min(float(entries.abs().min()) for entries in sparse)
+        self._pending.append((step, values))
 
-    def write(self, *, wait: bool = False) -> None:
-        """Hand on what is there, in the order of steps; ``wait`` for what is not.
+    def write(self) -> None:
+        """Hand on what was recorded, in the order of steps.
 
         A sink that fails is warned of, and gets nothing more: training goes on.
         """
-        while self._sink is not None and self._pending and self._pending[0].ready(wait=wait):
-            pending = self._pending.popleft()
+        while self._pending and self._sink is not None:
+            step, values = self._pending.pop(0)
             try:
-                self._sink.write(pending.step, pending.numbers())
+                self._sink.write(step, values)
             except Exception as error:
                 self._sink = None
-                self._pending.clear()
                 warnings.warn(
-                    f"the log of sparsync.attach failed at step {pending.step} and ends here; the "
-                    f"step itself is whole: {type(error).__name__}: {error}",
+                    f"the log of sparsync.attach failed at step {step} and ends here; the step itself "
+                    f"is whole: {type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def close(self) -> None:
         """Write the rest, and close the sink."""
-        self.write(wait=True)
+        self.write()
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.close()
-
-    def _stages(self) -> dict[str, float]:
-        """Return the seconds of this step, from those of the whole run."""
-        before, self._seconds = self._seconds, dict(self._ledger.stages)
-        return {f"seconds_{s}": self._seconds.get(s, 0.0) - before.get(s, 0.0) for s in STAGES}
-
-
-@final
-class _Pending:
-    """The numbers of one step, of which some may still be on their way from a GPU."""
-
-    def __init__(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        thresholds: Sequence[Tensor],
-        norms: Sequence[Tensor],
-    ) -> None:
-        self.step, self._values = step, values
-        self._thresholds = [number.to("cpu", non_blocking=True) for number in thresholds]
-        self._norms = [number.to("cpu", non_blocking=True) for number in norms]
-        devices = {number.device for number in (*thresholds, *norms) if number.is_cuda}
-        self._copied = [torch.cuda.current_stream(d).record_event() for d in devices]
-
-    def ready(self, *, wait: bool) -> bool:
-        """Tell whether all numbers are there."""
-        for event in self._copied if wait else ():
-            event.synchronize()
-        return all(event.query() for event in self._copied)
-
-    def numbers(self) -> dict[str, float]:
-        """Return all numbers, of all units together."""
-        values = dict(self._values)
-        if self._thresholds:
-            values["threshold"] = min(map(float, self._thresholds))
-        if not values["skipped"]:
-            values["residual_norm"] = math.hypot(*map(float, self._norms))
-        return values
-
-
-def _traffic(ledger: Ledger) -> dict[str, float]:
-    traffic = ledger.current_step()
-    values: dict[str, float] = {"bytes_sent": traffic.sent, "bytes_received": traffic.received}
-    if traffic.sent:
-        values["imbalance"] = traffic.received / traffic.sent
-    return values
-
-
-def _densities(
-    quotas: Sequence[int], selected: Sequence[Vector], reduced: Sequence[Reduced]
-) -> dict[str, float]:
-    size = max(sum(vector.size for vector in selected), 1)
-    return {
-        "density": sum(quotas) / size,
-        "density_local": sum(vector.nnz for vector in selected) / size,
-        "density_delivered": sum(result.delivered.nnz for result in reduced) / size,
-        "density_reduced": sum(result.total.nnz for result in reduced) / size,
-    }
 
 
 # ---- where numbers go ----------------------------------------------------------------------------
@@ -230,11 +181,20 @@ def sink_of(log: Any, rank: int) -> Sink | None:
     """
     if log is None:
         return None
+    if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
+        path = Path(log).with_suffix(f".rank{rank}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when its step ends
+        return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if isinstance(log, str | os.PathLike):
-        path = Path(log)
-        if path.suffix == ".jsonl":
-            return _json_lines(path.with_suffix(f".rank{rank}.jsonl"))
-        writer = _summary_writer(path / f"rank{rank}")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError(
+                f"log is a folder, {log}, which needs TensorBoard ({error}): pip install "
+                "tensorboard, or give a path that ends in .jsonl"
+            ) from error
+        writer = SummaryWriter(str(Path(log, f"rank{rank}")))  # type: ignore[no-untyped-call, unused-ignore]
         return _scalars(writer, writer.close)
     if callable(getattr(log, "add_scalar", None)):
         return _scalars(log, getattr(log, "flush", lambda: None))  # closing it is its owner's
@@ -246,33 +206,12 @@ def sink_of(log: Any, rank: int) -> Sink | None:
     )
 
 
-def _json_lines(path: Path) -> Sink:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when its step ends
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        file.write(json.dumps({"step": step, **values}) + "\n")
-
-    return Sink(write, file.close)
-
-
 def _scalars(writer: Any, close: Callable[[], object]) -> Sink:
     def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             writer.add_scalar(f"sparsync/{name}", value, step)
 
     return Sink(write, close)
-
-
-def _summary_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigurationError(
-            f"log is a folder, {folder.parent}, which needs TensorBoard ({error}): pip install "
-            "tensorboard, or give a path that ends in .jsonl"
-        ) from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
 
 
 # ---- xi -------------------------------------------------------------------------------------------

@@ -123,16 +123,16 @@ def check_calls(transport):
         blocking = sparsync.allreduce(vector(rank, 50), comm).total  # after those under way
         others = [sparsync.iallreduce(vector(rank, 60), comm, op=op) for op in REDUCTIONS]
         for number, handle in enumerate(sums):
-            assert handle.wait().total.to_dense().tolist() == expected(world_size, number)
+            assert handle.result().total.to_dense().tolist() == expected(world_size, number)
         assert blocking.to_dense().tolist() == expected(world_size, 50)
         for op, handle in zip(REDUCTIONS, others, strict=True):
-            total = densify(handle.wait().total, OPERATIONS[op])
+            total = densify(handle.result().total, OPERATIONS[op])
             assert total.values.tolist() == expected(world_size, 60, op)
         handle, deadline = sparsync.iallreduce(torch.ones(50_000), comm), time.monotonic() + 20
         while not handle.done() and time.monotonic() < deadline:
             torch.ones(100, 100) @ torch.ones(100, 100)  # nobody waits for the handle
         assert handle.done()
-        assert (handle.wait().total.to_dense() == world_size).all()
+        assert (handle.result().total.to_dense() == world_size).all()
 
 
 @on_ranks(3)

@@ -1,5 +1,3 @@
-from concurrent.futures import Future
-
 import numpy as np
 import pytest
 import torch
@@ -7,8 +5,8 @@ from scipy import sparse
 
 from sparsync import ConfigurationError, DenseVector, SparseVector, allreduce, connect, iallreduce
 from sparsync import simulate as simulate_ranks
-from sparsync.api import Handle, _prepare
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.api import _prepare
+from sparsync.errors import PeerError
 from sparsync.feedback import agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -118,26 +116,15 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
 
 def test_several_calls_are_under_way_at_once_and_end_in_any_order():
     comm = connect()
-    handles = [iallreduce(torch.full((4,), float(i)), comm) for i in range(20)]
+    futures = [iallreduce(torch.full((4,), float(i)), comm) for i in range(20)]
     for i in reversed(range(20)):
-        assert handles[i].wait(timeout=10).total.to_dense().tolist() == [float(i)] * 4
-        assert handles[i].done()
+        assert futures[i].result(timeout=10).total.to_dense().tolist() == [float(i)] * 4
+        assert futures[i].done()
     blocking = allreduce(torch.ones(2), comm)  # goes through the same thread
     assert blocking.total.to_dense().tolist() == [1.0, 1.0]
     comm.close()
     comm.close()
     assert allreduce(torch.ones(2), comm).total.to_dense().tolist() == [1.0, 1.0]
-
-
-def test_a_handle_raises_what_went_wrong_and_what_takes_too_long():
-    waiting, broken = Future(), Future()
-    assert not Handle(waiting).done()
-    with pytest.raises(DeadlineError, match=r"not done within 0\.01 s; wait again"):
-        Handle(waiting).wait(timeout=0.01)
-    broken.set_exception(PeerError("rank 1 is gone"))
-    assert Handle(broken).done()
-    with pytest.raises(PeerError, match="rank 1 is gone"):
-        Handle(broken).wait()
 
 
 @pytest.mark.parametrize("size", [0, 3])

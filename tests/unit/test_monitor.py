@@ -196,38 +196,6 @@ def test_the_state_is_that_of_a_run_without_log():
     assert with_log == without
 
 
-def test_a_step_of_several_devices_waits_for_their_events():
-    """What is on its way from a GPU is written when it is there: later, or at the end."""
-
-    class Event:
-        done = False
-
-        def query(self):
-            return self.done
-
-        def synchronize(self):
-            self.done = True
-
-    seen, monitors = {}, []
-
-    async def program(comm):
-        reducer = one_unit(comm, Sink(seen.__setitem__))
-        monitors.append(reducer.monitor)
-        for step in range(2):
-            await reducer.reduce([gradient(0, step)])
-            reducer.monitor._pending[-1]._copied.append(Event())
-            reducer.monitor.write()
-
-    simulate(program, 1)
-    (monitor,) = monitors
-    assert not seen
-    monitor._pending[0]._copied[0].done = True
-    monitor.write()
-    assert list(seen) == [0]
-    monitor.close()
-    assert list(seen) == [0, 1]
-
-
 # ---- attach(..., log=...), on one rank of gloo ------------------------------------------------------
 
 

@@ -116,21 +116,9 @@ def check_optimizer(
     *,
     sparse: bool = False,
 ) -> None:
-    """Refuse an optimizer that does again what the correction has done; warn of what loses.
+    """Refuse an optimizer that does again what the correction has done.
 
-    Args:
-        optimizer: the one that will be used; None: unknown.
-        correction: of local gradients; None: none.
-        sparse: entries of gradients are exchanged, not all of them.
-
-    Raises:
-        ConfigurationError: says what to change.
-
-    Example:
-        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
-        >>> try: check_optimizer(sgd, Correction(momentum=0.9))
-        ... except ConfigurationError as error: str(error).split(";")[1]
-        ' build the optimizer with momentum=0'
+    If only some entries of gradients are exchanged (``sparse``), warn of one that loses by it.
     """
     if optimizer is None:
         return

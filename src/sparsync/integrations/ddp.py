@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.hierarchy import NodeReducer, node_reducer
+from sparsync.integrations.hierarchy import NodeReducer
 from sparsync.integrations.options import Monitoring, Options
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
 from sparsync.transports.process_group import Groups
@@ -64,7 +64,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
     groups, nodes = Groups(model.process_group, options.transport.timeout), None
     try:
         if options.transport.hierarchy is not None:
-            nodes = node_reducer(options, ranks, units, groups)
+            nodes = NodeReducer(options, ranks, units, groups)
         reducer = nodes.reducer if nodes else options.reducer(groups.make(ranks), units)
     except BaseException:
         groups.close()

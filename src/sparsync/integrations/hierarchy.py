@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.errors import CommunicationError, ConfigurationError
-from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.sparse import DenseVector, Vector
@@ -33,7 +32,7 @@ from sparsync.transports.ledger import Parts
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Piece, Slot, Unit
 
-__all__ = ["NodeReducer", "node_reducer", "nodes_of"]
+__all__ = ["NodeReducer", "nodes_of"]
 
 _SCATTER: Final = "node reduce-scatter"
 _GATHER: Final = "node allgather"
@@ -83,60 +82,51 @@ def nodes_of(
     return inner, [node[inner.index(me)] for node in grid]
 
 
-def node_reducer(
-    options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
-) -> NodeReducer:
-    """Connect this rank with its node and with its peers in other nodes; all ranks call it.
-
-    Raises:
-        ConfigurationError: the correction clips.
-        PeerError: ranks disagree.
-    """
-    if options.correction and options.correction.clip is not None:
-        raise ConfigurationError(
-            "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= each "
-            "rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
-        )
-    inner, outer = nodes_of(options.transport.hierarchy, ranks)
-    group = groups.make(inner, backend=None)  # NCCL, where DDP has it
-    node = TorchCommunicator(group, timeout=options.transport.timeout)
-    run(agree(node, options.facts))
-    runs, _, _ = _divide(units, node.rank, node.world_size)
-    consensus = PartsConsensus(node)
-    reducer = options.reducer(groups.make(outer), runs, consensus, ranks_of_a_node=node.world_size)
-    return NodeReducer(reducer, units, node, consensus)
-
-
 @final
 class NodeReducer:
     """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
 
     Args:
-        reducer: of this rank's part of every unit, over the nodes.
+        options: of ``attach``.
+        ranks: global ranks of the model's process group, all of which construct this.
         units: the whole units.
-        node: the ranks of this node; its ledger counts what they send each other: what a ring would.
-        consensus: theirs, on every step.
+        groups: makes the groups inside and between nodes.
 
     Attributes:
+        reducer: of this rank's part of every unit, over the nodes.
+        node: the ranks of this node; its ledger counts what they send each other: what a ring would.
+        consensus: theirs, on every step.
         pieces: which part of every parameter this rank exchanges.
+
+    Raises:
+        ConfigurationError: the correction clips.
+        PeerError: ranks disagree.
 
     Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        units: Sequence[Unit],
-        node: TorchCommunicator,
-        consensus: PartsConsensus,
+        self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
     ) -> None:
-        self.reducer, self.units = reducer, list(units)
-        self.node, self.consensus = node, consensus
-        runs, self.pieces, self._lengths = _divide(units, node.rank, node.world_size)
-        assert [run.slots for run in runs] == [unit.slots for unit in reducer.units]
+        if options.correction and options.correction.clip is not None:
+            raise ConfigurationError(
+                "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= "
+                "each rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
+            )
+        inner, outer = nodes_of(options.transport.hierarchy, ranks)
+        group = groups.make(inner, backend=None)  # NCCL, where DDP has it
+        self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
+        run(agree(node, options.facts))
+        self.units = list(units)
+        runs, self.pieces = _divide(units, node.rank, node.world_size)
+        self.consensus = PartsConsensus(node)
+        self.reducer = options.reducer(
+            groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
+        )
+        sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
         self._flat = [
-            torch.zeros(length * node.world_size, dtype=unit.dtype, device=unit.device)
-            for unit, length in zip(units, self._lengths, strict=True)
+            torch.zeros(size, dtype=unit.dtype, device=unit.device)
+            for unit, size in zip(units, sizes, strict=True)
         ]
         self._weights: dict[int, Tensor] = {}
         self._lost = False  # in the open step: a rank of the node
@@ -174,7 +164,7 @@ class NodeReducer:
 
     async def _scattered(self, unit: int) -> Tensor:
         flat = self._flat[unit]
-        part = torch.empty(self._lengths[unit], dtype=flat.dtype, device=flat.device)
+        part = torch.empty_like(flat[: flat.numel() // self.node.world_size])
         self.node.ledger.begin_step(self.reducer.step)
         try:
             with self.reducer.comm.stage("communicate"):
@@ -206,8 +196,8 @@ class NodeReducer:
         self._lost = False
 
     def _gathered(self, unit: int) -> Vector:
-        flat, length = self._flat[unit], self._lengths[unit]
-        total = self.reducer.reduced[unit].total
+        flat, total = self._flat[unit], self.reducer.reduced[unit].total
+        length = flat.numel() // self.node.world_size
         average = torch.zeros(length, dtype=total.values.dtype, device=flat.device)
         total.write_to_(average[: total.size])
         if self.reducer.algorithm.average:
@@ -225,28 +215,21 @@ class NodeReducer:
         ledger.received(phase, nbytes, others)
 
 
-def _divide(
-    units: Sequence[Unit], index: int, parts: int
-) -> tuple[list[Unit], dict[str, Piece], list[int]]:
+def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], dict[str, Piece]]:
     """Divide every unit into equal runs of elements; the last ones may be shorter or empty.
 
-    Args:
-        units: whole units.
-        index: which run is this rank's.
-        parts: number of runs.
-
     Returns:
-        The units of this run, the pieces of their parameters, and the length of a run per unit.
+        The units of run ``index``, and the pieces of their parameters.
 
     Example:
         >>> from sparsync.units import Slot
         >>> slots = Slot("a", 0, 3), Slot("b", 3, 2)
         >>> whole = Unit(slots, torch.float32, torch.device("cpu"))
-        >>> (unit,), pieces, length = _divide([whole], index=1, parts=2)
-        >>> unit.slots, pieces["b"], length
-        ((Slot(name='b', start=0, size=2),), {'shape': [2], 'offset': [0], 'size': [2]}, [3])
+        >>> (unit,), pieces = _divide([whole], index=1, parts=2)
+        >>> unit.slots, pieces["b"]
+        ((Slot(name='b', start=0, size=2),), {'shape': [2], 'offset': [0], 'size': [2]})
     """
-    runs, pieces, lengths = [], {}, []
+    runs, pieces = [], {}
     for unit in units:
         length = -(-unit.size // parts)
         start, slots = index * length, []
@@ -258,8 +241,7 @@ def _divide(
                 offset, size = first - slot.start, last - first
                 pieces[slot.name] = {"shape": [slot.size], "offset": [offset], "size": [size]}
         runs.append(replace(unit, slots=tuple(slots)))
-        lengths.append(length)
-    return runs, pieces, lengths
+    return runs, pieces
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:

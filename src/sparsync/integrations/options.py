@@ -23,7 +23,7 @@ from sparsync.integrations.sentinel import Sentinel
 from sparsync.monitoring import sink_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
-from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.communicator import check_timeout
 from sparsync.transports.connect import check_transport, connect_group
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import TorchCommunicator
@@ -39,7 +39,7 @@ Compress = Callable[[str, Tensor], bool]
 class Compression:
     """Which parameters are exchanged sparsely, in which groups, and from which step on.
 
-    Equal on all ranks.
+    Equal on all ranks; each setting is checked when it is made (``ConfigurationError``).
 
     Attributes:
         unit_bytes: select over groups of consecutive parameters of at least this many bytes, or over
@@ -54,9 +54,6 @@ class Compression:
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
         overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: when all
             gradients are; needed if FSDP2 modules run several times per forward pass.
-
-    Raises:
-        ConfigurationError: from the constructor: says what to change.
     """
 
     unit_bytes: int | None = None
@@ -93,10 +90,6 @@ class Transport:
             as the launcher started on a machine; or a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, which refuse steps together.
             None: all ranks.
-
-    Raises:
-        ConfigurationError: from the constructor: an unknown transport, keys for one that does not
-            encrypt, or a bad timeout.
     """
 
     name: str = "auto"
@@ -126,9 +119,6 @@ class Monitoring:
             ending in ``.jsonl``, a folder for TensorBoard, an object with
             ``add_scalar(tag, value, step)``, or a function of (step, values).
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
-
-    Raises:
-        ConfigurationError: from the constructor: says what to change.
     """
 
     nonfinite: Nonfinite | None = None
@@ -193,12 +183,7 @@ class Options:
         }
 
     def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
-        """Plan the units of named parameters, or of this rank's shards of them.
-
-        Args:
-            trained: names, and tensors of the shapes that gradients have on this rank.
-            module: the plain model, whose last module is the output layer.
-        """
+        """Plan the units of a plain module's parameters, or of this rank's shards of them."""
         given = self.compression
         apart = output_parameters(module, given.output_layer)
         output = apart if self.algorithm.output else ()
@@ -222,23 +207,19 @@ class Options:
         Raises:
             PeerError: ranks disagree; no sockets are left behind.
         """
-        comm: Communicator | None = None
-        watched, carried = self.monitoring, self.transport
+        watched, carried, keys = self.monitoring, self.transport, self.transport.curve_keys
+        # first of all, and over gloo: ranks that differ here may not even compare the same
+        wanted = {
+            "the version of sparsync": _version(),
+            "the version of torch": torch.__version__,
+            "transport": carried.name,
+            "encryption": keys is not None,
+        }
+        run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
+        comm = connect_group(
+            group, transport=carried.name, timeout=carried.timeout, curve_keys=keys
+        )
         try:
-            # first of all, and over gloo: ranks that differ here may not even compare the same
-            wanted = {
-                "the version of sparsync": _version(),
-                "the version of torch": torch.__version__,
-                "transport": carried.name,
-                "encryption": carried.curve_keys is not None,
-            }
-            run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
-            comm = connect_group(
-                group,
-                transport=carried.name,
-                timeout=carried.timeout,
-                curve_keys=carried.curve_keys,
-            )
             reducer = Reducer(
                 comm,
                 units,
@@ -248,7 +229,7 @@ class Options:
                 self.correction,
                 watched.xi_period,
                 consensus,
-                None if watched.log is None else sink_of(watched.log, comm.rank),
+                sink_of(watched.log, comm.rank),
             )
             agree_on_reducer(
                 reducer,
@@ -259,8 +240,7 @@ class Options:
                 **agreed,
             )
         except BaseException:
-            if comm is not None:
-                comm.close()
+            comm.close()
             raise
         return reducer
 

@@ -1,9 +1,4 @@
-"""Compare replicas every so often, to be sure that they are still replicas.
-
-Ranks that apply the same totals to the same parameters stay equal, bit for bit.  A rank whose memory
-flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself does not,
-and nothing else would tell: the loss only looks a little worse.
-"""
+"""Compare replicas every so often, to be sure that they are still replicas."""
 
 from __future__ import annotations
 
@@ -29,6 +24,10 @@ _NAMED = 3  # tensors in a message
 class Sentinel:
     """Replicas compared every ``period`` steps, and what follows if they differ.
 
+    Ranks that apply the same totals to the same parameters stay equal, bit for bit.  A rank whose memory
+    flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself does not,
+    and nothing else would tell: the loss only looks a little worse.
+
     Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  Those of
     other normalisation layers are local: each rank updates them with its own batch, and DDP sends those
     of rank 0 at the next forward pass (``broadcast_buffers=True``), or never.
@@ -44,10 +43,6 @@ class Sentinel:
 
     Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
     rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
-
-    Example:
-        >>> Sentinel(period=50, policy="heal").period
-        50
     """
 
     period: int = 100
@@ -85,11 +80,6 @@ class Sentinel:
 
         Raises:
             ConfigurationError: ``buffers`` has a name that is none.
-
-        Example:
-            >>> layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
-            >>> list(Sentinel(buffers=["1.num_batches_tracked"]).tensors(layers))
-            ['0.weight', '1.weight', '1.bias', '1.num_batches_tracked']
         """
         buffers = dict(model.named_buffers())
         unknown = [name for name in self.buffers if name not in buffers]
@@ -190,10 +180,7 @@ def _named(torn: Sequence[Divergence], called: Sequence[int], step: int) -> str:
 async def _told(
     parts: Communicator, failure: CommunicationError | None, said: str
 ) -> list[tuple[str, bool]]:
-    """Return what the parts have found, and whether it ends the training; nothing if none has.
-
-    Cost: an allgather of 16 bytes, and of the longest text where something was found.
-    """
+    """Return what the parts have found, and whether it ends the training; nothing if none has."""
     text = (said if failure is None else str(failure)).encode()
     mine = torch.tensor([len(text), failure is not None])
     heads = [head.tolist() for head in await parts.allgather(mine, "sentinel")]

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from sparsync.errors import ConfigurationError
 
@@ -60,12 +60,10 @@ class LabError(ConfigurationError):
 
 
 def parse_rate(text: str, *, slowest: int = 100_000, fastest: int = 100_000_000_000) -> int:
-    """Read the rate of a link.
+    """Read the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
 
-    Args:
-        text: a number and kbit, mbit or gbit (powers of ten, per second).
-        slowest: bits per second; below, the bucket of ``tbf`` would hide seconds of the wire.
-        fastest: bits per second; above, no single machine keeps up.
+    Below ``slowest`` the bucket of ``tbf`` would hide seconds of the wire; above ``fastest`` no single
+    machine keeps up.
 
     Example:
         >>> parse_rate("100mbit"), parse_rate("1.5 Gbit/s")
@@ -90,11 +88,8 @@ def default_burst(bits_per_second: int, *, lateness: float = 1e-3, smallest: int
     Smaller hides less of the wire.  But the bucket must cover the lateness of timers and processes,
     or the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 %
     with 64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.
-
-    Args:
-        bits_per_second: the link's rate.
-        lateness: seconds, measured on two busy cores as above.
-        smallest: bytes; ten packets of 1500 bytes, the first window of a TCP connection.
+    Hence the ``lateness`` of two busy cores in seconds; ``smallest``, in bytes, is the first window of a
+    TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -282,15 +277,10 @@ class Lab:
 @final
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in the lab, for the process that becomes the rank; can be pickled.
+    """A rank's place in the lab, for the process that becomes the rank; can be pickled."""
 
-    Attributes:
-        namespace: path of the rank's namespace.
-        address: of the rank's end of its link.
-    """
-
-    namespace: str
-    address: str
+    namespace: str  # its path
+    address: str  # of the rank's end of its link
 
     def enter(self) -> None:
         """Move the calling thread to its namespace, and gloo to the interface there."""
@@ -299,8 +289,7 @@ class Seat:
         os.environ[_ADDRESS] = self.address
 
 
-@dataclass(frozen=True)
-class LinkTraffic:
+class LinkTraffic(NamedTuple):
     """Bytes that a rank sent and received on its link, with the headers of Ethernet, IP and TCP."""
 
     sent: int
@@ -340,10 +329,8 @@ class _Namespace:
     """A network namespace that lives while this object, or a process inside, does.
 
     It has no name and no mount, so the kernel takes it away with the last file or process that
-    holds it: after ``close``, and also after this process was killed.
-
-    Attributes:
-        path: opens the namespace from any process of the same user, while this one lives.
+    holds it: after ``close``, and also after this process was killed.  ``path`` opens it from any
+    process of the same user, while this one lives.
     """
 
     def __init__(self) -> None:
@@ -403,11 +390,7 @@ def _in_thread(function: Callable[[], T]) -> T:
 
 
 def _find_tool(name: str, *, package: str = "iproute2", also_in: str = "/usr/sbin:/sbin") -> str:
-    """Return the path of a program; ``also_in`` is what a user's PATH leaves out on Debian.
-
-    Raises:
-        ConfigurationError: the program is not installed; names the package.
-    """
+    """Return the path of a program; ``also_in`` is what a user's PATH leaves out on Debian."""
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{also_in}")
     if path is None:
         raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
@@ -415,12 +398,7 @@ def _find_tool(name: str, *, package: str = "iproute2", also_in: str = "/usr/sbi
 
 
 def _run_command(command: str, timeout: float) -> None:
-    """Run one command of iproute2, its words with single spaces between, in this thread's namespace.
-
-    Raises:
-        ConfigurationError: the program is not installed.
-        LabError: it failed, or was killed after ``timeout`` seconds.
-    """
+    """Run one command of iproute2, its words with single spaces between, in this thread's namespace."""
     name, *words = command.split(" ")
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sparsync.cli.lab import Lab, ensure_privileges, local_traffic, parse_rate
+from sparsync.cli.lab import Lab, ensure_privileges, parse_rate
 from sparsync.cli.launch import launch, launched
 from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator, check_timeout
@@ -20,12 +20,15 @@ from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import TorchCommunicator
 from sparsync.transports.sim import Links
 
-__all__ = ["TRANSPORTS", "Connection", "link_bytes", "parse_network", "transport_of"]
+__all__ = ["TRANSPORTS", "Connection", "parse_network", "transport_of"]
 
 _NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
-_BITS_PER_SECOND = MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
-_PER_SECOND = MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0})
-_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?")
+_UNITS = MappingProxyType(
+    {
+        "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
+        "latency": MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}),  # of a second
+    }
+)
 _BITS_PER_BYTE = 8
 
 
@@ -44,23 +47,20 @@ def parse_network(text: str) -> Links:
         (5e-05, 8e-09)
     """
     example = 'write a bandwidth and a latency, e.g. "1gbit,50us"'
-    bandwidth: float | None = None
-    latency: float | None = None
+    found: dict[str, tuple[float, float]] = {}
     for part in text.lower().split(","):
-        match = _NUMBER_AND_UNIT.fullmatch(part.strip())
-        unit = match.group(2) if match else ""
-        if match and unit in _BITS_PER_SECOND and bandwidth is None:
-            bandwidth = float(match.group(1)) * _BITS_PER_SECOND[unit]
-        elif match and unit in _PER_SECOND and latency is None:
-            latency = float(match.group(1)) / _PER_SECOND[unit]
-        else:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?", part.strip())
+        kind = next((kind for kind in _UNITS if match and match[2] in _UNITS[kind]), "")
+        if match is None or not kind or kind in found:
             raise ConfigurationError(f"network {text!r}: cannot read {part!r}; {example}")
-    if bandwidth is None or latency is None:
-        missing = "bandwidth" if bandwidth is None else "latency"
-        raise ConfigurationError(f"network {text!r} has no {missing}; {example}")
-    if bandwidth == 0:
+        found[kind] = float(match[1]), _UNITS[kind][match[2]]
+    for kind in _UNITS:
+        if kind not in found:
+            raise ConfigurationError(f"network {text!r} has no {kind}; {example}")
+    (rate, bits), (latency, per_second) = found["bandwidth"], found["latency"]
+    if rate == 0:
         raise ConfigurationError(f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
-    return Links(alpha=latency, beta=_BITS_PER_BYTE / bandwidth)
+    return Links(alpha=latency / per_second, beta=_BITS_PER_BYTE / (rate * bits))
 
 
 def transport_of(comm: Communicator) -> str:
@@ -68,12 +68,6 @@ def transport_of(comm: Communicator) -> str:
     if isinstance(comm, TorchCommunicator):
         return "torch"
     return "mpi" if isinstance(comm, MpiCommunicator) else "zmq"
-
-
-def link_bytes() -> tuple[int, int] | None:
-    """Return the bytes on this rank's link, as the kernel counts: sent, received; None without a lab."""
-    traffic = local_traffic()
-    return None if traffic is None else (traffic.sent, traffic.received)
 
 
 @dataclass(frozen=True)
@@ -120,9 +114,6 @@ class Connection:
                 "memory, past the lab's links; choose zmq or torch"
             )
         check_transport(self.transport or "auto", self.curve_keys)
-        self._check_installed()
-
-    def _check_installed(self) -> None:
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             raise ConfigurationError(
                 "transport mpi needs mpi4py and an MPI library: pip install 'sparsync[mpi]' brings "

@@ -13,7 +13,7 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
-from sparsync.cli.output import Columns, check_writable, format_ratio, to_json, write_json
+from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import Plan, plan
@@ -27,8 +27,6 @@ from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates
 
 __all__ = ["as_json", "command", "read_machine"]
-
-_STANDARD_OUTPUT = Path("-")
 
 
 def command(
@@ -65,8 +63,9 @@ def command(
     Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
     """
     here = _machine(machine, network)
-    if json is not None and json != _STANDARD_OUTPUT:
-        check_writable(json)
+    alone = json == Path("-")
+    if not alone:
+        check_outputs(json)
     made = plan(
         model_size,
         ranks,
@@ -76,11 +75,11 @@ def command(
         budget_bytes=budget,
         compute=compute,
     )
-    if json == _STANDARD_OUTPUT:
+    if alone:
         sys.stdout.write(to_json(as_json(made)))
-        return
-    write_json(json, as_json(made))
-    Console().print(_shown(made, here, model_size, ranks), highlight=False)
+    else:
+        write_json(json, as_json(made))
+        Console().print(_shown(made, here, model_size, ranks), highlight=False)
 
 
 def as_json(made: Plan) -> dict[str, Any]:
@@ -134,51 +133,42 @@ def _machine(file: Path | None, network: str | None) -> Machine:
 
 def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
     """Show the ranked table, the break-even points and the sentence."""
-    title = Text(_title(made, machine, size, ranks))
+    rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
+    part = f" ({format_percent(made.k / size)})" if size else ""
+    title = Text(
+        f"{ranks} rank{'s' if ranks > 1 else ''}, n = {size:,}, k = {made.k:,}{part}, {rate}, "
+        f"{format_seconds(machine.alpha)} per message"
+    )
     if ranks == 1 or size == 0:
         return Group(title, Text(made.why))
     hidden = any(entry.seconds_hidden for entry in made.table)
-    heads = ["collective", "time per step", "select", "exchange", *["hidden"] * hidden]
     rows = []
     for entry in made.table:
-        times = [entry.seconds, entry.seconds_selection, entry.seconds_exchange]
         words, bound = entry.bytes_sent / WORD_BYTES, entry.lower_bound_words
+        speedup = made.dense.seconds / entry.seconds if entry.seconds else None
         rows.append(
-            [
-                entry.collective,
-                *map(format_seconds, [*times, *[entry.seconds_hidden] * hidden]),
-                format_ratio(made.dense.seconds / entry.seconds if entry.seconds else None),
-                format_bytes(entry.bytes_sent),
-                f"{entry.messages:.0f}",
-                format_ratio(words / bound if bound else None),
-            ]
+            {
+                "collective": entry.collective,
+                "time per step": format_seconds(entry.seconds),
+                "select": format_seconds(entry.seconds_selection),
+                "exchange": format_seconds(entry.seconds_exchange),
+                "hidden": format_seconds(entry.seconds_hidden) if hidden else "-",
+                "speed-up": format_ratio(speedup),
+                "volume": format_bytes(entry.bytes_sent),
+                "messages": f"{entry.messages:.0f}",
+                "over bound": format_ratio(words / bound if bound else None),
+            }
         )
-    table = Columns([*heads, "speed-up", "volume", "messages", "over bound"], rows)
-    return Group(title, Text(), table, Text("\n" + _legend(made)))
-
-
-def _title(made: Plan, machine: Machine, size: int, ranks: int) -> str:
-    rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
-    part = f" ({format_percent(made.k / size)})" if size else ""
-    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return (
-        f"{who}, n = {size:,}, k = {made.k:,}{part}, {rate}, "
-        f"{format_seconds(machine.alpha)} per message"
-    )
-
-
-def _legend(made: Plan) -> str:
-    bandwidth, density = made.break_even_bandwidth, made.break_even_density
-    return "\n".join(
-        [
-            "time per step: select + exchange, less what is hidden; speed-up: over dense",
-            "volume: the most that a rank sends or receives; over bound: in words of 4 bytes",
-            "over Ok-Topk's Theorem 3.1 or SparCML's Lemmas 5.1, 5.2; fewer bits go below",
-            f"break-even bandwidth: {_limit(bandwidth, 'bandwidth', format_bandwidth)}",
-            f"break-even density: {_limit(density, 'density', format_percent)}",
-            made.why,
-        ]
-    )
+    bandwidth = _limit(made.break_even_bandwidth, "bandwidth", format_bandwidth)
+    lines = [
+        "time per step: select + exchange, less what is hidden; speed-up: over dense",
+        "volume: the most that a rank sends or receives; over bound: in words of 4 bytes",
+        "over Ok-Topk's Theorem 3.1 or SparCML's Lemmas 5.1, 5.2; fewer bits go below",
+        f"break-even bandwidth: {bandwidth}",
+        f"break-even density: {_limit(made.break_even_density, 'density', format_percent)}",
+        made.why,
+    ]
+    return Group(title, Text(), Columns.of(rows), Text("\n" + "\n".join(lines)))
 
 
 def _limit(value: float | None, what: str, write: Callable[[float], str]) -> str:

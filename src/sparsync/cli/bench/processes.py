@@ -28,8 +28,9 @@ from sparsync.cli.bench.cases import (
     judge,
 )
 from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
+from sparsync.cli.lab import local_traffic
 from sparsync.cli.launch import StartLine, gather
-from sparsync.cli.network import Connection, link_bytes, transport_of
+from sparsync.cli.network import Connection, transport_of
 from sparsync.transports.driver import run
 
 __all__ = ["EvidenceRoom", "Team"]
@@ -76,12 +77,12 @@ class Team:
         seen = rank.seen
         seen.fence = self.line.wait if alone else None
         mine = rank.feed(keep=in_full)
-        ledger, before = rank.reducer.comm.ledger, link_bytes() or (0, 0)
+        ledger, before = rank.reducer.comm.ledger, local_traffic() or (0, 0)
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - seen.copying
         dist.barrier(group=self.group)  # what was sent has arrived, when the kernel is asked
-        after = link_bytes() or (0, 0)
+        after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
         total, last = seen.reduced.total, ledger.last_step
         times = [round(t * _NANOSECONDS) for t in (start, end, seen.started, seen.ended)]

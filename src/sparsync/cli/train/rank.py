@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparsync.cli.lab import local_traffic
 from sparsync.cli.launch import gather
-from sparsync.cli.network import link_bytes
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
@@ -121,7 +121,7 @@ def _mean_over_ranks(loss: float) -> float:
 
 def _link_sent() -> int:
     """Return the bytes that the kernel counted on this rank's link, sent; 0 outside a lab."""
-    counted = link_bytes()
+    counted = local_traffic()
     return 0 if counted is None else counted[0]
 
 

@@ -174,14 +174,14 @@ def test_the_picture_is_drawn(tmp_path, results):
 
 
 def test_paths_are_tried_before_work_begins(tmp_path):
-    output.check_writable(tmp_path / "new" / "a.json")
+    output.check_outputs(tmp_path / "new" / "a.json")
     assert (tmp_path / "new").is_dir() and not (tmp_path / "new" / "a.json").exists()
     (tmp_path / "file").write_text("kept")
-    output.check_writable(tmp_path / "file")
+    output.check_outputs(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
     for path in (tmp_path, tmp_path / "file" / "a.json"):
         with pytest.raises(ConfigurationError, match="cannot write"):
-            output.check_writable(path)
+            output.check_outputs(path)
 
 
 def test_a_picture_needs_matplotlib_and_a_known_format(tmp_path, monkeypatch):

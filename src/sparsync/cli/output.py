@@ -30,7 +30,6 @@ __all__ = [
     "Bar",
     "Columns",
     "check_outputs",
-    "check_writable",
     "drawing",
     "format_ms",
     "format_ratio",
@@ -38,8 +37,6 @@ __all__ = [
     "to_json",
     "write_json",
 ]
-
-_PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
 # ---- tables -----------------------------------------------------------------------------------------
@@ -122,41 +119,30 @@ def format_ms(seconds: float | None) -> str:
 
 
 def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
-    """Refuse files that could not be written or drawn, before any work begins.
+    """Refuse files that could not be written or drawn, before any work begins; make their folders.
 
     Raises:
         ConfigurationError: a file cannot be written, or a picture cannot be drawn.
     """
-    if json is not None:
-        check_writable(json)
-    if plot is not None:
-        if plot.suffix not in _PICTURE_FORMATS:
+    if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigurationError(f"cannot draw '{plot}'; give a name that ends in .png, .pdf, .svg")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib: pip install sparsync[report]")
+    for path in (path for path in (json, plot) if path is not None):
+        if str(path) == "-":
             raise ConfigurationError(
-                f"cannot draw '{plot}'; give a name that ends in {', '.join(_PICTURE_FORMATS)}"
+                "'-' is no file, and standard output has the table; name a file"
             )
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigurationError("--plot needs matplotlib: pip install sparsync[report]")
-        check_writable(plot)
-
-
-def check_writable(path: Path) -> None:
-    """Make the folder of ``path`` and try to open the file for writing.
-
-    Raises:
-        ConfigurationError: it cannot be written.
-    """
-    if str(path) == "-":
-        raise ConfigurationError("'-' is no file, and standard output has the table; name a file")
-    existed = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot write to '{path}' ({error.strerror}); name a file in a writable folder"
-        ) from error
+        existed = path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot write to '{path}' ({error.strerror}); name a file in a writable folder"
+            ) from error
 
 
 def to_json(content: Any) -> str:
@@ -209,16 +195,10 @@ class Bar:
     """The progress of one row of a command; called after every step."""
 
     def __init__(self, bar: Progress, text: str) -> None:
-        self.bar, self.text, self.note = bar, text, ""
-        self.task = bar.add_task(text, total=None, note="")
+        self.bar, self.note, self.task = bar, "", bar.add_task(text, total=None, note="")
 
     def __call__(self, total: int | None = None, note: str = "") -> None:
-        """Count a step.
-
-        Args:
-            total: number of steps; None while that is open.
-            note: what to show next to the bar, e.g. the loss.
-        """
+        """Count one of ``total`` steps (None while that is open); show a note, e.g. the loss."""
         self.note = note
         self.bar.update(self.task, advance=1, total=total, note=note)
 

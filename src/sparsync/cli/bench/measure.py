@@ -31,14 +31,9 @@ def verified_in_full(
 ) -> tuple[bool, bool]:
     """Tell whether every step is verified in full, and whether the first and the last one are.
 
-    The totals' digests are compared between ranks on every step, whatever this says.
-
-    Args:
-        mode: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of
-            these that is cheap.
-        size: number of elements n.
-        ranks: world size P.
-        every_up_to: elements n P up to which "auto" means every step: 0.4 s of work on one core.
+    Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of these
+    that is cheap, which "every" is up to n P elements: 0.4 s of work on one core.  On every step the
+    totals' digests are compared between ranks.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
@@ -132,7 +127,7 @@ def measure(
             timed alone, from a common start.
         transport: "sim": the clock is virtual.
         pace: how many steps.
-        verified: every step in full, the first and the last one; see ``verified_in_full``.
+        verified: see ``verified_in_full``.
         advance: called after every step with the number of steps, None while that is open.
     """
     every, ends = verified

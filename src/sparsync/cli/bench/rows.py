@@ -90,16 +90,13 @@ def summarize(case: Case, measured: Measured, rate: int | None = None) -> Row:
         collective=str(case.collective),
         transport=measured.transport,
         lab=None if rate is None else float(rate),
-        ranks=case.ranks,
-        size=case.size,
-        density=case.density,
-        k=case.k,
-        input=case.input,
+        **{
+            name: getattr(case, name) for name in ("ranks", "size", "density", "k", "input", "seed")
+        },
         steps=len(whole),
         warmup=measured.warmup,
         steps_total=len(outcomes),
         steps_verified=len(law_errors),
-        seed=case.seed,
         seconds_25=low,
         seconds_median=middle,
         seconds_75=high,
@@ -223,17 +220,23 @@ def _volumes(row: Row) -> dict[str, str]:
 
 
 def _legend(rows: Sequence[Row]) -> str:
-    first = rows[0]
+    first, steps = rows[0], [row.steps for row in rows]
+    real = first.transport != "sim"
+    clock = "wall clock" if real else "virtual clock: communication alone"
     transports = " and ".join(sorted({row.transport for row in rows}))
-    clock = "virtual clock: communication alone" if first.transport == "sim" else "wall clock"
-    steps = [row.steps for row in rows]
     timed = " to ".join(map(str, sorted({min(steps), max(steps)})))
     lines = [
         f"{first.ranks} ranks, transport {transports} ({clock}), input {first.input}, "
         f"medians of {timed} steps; spread: 75 % - 25 % quartile over the median",
         "speed-up: over dense: between processes gloo's native allreduce, over MPI its own",
+        "volume: max(sent, received) of any rank on any step; > above the bound, which is claimed "
+        "for k / P >= 256",
+        f"words per k: of 4 bytes; at least {lower_bound_words(1, first.ranks):.4g} for k entries of "
+        "two words (Theorem 3.1)",
+        "law: |sum accumulated - total - sum residual| / tolerance; ! incorrect; where a step was "
+        "not verified in full, all ranks' totals were compared",
     ]
-    if first.transport != "sim":
+    if real:
         lines.append(
             "exchange: selected -> total; local: the rest; add_: residual.add_(gradient) on all "
             "ranks at once"
@@ -243,12 +246,4 @@ def _legend(rows: Sequence[Row]) -> str:
             f"wire: the time of a link of {first.lab / 1e6:g} Mbit/s for the volume, less its burst; "
             "kernel counted: with the headers of TCP, IP and Ethernet"
         )
-    lines += [
-        "volume: max(sent, received) of any rank on any step; > above the bound, which is claimed "
-        "for k / P >= 256",
-        f"words per k: of 4 bytes; at least {lower_bound_words(1, first.ranks):.4g} for k entries of "
-        "two words (Theorem 3.1)",
-        "law: |sum accumulated - total - sum residual| / tolerance; ! incorrect; where a step was "
-        "not verified in full, all ranks' totals were compared",
-    ]
     return "\n".join(lines)

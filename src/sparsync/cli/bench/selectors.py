@@ -205,9 +205,7 @@ def _rows(
             samples=len(line.samples),
             size=size,
             k=k,
-            density=settings.density,
-            input=settings.input,
-            device=settings.device,
+            **{name: getattr(settings, name) for name in ("density", "input", "device")},
         )
         for line, mine in zip(lines, seconds, strict=True)
     ]

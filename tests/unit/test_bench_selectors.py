@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
 from rich.console import Console
 
-from sparsync.cli import app as cli
 from sparsync.cli.bench import selectors
 from sparsync.cli.bench.selectors import (
     DEFAULT_SIZES,
@@ -97,17 +95,6 @@ def test_the_table_has_ratios_first_and_says_what_is_wrong():
 # ---- the command ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    def run(*arguments, measured="--selectors"):
-        monkeypatch.setattr(sys, "argv", ["sparsync", "bench", measured, *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return stopped.value.code, *capsys.readouterr()
-
-    return run
-
-
 def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
@@ -115,8 +102,8 @@ def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
         lambda settings: selectors.bench_selectors(dataclasses.replace(settings, seconds=0)),
     )
     files = tmp_path / "new" / "s.json", tmp_path / "selectors.png"
-    options = ["--sizes", "16KB,64KB", "--json", str(files[0]), "--plot", str(files[1])]
-    code, out, err = command(*options)
+    options = ["--sizes", "16KB,64KB", "--json", files[0], "--plot", files[1]]
+    code, out, err = command("bench", "--selectors", *options)
     assert (code, err) == (0, "")
     rows = json.loads(files[0].read_text())
     assert [row["selector"] for row in rows] == ORDER * 2
@@ -130,30 +117,5 @@ def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
 def test_a_wrong_selection_ends_with_1(command, monkeypatch):
     wrong = dataclasses.replace(measure()[0], correct=False)
     monkeypatch.setattr("sparsync.cli.bench.command.bench_selectors", lambda _: [wrong])
-    code, out, _ = command()
+    code, out, _ = command("bench", "--selectors")
     assert code == 1 and "WRONG" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, e.g. 64KB,1MB"),
-        (["--sizes", "64KB,,1MB"], "sizes is '64KB,,1MB'"),
-        (["--sizes", "0KB"], "sizes is '0KB'"),
-        (["--input", "dominant"], "unknown input 'dominant'; choose one of uniform, normal"),
-        (["--density", "0.1,0.2"], "density is '0.1,0.2'; --selectors takes one"),
-        (["--density", "2"], "density is 2.0"),
-        (["--device", "tpu"], "--device is 'tpu'; here it can be: cpu"),
-        (["--json", "."], "cannot write to '.'"),
-        (["--plot", "s.txt"], "cannot draw 's.txt'"),
-    ],
-)
-def test_bad_input_is_one_line_and_ends_with_2(command, arguments, said):
-    code, out, err = command(*arguments)
-    assert (code, out) == (2, "")
-    assert said in err and err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_a_picture_of_anything_else_is_refused(command):
-    code, _, err = command("--plot", "s.png", measured="--kernels")
-    assert code == 2 and "add --selectors" in err

@@ -1,33 +1,12 @@
 """The command line before anything starts: help, and one clear line for bad input."""
 
-import sys
-
 import pytest
 import torch
 
 import sparsync
 from sparsync.cli import app as cli
-from sparsync.cli import network
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import CommunicationError
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run ``sparsync`` with arguments where starting a rank is an error."""
-
-    def launch(*_args, **_options):
-        raise AssertionError("ranks were started")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sparsync", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return stopped.value.code, *capsys.readouterr()
-
-    monkeypatch.setattr(network, "launch", launch)
-    monkeypatch.delenv("RANK", raising=False)
-    return run
 
 
 def test_alone_it_prints_help(command):
@@ -43,9 +22,8 @@ def test_it_tells_its_version(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{sparsync.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+BAD_INPUT = {
+    "train": [
         (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, "),
         (["--algorithm", "best"], ", fp16, powersgd, allreduce, local, "),
         (["--density", "0"], "density is 0.0"),
@@ -81,9 +59,97 @@ def test_it_tells_its_version(monkeypatch, capsys):
         (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),
         (["--stpes", "3"], "--stpes"),
     ],
+    "bench": [
+        (["--collectives", "best"], "unknown algorithm 'best'; choose one of allgather, "),
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--size", "many"], "size is 'many'; give whole numbers"),
+        (["--size", "0"], "size is 0; give at least 1"),
+        (["--size", "1,,2"], "size is '1,,2'"),
+        (["--density", "0.1,x"], "density is '0.1,x'; give numbers"),
+        (["--density", "2"], "density is 2.0"),
+        (["--density", "nan"], "density is nan"),
+        (["--steps", "0"], "steps is 0; give at least 1"),
+        (["--warmup", "-1"], "warmup is -1; give at least 0"),
+        (["--input", "odd"], "unknown input 'odd'; choose one of uniform"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; choose one of sim, auto"),
+        (["--verify", "some"], "unknown verification 'some'; choose auto, every, ends, digest"),
+        (["--lab", "fast"], "fast"),
+        (["--lab", "1gbit", "--transport", "sim"], "--lab needs real ranks"),
+        (["--curve-keys", "."], "--curve-keys needs real ranks"),
+        (["--curve-keys", ".", "--transport", "torch"], "gloo neither encrypts"),
+        (["--curve-keys", "nowhere", "--transport", "zmq"], "'nowhere' is not a folder"),
+        (["--network", "1gbit"], "has no latency"),
+        (["--timeout", "0"], "timeout is 0.0"),
+        (["--json", "."], "cannot write to '.'"),
+        (["--szie", "3"], "--szie"),
+        (["--kernels", "--plot", "s.png"], "add --selectors"),
+    ],
+    "bench --selectors": [
+        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, e.g. 64KB,1MB"),
+        (["--sizes", "64KB,,1MB"], "sizes is '64KB,,1MB'"),
+        (["--sizes", "0KB"], "sizes is '0KB'"),
+        (["--input", "dominant"], "unknown input 'dominant'; choose one of uniform, normal"),
+        (["--density", "0.1,0.2"], "density is '0.1,0.2'; --selectors takes one"),
+        (["--density", "2"], "density is 2.0"),
+        (["--device", "tpu"], "--device is 'tpu'; here it can be: cpu"),
+        (["--json", "."], "cannot write to '.'"),
+        (["--plot", "s.txt"], "cannot draw 's.txt'"),
+    ],
+    "simulate": [
+        (["--algorithm", "best"], "unknown algorithm 'best'; choose one of allgather, "),
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--ranks", "many"], "--ranks"),
+        (["--model-size", "0"], "model_size is 0"),
+        (["--density", "2"], "density is 2.0"),
+        (["--network", "fast"], "cannot read 'fast'"),
+        (["--inner-network", "1gbit,1us"], "give --nodes RANKS"),
+        (["--nodes", "0"], "ranks_per_node is 0"),
+        (["--compute", "long"], "compute is 'long'; give SEC or SEC,spread"),
+        (["--compute", "1,2,3"], "compute is '1,2,3'"),
+        (["--compute", "-1"], "compute is -1.0; give seconds >= 0"),
+        (["--compute", "1,nan"], "spread is nan; give seconds >= 0"),
+        (["--scale", "0.5"], "scale is 0.5; give a factor from 1"),
+        (["--steps", "0"], "steps is 0"),
+        (["--warmup", "-1"], "warmup is -1"),
+        (["--buckets", "0"], "buckets is 0"),
+        (["--straggler", "3"], "straggler is '3'; give RANK:FACTOR"),
+        (["--straggler", "99:2"], "straggler 99:2; give RANK:FACTOR with a rank in [0, 32)"),
+        (["--straggler", "1:0.5"], "a factor >= 1"),
+        (["--ports", "two"], "ports is 'two'; choose single or unlimited"),
+        (["--machine", "nowhere.json"], "cannot read --machine 'nowhere.json'"),
+        (["--inputs", "nowhere.pt"], "inputs 'nowhere.pt' is neither a file nor one of spread"),
+        (["--shared", "1.5"], "shared is 1.5; give a part of the entries, in [0, 1]"),
+        (["--plot", "a.txt"], "cannot draw 'a.txt'"),
+    ],
+    "plan --ranks 2 --model-size 1000": [
+        ([], "name one, e.g. --network 10gbit,20us, or give --machine FILE"),
+        (["--network", "fast"], "cannot read 'fast'"),
+        (["--network", "1gbit,1us", "--density", "7"], "density is 7.0"),
+        (["--network", "1gbit,1us", "--ranks", "0"], "world_size is 0"),
+        (["--network", "1gbit,1us", "--ranks", "two"], "--ranks"),
+        (["--network", "1gbit,1us", "--budget", "5"], "give a larger budget"),
+        (["--network", "1gbit,1us", "--compute", "-1"], "compute is -1.0"),
+        (["--machine", "missing.json"], "cannot read --machine 'missing.json' (No such file"),
+        (["--machine", "."], "cannot read --machine '.' (Is a directory)"),
+        (["--network", "1gbit,1us", "--json", "/proc/none/plan.json"], "cannot write to"),
+    ],
+    "doctor": [
+        (["--ranks", "0"], "ranks is 0; give at least 1"),
+        (["--seconds", "0"], "seconds is 0; give some > 0 and at most --timeout, 60"),
+        (["--seconds", "61"], "seconds is 61; give some > 0 and at most --timeout, 60"),
+        (["--seconds", "nan"], "seconds is nan; give some > 0"),
+        (["--timeout", "1e9"], "timeout is 1000000000.0; give seconds > 0"),
+        (["--transport", "sim"], "--transport sim has no links to measure; choose auto, torch"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "said"),
+    [(line, *case) for line, cases in BAD_INPUT.items() for case in cases],
 )
-def test_bad_input_is_one_line_and_exit_code_2(command, arguments, said):
-    code, out, err = command("train", *arguments)
+def test_bad_input_is_one_line_and_exit_code_2(command, line, arguments, said):
+    code, out, err = command(*line.split(), *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1
     assert said in err

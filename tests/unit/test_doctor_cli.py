@@ -4,11 +4,8 @@ import dataclasses
 import json
 
 import pytest
-import typer
 
 from sparsync.cli import network
-from sparsync.cli.app import exit_code
-from sparsync.cli.doctor import command as doctor
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.command import Examination, as_json, sentence
 from sparsync.cli.doctor.facts import check_versions, local_facts
@@ -48,42 +45,18 @@ def examination(*checks):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command with what its ranks are to have found; None: they must not be started."""
-    app = typer.Typer()
-    app.command()(doctor.command)
+def examine(command, monkeypatch):
+    """Run the command with what its ranks are to have found."""
 
-    def run(*arguments, found=None):
-        def launch(*_args, **_options):
-            assert found is not None, "ranks were started"
-            return found
-
-        monkeypatch.setattr(network, "launch", launch)
-        code = exit_code(lambda: app(list(arguments), standalone_mode=False))
-        return code, *capsys.readouterr()
+    def run(found, *arguments):
+        monkeypatch.setattr(network, "launch", lambda *_, **__: found)
+        return command("doctor", *arguments)
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ranks", "0"], "ranks is 0; give at least 1"),
-        (["--seconds", "0"], "seconds is 0; give some > 0 and at most --timeout, 60"),
-        (["--seconds", "61"], "seconds is 61; give some > 0 and at most --timeout, 60"),
-        (["--seconds", "nan"], "seconds is nan; give some > 0"),
-        (["--timeout", "1e9"], "timeout is 1000000000.0; give seconds > 0"),
-        (["--transport", "sim"], "--transport sim has no links to measure; choose auto, torch"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(command, arguments, said):
-    code, out, err = command(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
-
-
-def test_the_page_says_what_was_found_and_what_it_means(command):
-    code, out, err = command(found=examination(Check("ok", "all well")))
+def test_the_page_says_what_was_found_and_what_it_means(examine):
+    code, out, err = examine(examination(Check("ok", "all well")))
     assert (code, err) == (0, "")
     shown = " ".join(out.split())
     for said in (
@@ -103,17 +76,17 @@ def test_what_it_means():
     assert "would take about 759 ms. " in said
 
 
-def test_what_is_bad_comes_first_and_ends_with_1(command):
+def test_what_is_bad_comes_first_and_ends_with_1(examine):
     found = examination(Check("ok", "fine"), Check("note", "hm"), Check("bad", "wrong", "right it"))
-    code, out, _ = command(found=found)
+    code, out, _ = examine(found)
     shown = " ".join(out.split())
     assert code == 1 and "bad wrong: right it note hm ok fine" in shown
 
 
-def test_the_json_is_a_machine_for_the_planner(command, tmp_path):
+def test_the_json_is_a_machine_for_the_planner(examine, tmp_path):
     path = tmp_path / "new" / "machine.json"
     found = examination(Check("ok", "fine"))
-    assert command("--json", str(path), found=found)[0] == 0
+    assert examine(found, "--json", path)[0] == 0
     text = path.read_text()
     assert Machine.from_json(text) == MACHINE
     read = json.loads(text)

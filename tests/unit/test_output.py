@@ -72,8 +72,6 @@ def test_a_run_has_a_line_where_there_is_no_terminal(capsys):
     ("arguments", "heavy"),
     [
         (["--help"], {"matplotlib", "scipy", "sparsync.cli.train", "sparsync.cli.bench"}),
-        (["keys", "--help"], {"matplotlib", "scipy", "sparsync.cli.train"}),
-        (["plan", "--help"], {"matplotlib", "scipy", "sparsync.cli.train"}),
         (["linear", "--help"], {"matplotlib", "scipy", "sparsync.cli.train"}),
     ],
 )

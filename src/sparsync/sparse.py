@@ -125,7 +125,7 @@ class SparseVector:
 
     def embed(self, start: int, size: int) -> SparseVector:
         """Place this region at ``start`` of a vector of ``size`` elements."""
-        return SparseVector(self.indices + start, self.values, size)
+        return SparseVector(self.indices + start if start else self.indices, self.values, size)
 
     def restrict(self, indices: Tensor) -> SparseVector:
         """Keep the elements whose index occurs in the ascending ``indices``."""

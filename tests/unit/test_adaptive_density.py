@@ -136,7 +136,7 @@ def test_a_state_of_another_density_is_refused():
             ):
                 await restore_reducer(make(comm), state)
         state = {**reducer_state(reducer), "density": 0.05}
-        with pytest.raises(ConfigurationError, match="this run 300"):
+        with pytest.raises(ConfigurationError, match="expected 300"):
             await restore_reducer(make(comm), state)
 
     simulate(program, 1)

@@ -140,7 +140,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     save(Sync(steps=2, momentum=0.5), tmp_path)
     sync = Sync(steps=1)
     before = residual(sync).clone()
-    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, this run has 0\.0"):
+    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, expected 0\.0"):
         load(sync, tmp_path)
     assert torch.equal(residual(sync), before)
 

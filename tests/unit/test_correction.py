@@ -220,7 +220,7 @@ def test_a_state_without_momentum_is_refused():
     async def program(comm):
         units = plan_units([("a", torch.zeros(SIZE))])
         state = reducer_state(Reducer(comm, units, resolve("allgather"), 0.1))
-        with pytest.raises(ConfigurationError, match=r"momentum 0\.0, this run has 0\.9"):
+        with pytest.raises(ConfigurationError, match=r"momentum 0\.0, expected 0\.9"):
             bad = Reducer(comm, units, resolve("allgather"), 0.1, None, Correction(0.9))
             run(restore_reducer(bad, state))
 

@@ -17,11 +17,7 @@ from sparsync.transports.driver import run
 from sparsync.transports.ledger import STAGES
 from sparsync.wire.base import Codec
 
-__all__ = [
-    "agree_on_reducer",
-    "reducer_stats",
-    "weights_digest",
-]
+__all__ = ["agree_on_reducer", "reducer_stats", "weights_digest"]
 
 
 def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
@@ -31,29 +27,22 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
         PeerError: names what differs and on which ranks.
     """
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    run(
-        agree(
-            reducer.comm,
-            {
-                "the version of the saved state": STATE_VERSION,
-                "the algorithm": reducer.algorithm.name,
-                "its options": reducer.algorithm.options,
-                "settings": ", ".join(
-                    f"{name}={value}" for name, value in sorted(settings.items())
-                ),
-                "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
-                "density": reducer.plan.adaptive or reducer.plan.density,
-                "xi_period": reducer.xi_period,
-                "the warm-up": reducer.plan.warmup,
-                "the correction": reducer.correction,
-                "the parameters (names and sizes)": parameters,
-                "the units (parameters of each, dtypes, dense or not, output or not)": [
-                    (len(unit.slots), str(unit.dtype), unit.dense, unit.output)
-                    for unit in reducer.units
-                ],
-            },
-        )
-    )
+    facts = {
+        "the version of the saved state": STATE_VERSION,
+        "the algorithm": reducer.algorithm.name,
+        "its options": reducer.algorithm.options,
+        "settings": ", ".join(f"{name}={value}" for name, value in sorted(settings.items())),
+        "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
+        "density": reducer.plan.adaptive or reducer.plan.density,
+        "xi_period": reducer.xi_period,
+        "the warm-up": reducer.plan.warmup,
+        "the correction": reducer.correction,
+        "the parameters (names and sizes)": parameters,
+        "the units (parameters of each, dtypes, dense or not, output or not)": [
+            (len(unit.slots), str(unit.dtype), unit.dense, unit.output) for unit in reducer.units
+        ],
+    }
+    run(agree(reducer.comm, facts))
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:
@@ -87,7 +76,7 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
         "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
-        "layers": [layer for unit in range(len(reducer.units)) for layer in _layers(reducer, unit)],
+        "layers": _layers(reducer),
         "choices": [c.explain() for c in reducer.collectives],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
@@ -97,16 +86,17 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-def _layers(reducer: Reducer, unit: int) -> list[dict[str, Any]]:
-    """Return every parameter of a unit, with the method that selects from it."""
-    planned, selector = reducer.units[unit], reducer.selectors[unit]
-    methods = selector.methods(planned.layers)
+def _layers(reducer: Reducer) -> list[dict[str, Any]]:
+    """Return every parameter, with the method that selects from it."""
     return [
         {
             "name": slot.name,
             "size": slot.size,
-            "unit": unit,
-            "method": "dense" if planned.dense else method,
+            "unit": number,
+            "method": "dense" if unit.dense else method,
         }
-        for slot, method in zip(planned.slots, methods, strict=True)
+        for number, (unit, selector) in enumerate(
+            zip(reducer.units, reducer.selectors, strict=True)
+        )
+        for slot, method in zip(unit.slots, selector.methods(unit.layers), strict=True)
     ]

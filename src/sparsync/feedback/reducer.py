@@ -45,18 +45,16 @@ __all__ = ["Reducer"]
 class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
+    A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
+
     Args:
         comm: the group; virtual ranks replace it from step to step.
         units: what is selected and exchanged together; equal on all ranks.
         algorithm: which selector and which collective.
         density: k / n of every unit, in (0, 1], or a rule that adapts it to the progress of training.
-        warmup: the first steps, in which more is exchanged; default none.
-        correction: momentum, decay and clipping, done before gradients are accumulated; default none.
+        warmup, correction: what is done to the first steps, and to gradients before they accumulate.
         xi_period: steps between measurements of Assumption 1's xi; default: never, or as needed.
-        consensus: asks who else must agree to a step; default: nobody.
-        sink: takes the numbers of every step; default: nobody.
-
-    A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
+        consensus, sink: who else must agree to a step, and who takes its numbers.
     """
 
     def __init__(
@@ -83,18 +81,18 @@ class Reducer:
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
         self.plan = Plan(self.units, density, warmup, shared=algorithm.shared)
-        if xi_period is None and self.plan.adaptive:
-            xi_period = self.plan.adaptive.period
-        self.xi_period, self.monitor = xi_period, None
-        if sink is not None or xi_period is not None:
+        adaptive = self.plan.adaptive
+        self.xi_period = adaptive.period if xi_period is None and adaptive else xi_period
+        self.monitor: Monitor | None = None
+        if sink is not None or self.xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
-            self.monitor = Monitor(comm, self.units, sink, xi_period, start)
+            self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
         self.open()
 
     def open(self) -> None:
-        """Plan the open step from the present state, which is the one that ``refuse`` returns to."""
+        """Plan the open step from the present state, to which ``refuse`` returns."""
         self.reduced.clear()
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
@@ -136,7 +134,7 @@ class Reducer:
             self.reduced[unit] = await reducing
 
     async def share(self) -> None:
-        """Sum what xi needs; agree on the next step's shares of k: once all units were selected from."""
+        """Sum what xi needs, and agree on the next step's shares of k, once all units are selected."""
         if self.monitor:
             accumulated = [residual.accumulated for residual in self.residuals]
             await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
@@ -147,44 +145,39 @@ class Reducer:
     ) -> list[Vector]:
         """Close the step: write every residual, return every unit's average.
 
-        Args:
-            propagate_nonfinite: return NaN everywhere, rather than raise, if a total is not finite.
-            prepare: called when the step is to be applied and nothing has been changed; may raise.
+        ``prepare`` is called when the step is to be applied and nothing has been changed; it may raise.
 
         Raises:
-            NonFiniteGradientError: a total holds NaN or Inf.  Nothing was changed; call ``refuse``.
+            NonFiniteGradientError: a total holds NaN or Inf (with ``propagate_nonfinite``, NaN is
+                returned everywhere instead).  Nothing was changed; call ``refuse``.
         """
         reduced = [self.reduced[unit] for unit in range(len(self.units))]
         totals = [result.total for result in reduced]
         broken = self._consensus(Proposal(self.comm.rank, self.step, self.units, totals))
-        if broken and not propagate_nonfinite:
-            raise nonfinite_error(self.step, broken)
         if broken:
+            if not propagate_nonfinite:
+                raise nonfinite_error(self.step, broken)
             # all become NaN: a gradient that stayed finite could be applied, and is kept as well
             wanted = [torch.full_like(r.accumulated, torch.nan) for r in self.residuals]
             self.skip()
             return [DenseVector(values) for values in wanted]
         if prepare is not None:
             prepare()
-        probe = self.monitor.xi if self.monitor else None
-        measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
+        measured = None
+        if self.monitor:
+            measured = self.monitor.xi.measure(self.step, totals, self.plan.quotas)
         for result, residual in zip(reduced, self.residuals, strict=True):
             if self.comm.world_size > 1 and self.algorithm.average:
                 result.total.values.div_(self.comm.world_size)  # not needed any more
             residual.retain(result.delivered)  # residual = accumulated - delivered
         if self.corrector:
             self.corrector.retain([result.delivered for result in reduced])
-        self.lost = [result.lost for result in reduced if result.lost is not None]
-        self._record(reduced, measured)
         self.plan.commit(measured, self.comm.world_size)
-        self._close()
+        self._close(reduced, measured)
         return totals
 
     def refuse(self) -> None:
-        """Undo the open step: residuals, thresholds and boundaries are as before it.
-
-        The memory of the gradients that were accumulated becomes zero.
-        """
+        """Undo the open step: all state is as before it, and its gradients' memory becomes zero."""
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -198,17 +191,14 @@ class Reducer:
         """Refuse the open step and go on to the next."""
         self.refuse()
         self.skipped += 1
-        self.lost = []  # nothing was applied
-        self._record([])
-        self._close()
+        self._close([])
 
     async def reduce(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor] = ()
     ) -> list[Vector]:
         """Do a whole step: one flat gradient per unit, overwritten by its average.
 
-        Units are in flight together.  Weight decay needs the flat weights of every unit.
-        Returns the averages, sparse where their totals are.
+        Weight decay needs the flat weights of every unit.  Averages are sparse where totals are.
         """
         if self.corrector and self.corrector.waits:
             self.corrector.measure(gradients)
@@ -221,12 +211,12 @@ class Reducer:
             average.write_to_(gradient)
         return averages
 
-    def _record(self, reduced: Sequence[Reduced], measured: Measured | None = None) -> None:
+    def _close(self, reduced: Sequence[Reduced], measured: Measured | None = None) -> None:
+        """Record what was applied, if anything, and open the next step."""
+        self.lost = [result.lost for result in reduced if result.lost is not None]
         if self.monitor:
             kept = [residual.value for residual in self.residuals]
             self.monitor.record(self.step, reduced, kept, self.plan.quotas, measured)
-
-    def _close(self) -> None:
         self.step += 1
         self.comm.ledger.begin_step(self.step)
         self.open()

@@ -20,25 +20,15 @@ __all__ = ["Residual"]
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """One run of elements that was accumulated in the open step.
-
-    Attributes:
-        start: its first element.
-        before: the old residual, in the gradient's memory; not written where the residual was zero.
-        collected: the entries asked for; None if nothing was, or more than the limit were there.
-    """
+    """One run of elements that was accumulated in the open step."""
 
     start: int
-    before: Tensor
-    collected: SparseVector | None
+    before: Tensor  # the old residual, in the gradient's memory; not written where it was zero
+    collected: SparseVector | None  # what was asked for; None if nothing, or too much was there
 
 
 class Residual:
     """The residual of one unit; while a step is open, its accumulated gradient.
-
-    Attributes:
-        accumulated: `[n]` residual + gradient of what the open step has accumulated so far.
-        empty: the residual (of before the open step) is zero: nothing to keep or to undo.
 
     float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no longer
     grows when that is added, and mass would vanish before the law begins.
@@ -48,8 +38,9 @@ class Residual:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
+        # [n] residual + gradient of what the open step has accumulated so far
         self.accumulated = torch.zeros(size, dtype=wide, device=device)
-        self.empty = True
+        self.empty = True  # the residual before the open step is zero: nothing to keep or to undo
         self._pieces: list[_Piece] = []
 
     @property
@@ -69,8 +60,7 @@ class Residual:
             limit: collect nothing if more than this do.
         """
         here = self.accumulated[start : start + gradient.numel()]
-        if gradient.dtype != here.dtype:
-            gradient = gradient.to(here.dtype)
+        gradient = gradient.to(here.dtype)
         if self.empty:
             here.copy_(gradient)
             found = None if key is None else kernels.find(here, key, limit)
@@ -78,17 +68,11 @@ class Residual:
             found = kernels.accumulate_(here, gradient, key, limit)
         collected = None
         if found is not None:
-            indices, values = found
-            collected = SparseVector(
-                indices + start if start else indices, values, len(self.accumulated)
-            )
+            collected = SparseVector(*found, here.numel()).embed(start, len(self.accumulated))
         self._pieces.append(_Piece(start, gradient, collected))
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
-        """Return the collected entries that reach ``key``; None if more than ``limit`` do.
-
-        None, too, if any piece of the unit had too many of them.
-        """
+        """Return the collected entries that reach ``key``; None if too many do, in a piece or in all."""
         pieces = sorted(self._pieces, key=lambda piece: piece.start)
         parts = [piece.collected for piece in pieces if piece.collected is not None]
         if len(parts) < len(pieces) or not pieces:

@@ -1,17 +1,23 @@
-"""Save and restore the state of a reducer: everything that the next step depends on, per rank."""
+"""The state of a reducer between steps: save, restore and rescale it.
+
+A hook under a GradScaler sees gradients times the scale.  So residual, velocity and thresholds are in
+units of it, and follow it: ``residual = residual * new / old``.  Scales are powers of two, unless a user
+sets others: then nothing is rounded.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.scaling import check_scale, rescale_
 from sparsync.feedback.shares import SharesState
 from sparsync.state import Stateful, fits
 from sparsync.transports.agree import agree
@@ -25,10 +31,13 @@ __all__ = [
     "check_fields",
     "parse_state",
     "reducer_state",
+    "rescale_",
+    "rescaled_key",
     "restore_reducer",
 ]
 
 STATE_VERSION: Final = 2
+_MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
 # of a saved state, by type; those of selectors and collectives are their own affair
 _FIELDS: Final[tuple[tuple[str, Any], ...]] = (
     ("version", int),
@@ -56,16 +65,8 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
 
     Residuals are keyed by parameter name.  Loadable with ``torch.load(..., weights_only=True)``.
     """
-    waiting: dict[str, dict[str, Tensor]] = {"residual": {}, "velocity": {}}
-    for i, unit in enumerate(reducer.units):
-        moving = (
-            reducer.corrector.velocities[i] if _momentum(reducer) and reducer.corrector else None
-        )
-        for what, values in (("residual", reducer.residuals[i].value), ("velocity", moving)):
-            if values is not None:
-                for slot in unit.slots:
-                    here = slice(slot.start, slot.start + slot.size)
-                    waiting[what][slot.name] = values[here].clone()
+    corrector = reducer.corrector
+    moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
         "version": STATE_VERSION,
         "algorithm": reducer.algorithm.name,
@@ -80,10 +81,20 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
         "quota_key": reducer.plan.shares.key,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "sizes": [unit.layers for unit in reducer.units],
-        **waiting,
-        "previous_norm": reducer.corrector.previous_norm if reducer.corrector else None,
+        "residual": _by_name(reducer, [residual.value for residual in reducer.residuals]),
+        "velocity": _by_name(reducer, moving),
+        "previous_norm": corrector.previous_norm if corrector else None,
         "selectors": [selector.state_dict() for selector in reducer.selectors],
         "collectives": [collective.state_dict() for collective in reducer.collectives],
+    }
+
+
+def _by_name(reducer: Reducer, of_units: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {
+        slot.name: values[slot.start : slot.start + slot.size].clone()
+        for unit, values in zip(reducer.units, of_units, strict=False)
+        if values is not None
+        for slot in unit.slots
     }
 
 
@@ -108,42 +119,12 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     """
     check_fields(state)
     _check_setup(reducer, state)
-    check_scale(state["scale"])
-    density = _saved_density(state, reducer)
-    return ParsedState(
-        saved=state,
-        density=density,
-        shares=_saved_shares(state, reducer, density),
-        residuals=[_saved(state, "residual", unit) for unit in reducer.units],
-        velocities=[_saved(state, "velocity", unit) for unit in reducer.units],
-        parts=_saved_parts(reducer, state),
+    residuals, velocities = (
+        [_saved_values(state, what, unit) for unit in reducer.units]
+        for what in ("residual", "velocity")
     )
-
-
-def check_fields(state: object) -> None:
-    """Refuse what is no saved state: without a field, or with one of another type.
-
-    Raises:
-        ConfigurationError: names the first.
-    """
-    for name, kind in _FIELDS:
-        if not isinstance(state, Mapping) or name not in state:
-            raise ConfigurationError(
-                f"a saved state has no '{name}'; give what state_dict() of every rank returned"
-            )
-        value = state[name]
-        if not fits(value, kind) or (name in _COUNTS and value < 0):
-            least = " >= 0" if name in _COUNTS else ""
-            expected = f"{getattr(kind, '__name__', kind)}{least}"
-            raise ConfigurationError(
-                f"a saved state has {name} {_brief(value)}, expected {expected}; give what "
-                "state_dict() of every rank returned"
-            )
-    if state["version"] != STATE_VERSION:  # type: ignore[index]  # it is a mapping
-        raise ConfigurationError(
-            f"the saved state has version {state['version']}, expected {STATE_VERSION}; load it with "  # type: ignore[index]
-            "the sparsync that saved it"
-        )
+    plan = _saved_plan(reducer, state)
+    return ParsedState(state, *plan, residuals, velocities, _saved_parts(reducer, state))
 
 
 async def apply_state(
@@ -186,18 +167,13 @@ async def apply_state(
 
 
 async def restore_reducer(
-    reducer: Reducer,
-    state: Mapping[str, Any],
-    *,
-    keep_scale: bool = False,
-    parts: Communicator | None = None,
+    reducer: Reducer, state: Mapping[str, Any], *, keep_scale: bool = False
 ) -> None:
     """Restore what ``reducer_state`` returned on this rank, or what ``reshard`` made for it.
 
-    See ``parse_state`` and ``apply_state``.  Of a resharded state, thresholds and boundaries start
-    again.
+    Of a resharded state, thresholds and boundaries start again.
     """
-    await apply_state(reducer, parse_state(reducer, state), keep_scale=keep_scale, parts=parts)
+    await apply_state(reducer, parse_state(reducer, state), keep_scale=keep_scale)
 
 
 async def _agree(
@@ -222,6 +198,35 @@ async def _agree(
         raise failure
 
 
+# ---- what fits --------------------------------------------------------------------------------------
+
+
+def check_fields(state: object) -> None:
+    """Refuse what is no saved state: without a field, or with one of another type."""
+    for name, kind in _FIELDS:
+        if not isinstance(state, Mapping) or name not in state:
+            raise ConfigurationError(
+                f"a saved state has no '{name}'; give what state_dict() of every rank returned"
+            )
+        value = state[name]
+        if not fits(value, kind) or (name in _COUNTS and value < 0):
+            expected = f"{getattr(kind, '__name__', kind)}{' >= 0' if name in _COUNTS else ''}"
+            raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
+        if name == "version" and value != STATE_VERSION:
+            raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
+
+
+def _misfit(name: str, value: object, expected: object, cure: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the saved state has {name} {_brief(value)}, expected {_brief(expected)}; {cure}"
+    )
+
+
+def _brief(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Refuse a state of another set-up."""
     expected = {
@@ -232,17 +237,12 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "sizes": [unit.layers for unit in reducer.units],
     }
+    cures = {"world_size": "sparsync.load, or sparsync.reshard, makes states for other world sizes"}
     for name, value in expected.items():
         if state[name] != value:
-            advice = "load each rank's own state into the same set-up"
-            if name == "world_size":
-                advice = (
-                    "sparsync.load, or sparsync.reshard, brings states to another number of ranks"
-                )
-            raise ConfigurationError(
-                f"the saved state has {name} {_brief(state[name])}, this run has {_brief(value)}; "
-                f"{advice}"
-            )
+            cure = cures.get(name, "load each rank's own state into the same set-up")
+            raise _misfit(name, state[name], value, cure)
+    _check_scale(state["scale"])
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
@@ -254,14 +254,12 @@ def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
     parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
     flat = [its for kind in saved if isinstance(kind, list | tuple) for its in kind]
     if len(flat) != len(parts):
-        raise ConfigurationError(
-            f"the saved state has {len(flat)} selectors and collectives, this run has "
-            f"{len(parts)}; load a state that state_dict() returned"
-        )
+        cure = "load a state that state_dict() returned"
+        raise _misfit("selectors and collectives:", len(flat), len(parts), cure)
     return [part.parsed_state(its) for part, its in zip(parts, flat, strict=True)]
 
 
-def _saved(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
+def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
     """Put a unit's residual or velocity together from its parameters; None if all are zero."""
     found = [state[what].get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in found):
@@ -275,49 +273,147 @@ def _saved(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
             )
     wide = torch.promote_types(unit.dtype, torch.float32)
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
-    if not bool(torch.isfinite(whole).all()):
-        at = int(torch.isfinite(whole).logical_not().nonzero()[0])
+    broken = (~torch.isfinite(whole)).nonzero()
+    if broken.numel():
         raise ConfigurationError(
-            f"the saved {what} of '{unit.name_at(at)}' holds NaN or Inf, which no step leaves behind; "
-            "load another checkpoint"
+            f"the saved {what} of '{unit.name_at(int(broken[0]))}' holds NaN or Inf, which no step "
+            "leaves behind; load another checkpoint"
         )
     return whole
 
 
-def _saved_density(state: Mapping[str, Any], reducer: Reducer) -> float:
-    """Return the density, which only an adaptive run has changed."""
-    rule, value = reducer.plan.adaptive, state["density"]
-    if rule is None:
-        return reducer.plan.density
-    if not rule.low <= value <= rule.high:
-        raise ConfigurationError(
-            f"the saved state has density {_brief(value)}, expected one from {rule.low} to "
-            f"{rule.high}; load it with the density that it was saved with"
-        )
-    return float(value)
-
-
-def _saved_shares(state: Mapping[str, Any], reducer: Reducer, density: float) -> SharesState:
-    quotas, sizes = state["quotas"], [unit.size for unit in reducer.units]
-    in_range = [0 <= k <= n for k, n in zip(quotas, sizes, strict=False)]
-    if len(quotas) != len(sizes) or not all(in_range):
-        raise ConfigurationError(
-            f"the saved state has quotas {_brief(quotas)}, expected a number of entries for each of "
-            f"{len(sizes)} units"
-        )
+def _saved_plan(reducer: Reducer, state: Mapping[str, Any]) -> tuple[float, SharesState]:
+    """Return the density, which only an adaptive run has changed, and the shares."""
+    rule, density, quotas = reducer.plan.adaptive, reducer.plan.density, state["quotas"]
+    cure = "load it with the density that it was saved with"
+    if rule is not None:
+        density = float(state["density"])
+        if not rule.low <= density <= rule.high:
+            raise _misfit("density", density, f"one from {rule.low} to {rule.high}", cure)
+    sizes = [unit.size for unit in reducer.units]
+    if len(quotas) != len(sizes) or any(
+        not 0 <= k <= n for k, n in zip(quotas, sizes, strict=True)
+    ):
+        raise _misfit("quotas", quotas, f"a number of entries for each of {len(sizes)} units", cure)
     expected = sum(unit.entries(density) for unit in reducer.units)
     if sum(quotas) != expected:
-        raise ConfigurationError(
-            f"the saved state selects {sum(quotas)} entries per step, this run {expected}; "
-            "load it with the density that it was saved with"
-        )
-    return SharesState(tuple(quotas), state["quota_key"])
+        raise _misfit("a sum of quotas of", sum(quotas), expected, cure)
+    return density, SharesState(tuple(quotas), state["quota_key"])
 
 
 def _momentum(reducer: Reducer) -> float:
     return reducer.correction.momentum if reducer.correction else 0.0
 
 
-def _brief(value: object, length: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= length else text[: length - 3] + "..."
+# ---- the scale --------------------------------------------------------------------------------------
+
+
+def _check_scale(scale: object) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ConfigurationError(f"the scale is {scale!r}; give a finite number > 0")
+    return float(scale)
+
+
+def rescale_(reducer: Reducer, scale: float) -> None:
+    """Bring a reducer to gradients that are multiplied by ``scale``, between two steps.
+
+    A factor that is no power of two rounds every element of the residual once, by at most 2^-24 of it.
+
+    Where a residual or velocity would leave the range of float32, it stays as it is, and this rank's next
+    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.
+
+    Raises:
+        ConfigurationError: no scale, or a residual or velocity overflows at a scale <= 1, where none is
+            lower: nothing is changed.
+
+    Cost: nothing if the scale is the present one; else a pass over the residual, and where it grows
+    another.
+
+    Example:
+        >>> from sparsync.presets import resolve
+        >>> from sparsync.transports.driver import run
+        >>> from sparsync.transports.communicator import SoloCommunicator
+        >>> from sparsync.units import plan_units
+        >>> units = plan_units([("w", torch.zeros(4))])
+        >>> reducer = Reducer(SoloCommunicator(), units, resolve("allgather"), 0.25)
+        >>> _ = run(reducer.reduce([torch.tensor([1.0, 2.0, 3.0, 4.0])]))
+        >>> rescale_(reducer, 0.5); reducer.residuals[0].value.tolist()
+        [0.5, 1.0, 1.5, 0.0]
+    """
+    factor = _check_scale(scale) / reducer.scale
+    if factor == 1:
+        return
+    overflowing = _overflowing(reducer, factor)
+    if overflowing and scale <= 1:
+        raise ConfigurationError(
+            f"the {overflowing} overflows when the scale goes from {reducer.scale:g} to {scale:g}; load "
+            "another checkpoint, or lower the learning rate"
+        )
+    for selector, collective, residual in zip(
+        reducer.selectors, reducer.collectives, reducer.residuals, strict=True
+    ):
+        for part in (selector, collective):
+            part.state = _moved(part.state, factor, residual.accumulated.dtype)
+    if overflowing:  # the states return when the step is refused
+        reducer.overflows = True
+        return
+    for residual in reducer.residuals:
+        residual.scale_(factor)
+    if reducer.corrector:
+        for velocity in reducer.corrector.velocities:
+            velocity.mul_(factor)
+        reducer.corrector.scale = scale
+    if reducer.residuals:  # shares are of units of one dtype
+        dtype = reducer.residuals[0].accumulated.dtype
+        reducer.plan.shares = _moved(reducer.plan.shares, factor, dtype)
+    reducer.scale = scale
+    reducer.open()
+
+
+def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
+    """Return the key of a magnitude times ``factor``; 1, which stands for all but zero, stays.
+
+    Example:
+        >>> two, = kernels.magnitude_keys(torch.tensor([2.0])).tolist()
+        >>> half, = kernels.magnitude_keys(torch.tensor([0.5])).tolist()
+        >>> rescaled_key(two, 0.25, torch.float32) == half
+        True
+    """
+    if key <= 1:
+        return key
+    integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    value = torch.tensor([key], dtype=integer).view(dtype) * factor
+    return max(int(kernels.magnitude_keys(value)), 1)
+
+
+def _overflowing(reducer: Reducer, factor: float) -> str:
+    """Name what overflows: Inf in a residual would be refused on every step from then on."""
+    if factor < 1:
+        return ""
+    waiting = [("residual", [residual.value for residual in reducer.residuals])]
+    if reducer.corrector:
+        waiting.append(("velocity", [*reducer.corrector.velocities]))
+    for what, of_units in waiting:
+        for unit, values in zip(reducer.units, of_units, strict=True):
+            if values is None or not values.numel():
+                continue
+            limit = torch.finfo(values.dtype).max / factor
+            if max(map(abs, map(float, values.aminmax()))) > limit:
+                return f"{what} of '{unit.name_at(int(values.abs().argmax()))}'"
+    return ""
+
+
+def _moved(state: Any, factor: float, dtype: torch.dtype) -> Any:
+    """Return a state whose magnitudes are multiplied, those of its parts included."""
+    if isinstance(state, tuple):
+        return tuple(_moved(part, factor, dtype) for part in state)
+    if not is_dataclass(state) or isinstance(state, type):
+        return state
+    changes = {}
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if field.name in _MAGNITUDES and value is not None:
+            changes[field.name] = rescaled_key(value, factor, dtype)
+        else:
+            changes[field.name] = _moved(value, factor, dtype)
+    return replace(state, **changes)

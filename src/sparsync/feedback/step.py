@@ -35,13 +35,7 @@ _USES: Final = ("shares", "xi", "weights", "used", "retry")
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of a unit, or of another exchange that is under way at the same time.
-
-    Args:
-        comm: of the ranks that exchange a model.
-        units: how many units they exchange; these have the first channels.
-        use: number of the unit, or what else is exchanged.
-    """
+    """Return the channel of a unit, of which there are ``units``, or of another exchange."""
     return comm.channel(use if isinstance(use, int) else units + _USES.index(use))
 
 
@@ -49,21 +43,13 @@ def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
 
 
 class UnitPlan(NamedTuple):
-    """How one unit is exchanged.
+    """How one unit is exchanged."""
 
-    Attributes:
-        k: number of entries to select.
-        selector: selects them.
-        collective: sums them.
-        wanted: which entries the selector wants to be collected; see ``Selector.collect_from``.
-        collect: which are collected while accumulating: those, and what the shares count.
-    """
-
-    k: int
+    k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    wanted: tuple[int, int] | None
-    collect: tuple[int, int] | None
+    wanted: tuple[int, int] | None  # what the selector wants to be collected: ``collect_from``
+    collect: tuple[int, int] | None  # what is: that, and what the shares count
 
 
 @final
@@ -75,11 +61,6 @@ class Plan:
         density: of regular steps, or a rule that adapts it.
         warmup: the first steps; those of another density divide nothing.
         shared: several units divide k by where its entries lie.
-
-    Attributes:
-        density: of the next steps.
-        shares: of regular steps.
-        units: the plan of every unit in the open step.
     """
 
     def __init__(
@@ -93,10 +74,10 @@ class Plan:
         self.adaptive = density if isinstance(density, AdaptiveDensity) else None
         self.density = density.at_equal if isinstance(density, AdaptiveDensity) else density
         self.warmup, self._all = warmup, units
-        self.shares = self._next = SharesState(self._entries())
+        self.shares = self._next = SharesState(self._entries())  # of regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
-        self.units: list[UnitPlan] = []
+        self.units: list[UnitPlan] = []  # in the open step
 
     @property
     def quotas(self) -> tuple[int, ...]:
@@ -162,18 +143,12 @@ class Proposal:
     Ranks that exchange with each other see the same totals, and NaN or Inf is always selected, so they
     decide alike without a message.  Ranks that hold other parts of the same replica (shards, pipeline
     stages) see other totals: a ``Consensus`` asks them before anything is changed.
-
-    Attributes:
-        rank: this one, among those that exchange with each other.
-        step: its number.
-        units: what was exchanged.
-        totals: of every unit, the same on all those ranks.
     """
 
-    rank: int
+    rank: int  # this one, among those that exchange with each other
     step: int
     units: Sequence[Unit]
-    totals: Sequence[Vector]
+    totals: Sequence[Vector]  # of every unit, the same on all those ranks
 
     def broken(self) -> str | None:
         """Return the name of the first parameter whose total holds NaN or Inf; None: all are finite."""

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from sparsync.errors import CommunicationError, ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.scaling import rescale_
-from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
+from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state, rescale_
 from sparsync.feedback.step import channel_of
 from sparsync.integrations.options import Monitoring
 from sparsync.integrations.sentinel import check_replicas

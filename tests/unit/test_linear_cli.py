@@ -84,7 +84,7 @@ def test_the_losses_do_not_depend_on_the_staleness_of_nothing(command, file, tmp
 def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
     """SparCML, section 8.2: trigram gradients are sparse."""
     settings = LinearSettings(
-        ranks=8, rows=800, epochs=1, steps=1, batch_size=100, exchanges=("split-allgather", "dense")
+        ranks=8, rows=400, epochs=1, steps=1, batch_size=50, exchanges=("split-allgather", "dense")
     )
     sparse, dense = linear.train_linear(settings)
     assert sparse.dimensions == 3_231_961

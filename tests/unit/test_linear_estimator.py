@@ -33,7 +33,7 @@ def test_it_is_as_accurate_as_scikit_learns(model):
     training, held_out = slice(None, 1500), slice(1500, None)
     loss = {"logistic": "log_loss", "svm": "hinge"}[model]
     theirs = SGDClassifier(loss=loss, alpha=1e-4, random_state=0, max_iter=50)
-    ours = SparseLinearClassifier(model, l2=1e-4, epochs=50)
+    ours = SparseLinearClassifier(model, l2=1e-4, epochs=25)
     expected, accuracy = (
         classifier.fit(features[training], labels[training]).score(
             features[held_out], labels[held_out]

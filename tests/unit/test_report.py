@@ -190,12 +190,3 @@ def test_a_picture_needs_matplotlib_and_a_known_format(tmp_path, monkeypatch):
     monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install sparsync\[report\]"):
         output.check_outputs(plot=tmp_path / "loss.png")
-
-
-def test_the_legend_of_the_picture_compares_with_dense():
-    def drawn(speedup):
-        return report._label(result("oktopk", 1, speedup_to_target=speedup))
-
-    assert drawn(None) == "oktopk"
-    assert drawn(2.5) == "oktopk: 2.5 x faster to the loss"
-    assert drawn(0.25) == "oktopk: 4 x slower to the loss"

@@ -82,27 +82,23 @@ def _ratio(dense: Sequence[float], own: Sequence[float]) -> float | None:
 
 def tables(results: Sequence[LinearResult]) -> Group:
     """Show the ratios to dense first, seconds and bytes per epoch; then the losses."""
-    compared = any(result.speedup is not None for result in results)
-    updates = results[0].solver == "scd"
-    ratios = ["fewer bytes", "faster exchange", *["faster updates"] * updates, "speed-up"]
-    heads = ["exchange", *(ratios if compared else []), "time per epoch", "of it exchange"]
-    heads += ["sent per epoch", "loss", "accuracy"]
-    rows = []
-    for result in results:
-        own = [result.speedup_updates] if updates else []
-        shown = [result.bytes_ratio, result.speedup_communication, *own, result.speedup]
-        rows.append(
-            [
-                result.exchange,
-                *(format_ratio(ratio) for ratio in shown if compared),
-                format_seconds(fmean(result.seconds)),
-                format_seconds(fmean(result.seconds_communication)),
-                format_bytes(fmean(result.bytes_sent)),
-                f"{result.objective[-1]:.4f}",
-                f"{100 * result.accuracy[-1]:.2f} %",
-            ]
-        )
-    return Group(Columns(heads, rows), Text("\n" + _caption(results) + "\n"), _losses(results))
+    scd = results[0].solver == "scd"
+    rows = [
+        {
+            "exchange": result.exchange,
+            "fewer bytes": format_ratio(result.bytes_ratio),
+            "faster exchange": format_ratio(result.speedup_communication),
+            "faster updates": format_ratio(result.speedup_updates) if scd else "-",
+            "speed-up": format_ratio(result.speedup),
+            "time per epoch": format_seconds(fmean(result.seconds)),
+            "of it exchange": format_seconds(fmean(result.seconds_communication)),
+            "sent per epoch": format_bytes(fmean(result.bytes_sent)),
+            "loss": f"{result.objective[-1]:.4f}",
+            "accuracy": f"{100 * result.accuracy[-1]:.2f} %",
+        }
+        for result in results
+    ]
+    return Group(Columns.of(rows), Text("\n" + _caption(results) + "\n"), _losses(results))
 
 
 def _losses(results: Sequence[LinearResult], columns: int = 6) -> Columns:

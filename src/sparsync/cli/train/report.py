@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import fmean, median
 
@@ -29,43 +29,34 @@ _STYLES = (
 # ---- the table --------------------------------------------------------------------------------------
 
 
-def comparison(results: Sequence[TrainResult], *, radius: int = 5) -> Group:
+def comparison(results: Sequence[TrainResult]) -> Group:
     """Compare runs of the same settings: the time to dense's loss first, then its causes.
 
-    The training loss is averaged over ``radius`` steps before and after; fewer in a short run.
+    The training loss is averaged over five steps before and after; fewer in a short run.
     """
-    first = results[0]
-    compared, judged = first.target_loss is not None, first.accuracy is not None
-    target = [f"time to loss {first.target_loss:.2f}", "speed-up"] if compared else []
-    heads = ["algorithm", *target, "steps", "time per step", "sent per step", "training loss"]
-    heads += ["held-out loss", *["held-out accuracy"] * judged]
+    goal = results[0].target_loss
     rows = []
     for result in results:
-        seconds, speedup = result.seconds_to_target, result.speedup_to_target
-        reached = ["never" if seconds is None else format_seconds(seconds), _times(speedup)]
-        curve = smoothed(result.loss, min(radius, result.steps // 20))
-        accuracy = [] if result.accuracy is None else [f"{100 * result.accuracy:.1f} %"]
+        seconds = result.seconds_to_target
+        reached = "never" if seconds is None else format_seconds(seconds)
+        # the median: first steps may be dense (a warm-up; PowerSGD's first two); of schemes of
+        # averaging the mean: most of their steps may send nothing
+        sent = median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
+        accuracy = result.accuracy
         rows.append(
-            [
-                result.algorithm,
-                *(reached if compared else []),
-                f"{result.steps}",
-                format_seconds(result.seconds_per_step_median),
-                format_bytes(_bytes_per_step(result)),
-                f"{curve[-1]:.3f}",
-                f"{result.eval_loss:.3f}",
-                *accuracy,
-            ]
+            {
+                "algorithm": result.algorithm,
+                f"time to loss {goal or 0:.2f}": "-" if goal is None else reached,
+                "speed-up": _times(result.speedup_to_target),
+                "steps": f"{result.steps}",
+                "time per step": format_seconds(result.seconds_per_step_median),
+                "sent per step": format_bytes(sent),
+                "training loss": f"{smoothed(result.loss, min(5, result.steps // 20))[-1]:.3f}",
+                "held-out loss": f"{result.eval_loss:.3f}",
+                "held-out accuracy": "-" if accuracy is None else f"{100 * accuracy:.1f} %",
+            }
         )
-    return Group(Columns(heads, rows), Text("\n" + _caption(results)))
-
-
-def _bytes_per_step(result: TrainResult) -> float:
-    """Return the median: first steps may be dense (a warm-up; PowerSGD's first two).
-
-    Of schemes of averaging the mean: most of their steps may send nothing.
-    """
-    return median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
+    return Group(Columns.of(rows), Text("\n" + _caption(results)))
 
 
 def _times(ratio: float | None) -> str:
@@ -101,11 +92,9 @@ def _caption(results: Sequence[TrainResult]) -> str:
         lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")
     if first.delay != "none":
         lines.append(f"delay {first.delay}: before steps, in all times but the computation's")
-    wrong = [r.algorithm for r in results if not r.replicas_equal]
-    if wrong:
-        lines.append(f"REPLICAS DIFFER at the end: {', '.join(wrong)}")
-    else:
-        lines.append("parameters at the end: bit-identical on all ranks")
+    wrong = ", ".join(result.algorithm for result in results if not result.replicas_equal)
+    equal = "parameters at the end: bit-identical on all ranks"
+    lines.append(f"REPLICAS DIFFER at the end: {wrong}" if wrong else equal)
     return "\n".join(lines)
 
 
@@ -127,18 +116,20 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     panels = ["seconds", *["bytes"] * sent_anything, "steps"]
     figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
     axes = dict(zip(panels, figure.subplots(1, len(panels), sharey=True), strict=True))
-    for number, result in enumerate(results):
-        colour, style = _STYLES[number % len(_STYLES)]
-        over: dict[str, list[float]] = {
-            "seconds": list(accumulate(result.seconds)),
-            "bytes": [float(total) for total in accumulate(result.bytes_sent)],
-            "steps": [float(step) for step in range(1, result.steps + 1)],
+    for result, (colour, style) in zip(results, cycle(_STYLES), strict=False):
+        each = {
+            "seconds": result.seconds,
+            "bytes": result.bytes_sent,
+            "steps": [1] * result.steps,
         }
         curve, reached = smoothed(result.loss, result.steps // 40), result.steps_to_target
+        label = result.algorithm
+        if result.speedup_to_target is not None and label != "dense":
+            label += f": {_times(result.speedup_to_target)} as fast to the loss"
         for panel, axis in axes.items():
-            x = over[panel]
+            x = list(accumulate(each[panel]))
             axis.plot(x, result.loss, color=colour, linewidth=0.6, alpha=0.25)
-            axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=_label(result))
+            axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=label)
             if reached is not None:
                 axis.plot(x[reached - 1], curve[reached - 1], "o", color=colour, markersize=6)
     clock = f"links of {first.lab / 1e6:g} Mbit/s" if first.lab else "this machine, no network"
@@ -161,12 +152,3 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
         title += f"; dots: the step that reached loss {first.target_loss:.2f}"
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
-
-
-def _label(result: TrainResult) -> str:
-    """Name a run, and how much sooner or later than dense it reached the target."""
-    if result.speedup_to_target is None or result.algorithm == "dense":
-        return result.algorithm
-    ratio = result.speedup_to_target
-    compared = f"{_times(ratio)} faster" if ratio >= 1 else f"{_times(1 / ratio)} slower"
-    return f"{result.algorithm}: {compared} to the loss"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
+from typing import Any, get_type_hints
 
 import torch
 
@@ -96,9 +98,11 @@ def page(name: str) -> str:
 
 
 def _class(name: str) -> type[Averager]:
-    """Return the class of a scheme with settings."""
-    made = SCHEMES[name]
-    found: type[Averager] = made.func if isinstance(made, functools.partial) else made  # type: ignore
+    """Return the class of a scheme with settings, or of one that a function makes."""
+    made: Any = SCHEMES[name]
+    if inspect.isfunction(made):
+        made = get_type_hints(made)["return"]
+    found: type[Averager] = made.func if isinstance(made, functools.partial) else made
     return found
 
 

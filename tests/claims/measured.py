@@ -13,7 +13,7 @@ from sparsync.transports.ledger import Traffic
 from sparsync.transports.sim import Links, Simulation
 from sparsync.wire.base import HEADER_BYTES
 
-FEW = (2, 3, 4, 8, 16)
+FEW = (2, 3, 8, 16)
 RANKS = (*FEW, pytest.param(32, marks=pytest.mark.slow))
 EXCHANGEABLE = ("uniform", "heavy-tailed", "clustered", "one-region")
 ADVERSARIAL = ("disjoint", "dominated", "matching")

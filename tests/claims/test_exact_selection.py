@@ -13,7 +13,7 @@ from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact
 
 SIZE = 40_000
-DENSITIES = (0.0001, 0.001, 0.01, 0.1)
+DENSITIES = (0.0001, 0.001, 0.1)
 CPU = torch.device("cpu")
 
 

@@ -17,8 +17,8 @@ from sparsync.transports.sim import simulate
 
 from .measured import ADVERSARIAL, EXCHANGEABLE, FEW, RANKS, k_for, oktopk_step, steps, words
 
-REPARTITION = 3  # steps 0 and 3 cut regions again, 1 and 2 reuse them
-STEPS = 4
+REPARTITION = 2  # steps 0 and 2 cut regions, 1 reuses them
+STEPS = 3
 
 
 TAKES_ALL = pytest.mark.xfail(
@@ -73,7 +73,7 @@ def test_the_volume_has_its_closed_form(world_size):
     assert lower_bound_words(k, world_size) <= words(simulation)
 
 
-@pytest.mark.parametrize("world_size", [4, 8, 16, 32])
+@pytest.mark.parametrize("world_size", [4, 16])
 def test_even_regions_exceed_the_bound(world_size):
     """Negative control: without balanced regions the owner of region 0 receives all."""
     bound = bound_words(k_for(world_size), world_size, exchangeable=True)

@@ -14,7 +14,7 @@ from sparsync.transports.sim import Links, simulate
 from sparsync.units import plan_units
 
 DENSITY = 0.01
-STEPS = 16
+STEPS = 12
 
 
 def gradients(model, text, step, rank, units):

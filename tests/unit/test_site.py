@@ -199,7 +199,7 @@ def test_every_public_module_has_a_place():
     assert axes - {name.split(".")[1] for name in shown} == set(reference.HIDDEN)
     for name in sparsync.__all__:
         assert f"[`sparsync.{name}`][" in pages["api/index.md"]
-    assert "members: [Everything, Exact, ExactState]" in pages["api/selection.md"]
+    assert re.search(r"members: \[.*\bExact\b", pages["api/selection.md"])
 
 
 def test_the_navigation_has_every_page():

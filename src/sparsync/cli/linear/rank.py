@@ -221,7 +221,6 @@ def _result(
         _exchange_seconds(ranks, together)
         for ranks in zip(*(r.exchanged for r in reports), strict=True)
     ]
-    communication = [sum(phases.values()) for phases in exchanged]
     most = np.max([report.traffic for report in reports], axis=0)  # [epoch, kind]
     sent, received, messages, updates = most.T.tolist()
     return LinearResult(
@@ -239,11 +238,9 @@ def _result(
         objective=first.objective,
         accuracy=first.accuracy,
         accuracy_on="held-out rows" if settings.held_out_every else "training rows",
-        seconds=[a + b for a, b in zip(computed, communication, strict=True)],
-        seconds_communication=communication,
-        seconds_updates=[
-            sum(phases.values()) - phases.get(Scd.DERIVATIVES, 0.0) for phases in exchanged
-        ],
+        seconds=[a + b for a, (b, _) in zip(computed, exchanged, strict=True)],
+        seconds_communication=[both for both, _ in exchanged],
+        seconds_updates=[alone for _, alone in exchanged],
         bytes_sent=sent,
         bytes_received=received,
         messages_sent=messages,
@@ -254,17 +251,17 @@ def _result(
 
 def _exchange_seconds(
     ranks: Sequence[Sequence[tuple[str, float, float]]], together: bool
-) -> dict[str, float]:
-    """Return the seconds per phase: from all ranks' start to the end of the last.
+) -> tuple[float, float]:
+    """Return the seconds of an epoch's exchanges, and those without the derivatives'.
 
-    Where they do not start together: the time of the slowest rank.
+    From all ranks' start to the end of the last; where they do not start together, the time of the
+    slowest rank.
     """
-    seconds: dict[str, float] = {}
+    every = without = 0.0
     for exchange in zip(*ranks, strict=True):
-        if together:
-            took = max(end for _, _, end in exchange) - max(start for _, start, _ in exchange)
-        else:
-            took = max(end - start for _, start, end in exchange)
-        phase = exchange[0][0]
-        seconds[phase] = seconds.get(phase, 0.0) + took
-    return seconds
+        phases, starts, ends = zip(*exchange, strict=True)
+        each = [end - start for start, end in zip(starts, ends, strict=True)]
+        took = max(ends) - max(starts) if together else max(each)
+        every += took
+        without += 0.0 if phases[0] == Scd.DERIVATIVES else took
+    return every, without

@@ -117,7 +117,7 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
     axes = dict(zip(panels, figure.subplots(1, len(panels), sharey=True), strict=True))
     for result, (colour, style) in zip(results, cycle(_STYLES), strict=False):
-        each = {
+        each: dict[str, Sequence[float]] = {
             "seconds": result.seconds,
             "bytes": result.bytes_sent,
             "steps": [1] * result.steps,

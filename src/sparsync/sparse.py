@@ -1,8 +1,7 @@
 """Vectors in their two forms, sparse and dense, and the operations on both.
 
-``SparseVector`` is the currency of the library: selectors make it, codecs turn it into bytes,
-collectives sum it.  ``DenseVector`` is the same vector where sparsity no longer pays: a sparse stream
-(SparCML, section 5.1) is sparse up to that point and dense from there.
+Selectors make a ``SparseVector``, codecs turn it into bytes, collectives sum it.  ``DenseVector`` is the
+same where sparsity no longer pays: a sparse stream (SparCML, section 5.1) is dense from there on.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ class SparseVector:
     size: int
 
     def __post_init__(self) -> None:
-        if not (
-            isinstance(self.indices, Tensor)
-            and isinstance(self.values, Tensor)
-            and isinstance(self.size, int)
-        ):
+        tensors = isinstance(self.indices, Tensor) and isinstance(self.values, Tensor)
+        if not (tensors and isinstance(self.size, int)):
             kinds = ", ".join(type(x).__name__ for x in (self.indices, self.values, self.size))
             raise ConfigurationError(
                 f"SparseVector: indices, values and size are {kinds}; give two tensors and an int"
@@ -94,9 +90,7 @@ class SparseVector:
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
         """Sum vectors of one size, in the order given (a left fold); zero sums are not stored.
 
-        Args:
-            parts: at least one.
-            within: ascending indices; elements that are not among them are left out.
+        Elements that are not ``within`` (ascending indices) are left out.
 
         Example:
             >>> a = SparseVector.from_dense(torch.tensor([0.0, 1.0, 2.0]))
@@ -169,11 +163,7 @@ class SparseVector:
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
-        """Return self, or say what is wrong with it.
-
-        Raises:
-            ConfigurationError: shapes, dtypes, order or range of the indices are not as documented.
-        """
+        """Return self; ConfigurationError unless shapes, dtypes and indices are as documented."""
         if self.indices.dim() != 1 or self.indices.shape != self.values.shape:
             raise ConfigurationError(
                 f"SparseVector: indices {tuple(self.indices.shape)} and values "
@@ -195,13 +185,9 @@ class SparseVector:
 
 @dataclass(frozen=True, eq=False)
 class DenseVector:
-    """A vector stored whole.
+    """A vector of which every element is stored."""
 
-    Attributes:
-        values: `[size]`, every element.
-    """
-
-    values: Tensor
+    values: Tensor  # [size]
 
     @property
     def size(self) -> int:
@@ -248,14 +234,10 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
 
 
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b``: sparse if both are and the result surely is, else dense.
+    """Return ``a operation b``, of one size and dtype: sparse if both are and the result surely is.
 
-    Args:
-        a: the left operand (matters to operations that do not commute); not modified.
-        b: the right operand, of the same size and dtype; not modified.
-        operation: what is absent is its neutral element.
-        limit: most entries of a sparse result, whose number is bounded by ``|a| + |b|`` (the size
-            of the union is costly); None: two sparse vectors give a sparse one.
+    The ``limit`` of a sparse result's entries is compared with ``|a| + |b|`` (the size of the union is
+    costly); None: two sparse vectors give a sparse one.
 
     Cost: O(|a| + |b|) where both are sparse; disjoint supports, one after the other, are joined.
 
@@ -268,16 +250,14 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
         if limit is None or a.nnz + b.nnz <= limit:
             return _combine_sparse(a, b, operation)
         a = densify(a, operation)
-    if isinstance(a, DenseVector) and isinstance(b, DenseVector):
-        return DenseVector(operation.apply(a.values, b.values))
-    if isinstance(a, DenseVector):
-        assert isinstance(b, SparseVector)
-        values = a.values.clone()
-        values[b.indices] = operation.apply(values[b.indices], b.values)
+    if isinstance(a, SparseVector):
+        values = b.to_dense().clone()
+        values[a.indices] = operation.apply(a.values, values[a.indices])
         return DenseVector(values)
-    assert isinstance(b, DenseVector)
-    values = b.values.clone()
-    values[a.indices] = operation.apply(a.values, values[a.indices])
+    if isinstance(b, DenseVector):
+        return DenseVector(operation.apply(a.values, b.values))
+    values = a.values.clone()
+    values[b.indices] = operation.apply(values[b.indices], b.values)
     return DenseVector(values)
 
 
@@ -323,18 +303,11 @@ def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> S
     return SparseVector(union[stored], values[stored], a.size)
 
 
-# ---- vectors of users -------------------------------------------------------------------------------
-
-
 def as_vector(vector: Any) -> Vector:
     """Return a dense or a sparse vector of the same elements; memory is shared where it can be.
 
-    Args:
-        vector: a 1-D tensor or NumPy array; a ``scipy.sparse`` array or matrix with one row, one
-            column or one dimension (duplicates are summed); a ``SparseVector`` or ``DenseVector``.
-
-    Raises:
-        ConfigurationError: anything else, or another shape.
+    Takes a 1-D tensor or NumPy array, a ``scipy.sparse`` array or matrix with one row, one column or one
+    dimension (duplicates are summed), a ``SparseVector`` or a ``DenseVector``.
 
     Example:
         >>> import numpy as np

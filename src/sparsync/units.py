@@ -43,21 +43,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of parameters of one dtype on one device.
-
-    Attributes:
-        slots: the parameters, in registration order.
-        dtype: of the gradients.
-        device: of the gradients.
-        dense: exchanged whole, whatever the algorithm.
-        output: the model's output layer, which some algorithms treat apart.
-    """
+    """A run of parameters, in registration order, whose gradients have one dtype and device."""
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
     device: torch.device
-    dense: bool = False
-    output: bool = False
+    dense: bool = False  # exchanged whole, whatever the algorithm
+    output: bool = False  # the model's output layer, which some algorithms treat apart
 
     @property
     def layers(self) -> list[int]:
@@ -101,9 +93,6 @@ def plan_units(
             exchanged whole, in units of their own.  None: all are.
         output: names of the parameters of the output layer, if that is to have units of its own.
 
-    Raises:
-        ConfigurationError: a complex parameter, or a bad ``unit_bytes``.
-
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
         >>> [[s.name for s in u.slots] for u in plan_units([("a", a), ("b", b)], unit_bytes=16)]
@@ -135,12 +124,7 @@ def plan_units(
 def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
     """Return the names of the output layer's parameters: of the module that was registered last.
 
-    Args:
-        model: the plain module.
-        given: the names, where the user says them.
-
-    Raises:
-        ConfigurationError: these are not names of parameters.
+    ``given`` are the names where the user says them, which must exist.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -172,9 +156,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the tensors that replicas share: parameters, and the statistics of ``SyncBatchNorm``.
 
-    Args:
-        model: a plain module, as it is now.
-        ignored: names of parameters and buffers that are each rank's own.
+    Those whose names are ``ignored`` are each rank's own.
     """
     synchronised = {
         f"{name}.{buffer}" if name else buffer: tensor
@@ -189,15 +171,7 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 def check_same_parameters(
     model: nn.Module, exchanged: Iterable[Tensor], ignored: Collection[Tensor] = ()
 ) -> None:
-    """Refuse a model that trains what is not exchanged: thawed, added or replaced since.
-
-    Args:
-        model: the plain module, as it is now.
-        exchanged: the parameters that were agreed on.
-        ignored: others that may train alone.
-
-    Raises:
-        ConfigurationError: names the first such parameter.
+    """Refuse a model that trains what is neither ``exchanged`` nor ``ignored``: thawed, added, replaced.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())

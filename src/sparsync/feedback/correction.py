@@ -40,7 +40,8 @@ class Correction:
         masking: forget the velocity of entries that were delivered (momentum factor masking).  What
             is exchanged whole (dense warm-up, small layers) keeps its velocity: it was never late.
         weight_decay: ``g = g + weight_decay w``.
-        clip: largest norm of the *averaged* gradient, in its own units; None: no clipping.
+        clip: largest norm of the *averaged* gradient, in its own units; None: no clipping.  P
+            independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
         clip_norm: "this": all gradients of the step are waited for, and nothing overlaps with the
             backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
         as_published: clip local gradients to ``clip / sqrt(P)``, which is right for gradients that were
@@ -77,11 +78,7 @@ class Correction:
             )
 
     def clip_scale(self, norm: float, world_size: int) -> float:
-        """Return by what a local gradient of this norm is multiplied, at most 1.
-
-        P independent local gradients of norm x have an average of norm ``x / sqrt(P)``: a local norm
-        of ``clip sqrt(P)`` is a global one of ``clip``.
-        """
+        """Return by what a local gradient of this norm is multiplied, at most 1."""
         if self.clip is None or not norm > 0:  # a NaN is not clipped away: the step is refused
             return 1.0
         root = math.sqrt(world_size)
@@ -95,16 +92,6 @@ class Corrector:
 
     Memory: 2 n elements where there is momentum.
 
-    Args:
-        correction: what is done.
-        units: of the reducer.
-        world_size: number of ranks P.
-
-    Attributes:
-        velocities: of every unit, `[n]`; empty without momentum.
-        previous_norm: of the last step's local gradient, None before the first.
-        scale: by which gradients are multiplied (a GradScaler's); norms are those without it.
-
     Example:
         >>> from sparsync.units import plan_units
         >>> (unit,) = plan_units([("w", torch.zeros(2))])
@@ -117,18 +104,15 @@ class Corrector:
 
     def __init__(self, correction: Correction, units: Sequence[Unit], world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
-        self.scale = 1.0
-        self.previous_norm: float | None = None
+        self.scale = 1.0  # by which gradients are multiplied; norms are those without it
+        self.previous_norm: float | None = None  # of the last step's local gradient
         self._norm: float | None = None  # of the open step, if it was measured
         self._squares = 0.0
-        self.velocities = [
-            torch.zeros(
-                unit.size if correction.momentum else 0,
-                dtype=torch.promote_types(unit.dtype, torch.float32),
-                device=unit.device,
-            )
-            for unit in units
-        ]
+        self.velocities = []  # of every unit, [n]; empty without momentum
+        for unit in units:
+            wide = torch.promote_types(unit.dtype, torch.float32)
+            size = unit.size if correction.momentum else 0
+            self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -145,14 +129,7 @@ class Corrector:
     def correct_(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Turn a piece of a unit's gradient into what is accumulated: clip, decay, momentum.
-
-        Args:
-            unit: its number.
-            start: first element of the piece.
-            gradient: of the piece, overwritten.
-            weights: needed for decay.
-        """
+        """Overwrite a piece of a unit's gradient, from ``start`` on, by what is to be accumulated."""
         self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:

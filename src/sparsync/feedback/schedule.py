@@ -26,14 +26,8 @@ class AdaptiveDensity:
 
     Both are measured every ``period`` steps (``sparsync.monitoring.XiProbe``), on all ranks alike, and
     the density goes a quarter of the way, on a logarithmic scale, at most by the factor ``pace``: one
-    measurement tells little more than the order of magnitude.
-
-    Attributes:
-        at_equal: density where signal and noise are equal, and of the first steps.
-        low: no density is smaller.
-        high: none is larger.
-        period: steps between measurements.
-        pace: largest factor between two of them.
+    measurement tells little more than the order of magnitude.  It stays within ``low`` and ``high``, and
+    begins as ``at_equal``, its value where signal and noise are equal.
 
     The rule and its constants are not from a paper; ``benchmarks/adaptive-density.md`` measures them.
 

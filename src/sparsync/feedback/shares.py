@@ -30,26 +30,15 @@ _FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distance of edges from the la
 
 @dataclass(frozen=True)
 class SharesState:
-    """State that is carried from step to step; the same on every rank.
+    """State that is carried from step to step; the same on every rank."""
 
-    Attributes:
-        quotas: k of every unit.
-        key: the magnitude of the global k-th entry on the last step, as a key; None at first.
-    """
-
-    quotas: tuple[int, ...]
-    key: int | None = None
+    quotas: tuple[int, ...]  # k of every unit
+    key: int | None = None  # magnitude of the global k-th entry on the last step; None at first
 
 
 @final
 class Sharing:
-    """Counts what some units would like to select in a step, and divides k among them for the next.
-
-    Args:
-        units: all units of the reducer.
-        members: those that divide what they have together.
-        dtype: of their residuals.
-    """
+    """Counts what the members among the units would like to select, and divides k among them."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -78,15 +67,7 @@ class Sharing:
         collected: SparseVector | None,
         selected: SparseVector,
     ) -> None:
-        """Count what a unit would have liked to select.
-
-        Args:
-            state: of the open step.
-            unit: its number.
-            accumulated: its residual + gradient.
-            collected: the entries that were collected in it; None if there were too many.
-            selected: from it.
-        """
+        """Count what a unit would have liked to select; ``collected`` is None if there was too much."""
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:  # no magnitude is known yet: look an octave further
@@ -103,10 +84,7 @@ class Sharing:
     ) -> SharesState:
         """Return the next step's shares, once all members were counted; the same on all ranks.
 
-        Args:
-            state: of the open step.
-            channel: to all ranks.
-            entries: of every unit, by its density alone.
+        ``state`` is that of the open step, ``entries`` k of every unit by its density alone.
         """
         if len(self._histograms) < len(self.members):
             return state
@@ -156,16 +134,9 @@ def next_shares(
 ) -> SharesState:
     """Divide k among units by where the ``k * world_size`` largest entries of all ranks were.
 
-    Args:
-        state: of the step that the counts are from.
-        at: the edges of the histograms.
-        counts: of every unit, summed over ranks.
-        k: what the shares sum to; at least one per unit that has elements.
-        sizes: elements of every unit; no share exceeds them.
-        world_size: P.
-
-    A unit of which even the smallest counted entry is among the largest of all may have more: its
-    share at most doubles.
+    ``counts`` are histograms of every unit with the edges ``at``, summed over ranks.  Each unit gets at
+    least one, at most its size.  A unit of which even the smallest counted entry is among the largest of
+    all may have more: its share at most doubles.
 
     Example:
         >>> state = SharesState((25, 25), key=50)
@@ -189,13 +160,9 @@ def next_shares(
 def resized(
     state: SharesState, units: Sequence[int], entries: Sequence[int], sizes: Sequence[int]
 ) -> SharesState:
-    """Return shares of another density, in the proportions of these.
+    """Return shares of another density, in the proportions of these, among the members ``units``.
 
-    Args:
-        state: quotas of all units.
-        units: those that divide what they have together.
-        entries: of every unit, by the new density alone.
-        sizes: of every unit.
+    ``entries`` are k of every unit by the new density alone.
 
     Example:
         >>> resized(SharesState((30, 10, 5)), [0, 1], [10, 10, 3], [99, 99, 99]).quotas

@@ -56,11 +56,8 @@ class UnitPlan(NamedTuple):
 class Plan:
     """Decides for every step each unit's k, selector and collective, and what is collected on the way.
 
-    Args:
-        units: all units.
-        density: of regular steps, or a rule that adapts it.
-        warmup: the first steps; those of another density divide nothing.
-        shared: several units divide k by where its entries lie.
+    Where it is ``shared``, several units divide k by where its entries lie, except in steps of a warm-up
+    that have another density.
     """
 
     def __init__(

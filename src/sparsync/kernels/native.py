@@ -236,30 +236,17 @@ def deal_and_pack(
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
     """Deal entries to owners and pack a message of at most ``stride`` bytes for each but ``rank``.
 
-    Returns:
-        A message per owner (empty for the rank itself), the values that arrive, and the rank's own
-        entries; None if a share has more than ``limit`` entries.
-
-    Raises:
-        ConfigurationError: indices do not ascend.
+    Returns a message per owner (empty for the rank itself), the values that arrive, and the rank's own
+    entries; None if a share has more than ``limit`` entries.
     """
     nnz = values.numel()
     messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
     arriving, own_values = empty(nnz, torch.float32), empty(nnz, torch.float32)
     own_indices = empty(nnz, torch.int64)
-    mine = _guarded(
-        EXTENSION.deal_and_pack,
-        *_entries(indices, values),
-        world_size,
-        rank,
-        limit,
-        style,
-        (messages.data_ptr(), stride, lengths.data_ptr()),
-        arriving.data_ptr(),
-        own_indices.data_ptr(),
-        own_values.data_ptr(),
-        chosen(),
-    )
+    dealt = *_entries(indices, values), world_size, rank, limit, style
+    room = messages.data_ptr(), stride, lengths.data_ptr()
+    ends = arriving.data_ptr(), own_indices.data_ptr(), own_values.data_ptr()
+    mine = _guarded(EXTENSION.deal_and_pack, *dealt, room, *ends, chosen())
     if mine < 0:
         return None
     cut = [messages[i * stride : i * stride + n] for i, n in enumerate(lengths.tolist())]
@@ -269,23 +256,15 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum messages and the entries of ``rank``, in rank order; keep the k largest sums.
-
-    None if a message is malformed.
-    """
-    own = rank, *_entries(indices, values)
-    return _received(
-        EXTENSION.unpack_and_sum, messages, (*own, style, k), max(min(k, style[-1]), 0)
-    )
+    """Sum messages and the entries of ``rank``, in rank order; None if a message is malformed."""
+    arguments, capacity = (rank, *_entries(indices, values), style, k), max(min(k, style[-1]), 0)
+    return _received(EXTENSION.unpack_and_sum, messages, arguments, capacity)
 
 
 def unpack_and_undeal(
     messages: Sequence[Tensor], style: Style, size: int, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Join the messages of all owners to a vector of ``size`` elements, and keep its k largest.
-
-    None if a message is malformed.
-    """
+    """Join the messages of all owners to a vector of ``size``; None if a message is malformed."""
     # C++ writes a tile whole, and then drops what ties at its end
     tile: int = EXTENSION.slots_per_tile
     capacity = min(size, max(k, 0) + tile, sum(message.numel() for message in messages))

@@ -61,22 +61,12 @@ _LARGEST = MappingProxyType(  # what rounding must not exceed to stay finite, th
 
 
 def low_bits(nnz: int, size: int) -> int:
-    """Return ``floor(log2(size / nnz))``, in integers; 0 for no entries.
-
-    Example:
-        >>> low_bits(1, 1 << 32), low_bits(3, 11), low_bits(3, 12), low_bits(0, 5)
-        (32, 1, 2, 0)
-    """
+    """Return ``floor(log2(size / nnz))``, in integers; 0 for no entries."""
     return (size // nnz).bit_length() - 1 if nnz else 0
 
 
 def index_bits(nnz: int, size: int) -> int:
-    """Return the exact bits of ``nnz`` indices below ``size``; grows with ``nnz``.
-
-    Example:
-        >>> round(index_bits(147_282, 14_728_266) / 147_282, 2)  # at 1 %
-        8.56
-    """
+    """Return the exact bits of ``nnz`` indices below ``size``; grows with ``nnz``."""
     if nnz == 0:
         return 0
     low = low_bits(nnz, size)
@@ -103,9 +93,7 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return header, values and indices as one uint8 payload, and the values that it says.
 
-    Raises:
-        ConfigurationError: the indices are not int64, strictly ascending below ``size``, one per
-            value (the specification trusts that they are).
+    C++ refuses indices that are not int64, strictly ascending below ``size``, one per value.
     """
     exact = to_float32(values, form)
     on = _functions(exact)
@@ -120,11 +108,7 @@ def pack(
 
 
 def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return indices and float32 values of what follows the header; ``body`` has the exact length.
-
-    Raises:
-        WireFormatError: see ``unpack_indices``.
-    """
+    """Return indices and float32 values of what follows the header; ``body`` has the exact length."""
     on, middle = _functions(body), value_bytes(nnz, form, block)
     if on is native:
         body = body.contiguous()

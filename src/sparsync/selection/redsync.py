@@ -41,11 +41,8 @@ class Trimmed(Selector):
     """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
 
     The threshold ``mean + ratio (max - mean)`` of the magnitudes is the first of ``ratio`` = 1 - eps,
-    1 - 2 eps, ..., 0 that at least k entries reach; the k largest of those are taken.  Where fewer than k
-    reach the mean, or NaN or Inf leaves no mean, they are taken from all n.
-
-    Args:
-        eps: step of the ratio (Alg. 2: 0.2); at most 1 / eps thresholds are counted.
+    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) that at least k entries reach; the k largest of those are taken.
+    Where fewer than k reach the mean, or NaN or Inf leaves no mean, they are taken from all n.
 
     Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, a
     selection among the survivors.   State: none.
@@ -99,15 +96,15 @@ class BinarySearch(Selector):
     search returns k to 2k entries, or all that are not zero if those are fewer than k.**  Where it
     narrows to ``eps`` without such a threshold (ties, a few huge entries), the k largest are taken.
 
-    With ``reuse_period`` p the threshold serves the next p - 1 calls as well (the paper's "sampled
-    threshold binary search"): then any number may reach it, of which at most ``cap * k`` are taken, the
-    largest; the rest stays in the residual.  When none does, it searches again.
+    With ``reuse_period`` p (section 5.2.2: 5) the threshold serves the next p - 1 calls as well (the
+    paper's "sampled threshold binary search"): then any number may reach it, of which at most ``cap * k``
+    are taken, the largest (None: no cap, as published).  When none does, it searches again.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
             0.001 is at most 10 trials).
-        reuse_period: calls per search (1: search always; section 5.2.2: 5).
-        cap: of k, on calls that reuse; None: no cap, as published.
+        reuse_period: calls per search.
+        cap: of k, on calls that reuse.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
     trials; a call that reuses: n comparisons.
@@ -266,10 +263,10 @@ class BySize(Selector):
 
 @dataclass(frozen=True)
 class OneSignedState:
-    """State that is carried from step to step."""
+    """The turn, and the state of the selector inside."""
 
     bottom: bool  # the next call selects among the negative entries
-    selector: Any  # the state of the selector inside
+    selector: Any
 
 
 @final
@@ -279,10 +276,6 @@ class OneSigned(Selector):
     So one mean serves all values of a message.  The entries of the other sign are zero to it: they stay
     in the residual, and fewer than k are selected where fewer have the sign.  NaN and Inf are selected
     on every call, of either sign.
-
-    Args:
-        selector: selects among them; not one that reuses thresholds between steps, since that of one
-            sign says nothing about the other.
 
     Cost: a copy of n elements, and the selector's.   State: ``OneSignedState``.
     Differs from the paper: its "smallest k" take positive values where fewer than k are negative; here
@@ -352,11 +345,8 @@ class LayeredState:
 class Layered(Selector):
     """Selects from every layer of a unit by itself: one message, but no layer outbids another.
 
-    A layer of n' of the unit's n elements is asked for ``k n' / n`` entries, at least one.
-
-    Args:
-        make_selector: builds the selector of one layer.
-        sizes: of the layers; default: one layer, of any size (``for_layers`` tells the unit's).
+    A layer of n' of the unit's n elements is asked for ``k n' / n`` entries, at least one.  Without
+    ``sizes`` there is one layer, of any size; ``for_layers`` tells the unit's.
 
     Cost: that of the layers' selectors.   State: ``LayeredState``.
     Differs from the paper: nothing.
@@ -382,15 +372,14 @@ class Layered(Selector):
 
     def methods(self, sizes: Sequence[int]) -> list[str]:
         """Ask every layer's selector."""
-        pairs = zip(self._layers, sizes, strict=True)
-        return [layer.methods([size])[0] for layer, size in pairs]
+        return [layer.methods([n])[0] for layer, n in zip(self._layers, sizes, strict=True)]
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the entries of all layers."""
         size = accumulated.numel()
-        sizes = self.sizes if self.sizes is not None else (size,)
+        sizes = (size,) if self.sizes is None else self.sizes
         if sum(sizes) != size:
             raise ConfigurationError(
                 f"Layered: layers of {sum(sizes)} elements in all, the unit has {size}; was for_layers "
@@ -427,12 +416,7 @@ class Layered(Selector):
 
 
 def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
-    """Return mean and maximum of ``|accumulated|``, which has an element; NaN makes the mean NaN.
-
-    Example:
-        >>> mean_and_max(torch.tensor([1.0, -3.0]))
-        (2.0, 3.0)
-    """
+    """Return mean and maximum of ``|accumulated|``, which has an element; NaN makes the mean NaN."""
     on_cpu = accumulated.device.type == "cpu"
     wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits would round the mean
     parts = []

@@ -24,18 +24,15 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % 
 class ReusedState:
     """State that is carried from step to step."""
 
-    # magnitude of the k-th largest entry at the last exact step; None while all entries were zero
-    threshold_key: int | None = None
+    threshold_key: int | None = None  # the k-th largest at the last exact step, if it was not zero
 
 
 @final
 class Reused(Selector):
     """Selects what is at least as large as the k-th largest was at the last exact step.
 
-    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts, up where residuals
-    pile up below the threshold, down where gradients shrink.  So at most ``cap * k`` are taken, the
-    largest (the rest stays in the residual), and with ``floor`` a step that finds fewer than
-    ``floor * k`` is made exact.
+    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts.  So at most ``cap * k``
+    are taken, the largest, and with ``floor`` a step that finds fewer than ``floor * k`` is made exact.
 
     ``threshold_period="auto"`` knows no period: a step that finds fewer than 0.89 k or more than 1.11 k
     takes exactly k and renews the threshold.  That mostly costs next to nothing: if k entries or more
@@ -44,8 +41,7 @@ class Reused(Selector):
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: of k, on steps that reuse; None: no cap, as published.
-        floor: of k; None: no floor, as published.
+        cap, floor: of k, on steps that reuse; None: as published.
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
     "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
@@ -68,8 +64,9 @@ class Reused(Selector):
         cap: float | None = 1.0,
         floor: float | None = None,
     ) -> None:
-        whole = isinstance(threshold_period, int) and not isinstance(threshold_period, bool)
-        if threshold_period != "auto" and not (whole and threshold_period >= 1):
+        if threshold_period != "auto" and not (
+            type(threshold_period) is int and threshold_period > 0
+        ):
             raise ConfigurationError(
                 f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"'
             )

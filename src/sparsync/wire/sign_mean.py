@@ -32,8 +32,7 @@ class SignMean(Codec[SparseVector]):
 
     Every entry of a layer arrives as the mean of the layer's entries, a projection:
     ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  It is small where
-    entries have one sign and one magnitude: ``OneSigned`` selection belongs to this codec.  Mixed
-    signs are legal and merely lose more.
+    entries have one sign and one magnitude, as after ``OneSigned`` selection.
 
     A mean is summed in float64 and rounded to float32.  Finite values have a finite mean; a NaN or Inf
     makes its whole layer NaN or Inf.

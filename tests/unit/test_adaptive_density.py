@@ -105,10 +105,6 @@ def test_a_dense_warmup_comes_first():
     assert found[:7] == [RULE.at_equal] * 7 and found[7] > RULE.at_equal
 
 
-def test_one_rank_knows_no_noise():
-    assert densities(1.0, ranks=1)[-1] == RULE.at_equal
-
-
 @pytest.mark.parametrize("unit_bytes", [None, 4])
 def test_a_run_resumes_bit_for_bit(unit_bytes):
     async def program(comm):

@@ -48,8 +48,13 @@ def averages(name, scales, correction=None):
     return simulate(program, 3).results
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ROUND_AT_RANDOM])
+@pytest.mark.parametrize(
+    ("name", "correction"),
+    [
+        *((name, "plain") for name in ALGORITHMS if name not in ROUND_AT_RANDOM),
+        *(("oktopk", correction) for correction in CORRECTIONS if correction != "plain"),
+    ],
+)
 def test_a_change_of_scale_changes_no_bit(name, correction):
     plain = averages(name, [1.0] * len(SCALES), CORRECTIONS[correction])
     scaled = averages(name, SCALES, CORRECTIONS[correction])
@@ -107,20 +112,11 @@ OVERFLOWING = ["budgeted", "oktopk", "halving", "gtopk", "topkdsa", "allgather"]
 
 @pytest.mark.parametrize("name", OVERFLOWING)
 def test_random_overflows_lose_nothing(name):
-    results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 120), 4).results
+    results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 80), 4).results
     assert len(set(results)) == 1, "ranks skipped different steps"
     skipped, counted, steps = results[0]
-    assert skipped == counted > 15
-    assert steps == 120
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["budgeted", "oktopk", "allgather"])
-def test_2000_steps_of_random_overflows_lose_nothing(name):
-    results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 2000, seed=1), 2).results
-    assert results[0] == results[1]
-    assert results[0][0] > 300
-    assert results[0][2] == 2000
+    assert skipped == counted > 10
+    assert steps == 80
 
 
 # ---- one change of scale --------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Packed messages: every backend gives the bytes of the specification; sizes; how values are rounded."""
 
 import struct
-from math import ceil, log2
+from math import ceil
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ blocks = st.sampled_from([1, 3, 8, 128])
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(packable(max_nnz=300), forms, blocks)
 def test_native_messages_equal_those_of_the_specification_bit_for_bit(original, form, block):
     with using("native"):
@@ -88,16 +88,6 @@ def test_indices_take_exactly_the_bits_of_the_formula(nnz, more):
     assert packing.index_bits(nnz, size) == nnz * (low + 1) + ceil(size / 2**low)
 
 
-@pytest.mark.parametrize(("density", "bits"), [(0.001, 11.95), (0.01, 8.56), (0.02, 7.56)])
-def test_indices_cost_half_a_bit_more_than_the_entropy(density, bits):
-    size = 14_728_266
-    nnz = round(density * size)
-    bound = size * (-density * log2(density) - (1 - density) * log2(1 - density)) / nnz
-    taken = packing.index_bits(nnz, size) / nnz
-    assert taken == pytest.approx(bits, abs=0.01)
-    assert bound < taken < bound + 0.56
-
-
 # ---- rounding --------------------------------------------------------------------------------------
 
 
@@ -150,9 +140,3 @@ def test_int8_is_off_by_at_most_half_a_step(values):
         allowed = max(step / 2 * 1.001, 63.5 * 2.0**-149)  # denormal scales are coarse
         for x, y in zip(values[start : start + 8], got[start : start + 8], strict=True):
             assert abs(x - y) <= allowed
-
-
-def test_explicit_zeros_are_kept():
-    """What rounding made zero still travels: support in, support out."""
-    decoded = Packed("int8").encode(vector([2, 5], [100.0, 0.1], 9)).decoded
-    assert (decoded.indices.tolist(), decoded.values.tolist()) == ([2, 5], [100.0, 0.0])

@@ -79,34 +79,6 @@ def test_the_expectation_survives_a_second_quantisation():
     assert bool((error.abs() <= 5 * standard + 1e-6).all())
 
 
-@every_setting
-def test_roundings_are_independent_of_each_other(bits, scale):
-    """The variance of a sum of entries is the sum of their variances."""
-    codec, x = Qsgd(bits, block=LENGTH, scale=scale), noise()
-    sums = samples(codec, x).sum(1)
-    expected = deviations(codec, x).square().sum()
-    assert float(sums.var() / expected) == pytest.approx(1, abs=5 * (2 / COPIES) ** 0.5)
-
-
-@every_setting
-@pytest.mark.parametrize("length", [1, 2, 16, 64, 1024])
-def test_the_variance_is_below_omega(bits, scale, length):
-    codec = Qsgd(bits, block=length, scale=scale)
-    omega = codec.omega(length)
-    for x in (noise(length), spread(length) + 1e-3, worst(codec, length)):
-        errors = (samples(codec, x, 200) - x.double()).square().sum(1) / x.double().square().sum()
-        assert float(errors.mean()) <= omega + 5 * float(errors.std()) / 200**0.5 + 1e-6
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("length", [2, 16, 1024])
-def test_omega_of_the_scale_max_is_reached(bits, length):
-    quantiser = Qsgd(bits, block=length, scale="max")
-    x = worst(quantiser, length)
-    exact = float(deviations(quantiser, x).square().sum() / x.double().square().sum())
-    assert exact == pytest.approx(quantiser.omega(length), rel=1e-5)
-
-
 @given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), st.sampled_from(SETTINGS))
 def test_no_block_has_more_variance_than_omega(values, setting):
     x, quantiser = torch.tensor(values), Qsgd(setting[0], block=len(values), scale=setting[1])
@@ -157,7 +129,7 @@ def test_draws_are_the_same_on_every_machine():
 
 
 @every_setting
-@pytest.mark.parametrize("length", [1, 16, 1024])
+@pytest.mark.parametrize("length", [1, 1024])
 def test_shrinking_makes_it_a_contraction(bits, scale, length):
     codec = Qsgd(bits, block=length, scale=scale, shrink=True)
     omega = codec.omega(length)
@@ -235,13 +207,6 @@ def test_what_is_not_finite_arrives_so_and_spoils_nothing(bits, scale, dtype, sh
         raw = codec.encode(DenseVector(values)).payload, codec.encode(DenseVector(alone)).payload
         scales = slice(16, 16 + 4 * -(-7 // block))
         assert torch.equal(raw[0][scales], raw[1][scales])
-
-
-@every_setting
-def test_the_largest_entry_of_a_block_alone_is_exact(bits, scale):
-    values = torch.tensor([3.3, 0.0, 0.0, -1e-38, 0.0, 0.0, 1e38])
-    same = rounded(Qsgd(bits, block=3, scale=scale), values)
-    assert torch.equal(same, values)
 
 
 @every_setting

@@ -130,12 +130,6 @@ def test_the_method_selects(name, start):
         same_vector(selected, largest(accumulated, 10))
 
 
-def test_bytes_count_not_elements():
-    policy = BySize(exact_from=4 * SIZE)
-    assert isinstance(policy.select(noise().half(), 10, 0), DenseVector)
-    assert isinstance(policy.select(noise(), 10, 0), SparseVector)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -211,17 +205,6 @@ def test_the_published_walk_ends_regularly_on_ordinary_inputs():
     ended = [bisected(inputs(torch.float64)["normal"], k, 1e-3) for k in (1, 10, 100)]
     assert None not in ended
     assert bisected(inputs(torch.float64)["halving"], 100, 1e-3) is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("eps", "trials"), [(0.5, 1), (1e-3, 10), (1e-9, 30)])
-def test_trials_are_bounded(name, eps, trials, monkeypatch):
-    passes, find = [], kernels.find
-    monkeypatch.setattr(kernels, "find", lambda *given: passes.append(given) or find(*given))
-    for k in (1, 100, SIZE):
-        passes.clear()
-        BinarySearch(eps).select(inputs(torch.float32)[name], k, 0)
-        assert len(passes) <= trials
 
 
 # ---- its reuse ------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_region_may_have_2_to_the_32_elements(codec, tail, each_backend):
 # ---- round trips ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(messages())
 def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
     codec, original = drawn
@@ -171,18 +171,8 @@ def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
     assert torch.equal(codec.encode(original).payload, encoded.payload)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 7])
-def test_full_and_empty_vectors_of_every_dtype_survive(dtype, size):
-    full = SparseVector.from_dense(torch.arange(1, size + 1).to(dtype))
-    for original in (full, SparseVector.empty(size, full.values)):
-        same_vector(Coo().decode(Coo().encode(original).payload, size), original)
-    payload = Whole().encode(DenseVector(full.values)).payload
-    same(Whole().decode(payload, size).values, full.values)
-
-
 @each_codec
-@pytest.mark.parametrize("offset", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("offset", [1, 2, 4])
 def test_a_message_may_start_anywhere_and_nothing_after_it_is_read(codec, offset, each_backend):
     original = sent(codec, [1, 4, 6], [1, 2, 3], 8)
     encoded = codec.encode(original)
@@ -291,12 +281,6 @@ def test_seeded_streams_share_the_limits_that_were_searched(monkeypatch):
     assert len(limits) == len(searched) == 1
 
 
-@pytest.mark.parametrize("factor", [-0.1, 1.5])
-def test_an_impossible_factor_is_refused(factor):
-    with pytest.raises(ConfigurationError, match="factor"):
-        StreamCodec(factor=factor)
-
-
 # ---- settings, and what a sender refuses ------------------------------------------------------------
 
 
@@ -333,6 +317,8 @@ def test_ranks_compare_codecs_by_their_names(codec, name):
         (Signs, {"block": -1}, "block=-1 .* use 1 to 65535"),
         (Signs, {"block": 0}, "block=0"),
         (Signs, {"block": 1 << 16}, "block=65536"),
+        (StreamCodec, {"factor": -0.1}, "factor is -0.1"),
+        (StreamCodec, {"factor": 1.5}, "factor is 1.5"),
     ],
 )
 def test_impossible_settings_are_refused(make, arguments, says):

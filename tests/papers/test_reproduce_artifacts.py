@@ -9,7 +9,7 @@ from sparsync.presets import resolve
 from sparsync_papers.reproduce import Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS
 from sparsync_papers.reproduce.command import find, reproduce
-from sparsync_papers.reproduce.oktopk_xi import xi
+from sparsync_papers.reproduce.oktopk_selection import xi
 from sparsync_papers.reproduce.redsync_model import IMAGENET, SMALL, TEXT
 from sparsync_papers.reproduce.redsync_phases import (
     QUANTISED_RGC,

@@ -30,7 +30,7 @@ from sparsync_papers.models.images import (
 from sparsync_papers.models.speech import SpeechLstm
 from sparsync_papers.models.text import Bert, EncoderDecoder, LstmLanguageModel, Transformer
 
-__all__ = ["MODELS", "PaperModel", "megabytes", "parameter_count"]
+__all__ = ["MODELS", "PaperModel", "parameter_count"]
 
 
 class PaperModel(NamedTuple):
@@ -96,13 +96,3 @@ def parameter_count(model: nn.Module) -> int:
         8
     """
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def megabytes(model: nn.Module) -> float:
-    """Return the size of the learnable parameters, and so of a gradient, in 10^6 bytes.
-
-    Example:
-        >>> megabytes(nn.Linear(999, 250))
-        1.0
-    """
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 1e6

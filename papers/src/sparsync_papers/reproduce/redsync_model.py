@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync_papers.redsync_costs import equation_2
@@ -19,6 +21,7 @@ from sparsync_papers.reproduce import (
 )
 from sparsync_papers.reproduce.redsync_phases import (
     DENSITY,
+    MASK,
     MOMENTUM_MASK,
     QUANTISED_RGC,
     RGC,
@@ -26,6 +29,7 @@ from sparsync_papers.reproduce.redsync_phases import (
     Machine,
     Model,
     lstm,
+    model_of,
     predicted_phases,
     resnet50,
 )
@@ -60,10 +64,15 @@ MURADIN = Platform("Muradin", Machine(beta=1 / 3.5e9, memory=1 / 490e9), 14.9e12
 class Training:
     """A model, and the computation of one step."""
 
-    model: Model  # its layers
+    make: Callable[[], Model]  # its layers
     gflops: float  # forward, one sample (Table 1)
     batch: int  # samples per GPU (Table 1)
     overlaps: bool = True  # communication runs during the backward pass: CNNs (section 5.5)
+
+    @property
+    def model(self) -> Model:
+        """Its layers."""
+        return self.make()
 
     def seconds(self, platform: Platform) -> float:
         """Return the computation: forward, and twice as much backward."""
@@ -84,27 +93,19 @@ class Training:
         return computed + gpu + max(stages["communicate"] - hidden, 0.0)
 
 
-def _convolutional(name: str, layers: tuple[tuple[int, int], ...]) -> Model:
-    """Return a model of layers, inputs and outputs of each; a bias per output."""
-    sizes = (size for inputs, outputs in layers for size in (inputs * outputs, outputs))
-    return Model(name, tuple(sizes), MOMENTUM_MASK)
+def _convolutional(name: str, key: str) -> Callable[[], Model]:
+    return partial(model_of, name, key, MOMENTUM_MASK)
 
 
-_VGG = (
-    *((27, 64), (576, 64), (576, 128), (1152, 128), (1152, 256), (2304, 256), (2304, 256)),
-    *((2304, 512), *(((4608, 512),) * 5)),
-)
-_ALEX = ((363, 64), (1600, 192), (1728, 384), (3456, 256), (2304, 256))
-_HIDDEN = ((9216, 4096), (4096, 4096), (4096, 1000))
-_WIKI = replace(lstm(vocabulary=33_278), name="LSTM 2 x 1500, Wiki2")
 IMAGENET = (
-    Training(_convolutional("AlexNet", (*_ALEX, *_HIDDEN)), 0.72, 32),
-    Training(_convolutional("VGG-16", (*_VGG, (25088, 4096), *_HIDDEN[1:])), 15.5, 32),
-    Training(resnet50(), 8.22, 32),
+    Training(_convolutional("AlexNet", "alexnet"), 0.72, 32),
+    Training(_convolutional("VGG-16", "vgg16_imagenet"), 15.5, 32),
+    Training(resnet50, 8.22, 32),
 )
-TEXT = (Training(lstm(), 2.52, 5, overlaps=False),)
+TEXT = (Training(lstm, 2.52, 5, overlaps=False),)
+_WIKI = partial(model_of, "LSTM 2 x 1500, Wiki2", "lstm_wikitext2", MASK)
 SMALL = (
-    Training(_convolutional("VGG-16, CIFAR-10", (*_VGG, (512, 10))), 0.31, 64),
+    Training(_convolutional("VGG-16, CIFAR-10", "vgg16_cifar10"), 0.31, 64),
     Training(_WIKI, 2.52, 5, overlaps=False),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from sparsync.selection import BySize
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync.wire.sign_mean import SignMean
+from sparsync_papers.models import MODELS
 from sparsync_papers.redsync_costs import (
     PLAIN,
     QUANTIZED,
@@ -99,24 +101,22 @@ SCHEMES = (
 )
 
 
+@cache
+def model_of(name: str, key: str, mask: Kernels, **sizes: int) -> Model:
+    """List the parameter tensors of one of ``MODELS``, which takes no memory."""
+    with torch.device("meta"):
+        model = MODELS[key].build(**sizes)
+    return Model(name, tuple(parameter.numel() for parameter in model.parameters()), mask)
+
+
 def resnet50(classes: int = 1000) -> Model:
     """Return ResNet-50: 161 tensors, 25,557,032 elements (1,001 classes: 25,559,081)."""
-    sizes, channels = [64 * 3 * 7 * 7, 64, 64], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions = (width * channels, 9 * width * width, width * 4 * width)
-            for size, out in zip(convolutions, (width, width, 4 * width), strict=True):
-                sizes += [size, out, out]  # and its batch norm
-            if block == 0:
-                sizes += [4 * width * channels, 4 * width, 4 * width]
-            channels = 4 * width
-    return Model("ResNet-50", (*sizes, channels * classes, classes), MOMENTUM_MASK)
+    return model_of("ResNet-50", "resnet50", MOMENTUM_MASK, classes=classes)
 
 
-def lstm(hidden: int = 1500, vocabulary: int = 10_000) -> Model:
+def lstm() -> Model:
     """Return the 2-layer language model of section 6.2: weights not tied, SGD without momentum."""
-    layer, words = 2 * (4 * hidden * hidden,) + 2 * (4 * hidden,), vocabulary * hidden
-    return Model("LSTM 2 x 1500", (words, *layer, *layer, words, vocabulary), MASK)
+    return model_of("LSTM 2 x 1500", "lstm_ptb", MASK)
 
 
 def phases(

@@ -26,7 +26,6 @@ from sparsync.collectives import (
     GTopk,
     Halving,
     OkTopk,
-    QuantizedAllgather,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
@@ -203,7 +202,7 @@ def signs(*, block: int = 256) -> Algorithm:
     return Algorithm(
         "signs",
         Everything,
-        lambda: QuantizedAllgather(Signs(block)),
+        lambda: Allgather(Signs(block)),
         shared=False,
         bits=1 + 32 / block,  # a scale is a float32
     )

@@ -22,7 +22,6 @@ from sparsync.collectives import (
     GTopk,
     Halving,
     OkTopk,
-    QuantizedAllgather,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
@@ -116,7 +115,7 @@ COLLECTIVES = {
     "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
     "ring, no cap": partial(Ring, cap=None),
     "sparcml-auto, no cap": partial(SparcmlAuto, cap=None),
-    "signs, blocks of 7": partial(QuantizedAllgather, Signs(7)),
+    "signs, blocks of 7": partial(Allgather, Signs(7)),
 }
 
 

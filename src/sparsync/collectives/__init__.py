@@ -7,7 +7,6 @@ from sparsync.collectives.dense import Dense
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk import OkTopk, OkTopkState
-from sparsync.collectives.quantized_allgather import QuantizedAllgather
 from sparsync.collectives.sparcml import (
     Dynamic,
     RecursiveDoubling,
@@ -27,7 +26,6 @@ __all__ = [
     "Halving",
     "OkTopk",
     "OkTopkState",
-    "QuantizedAllgather",
     "RecursiveDoubling",
     "Reduced",
     "Ring",

@@ -20,7 +20,6 @@ from sparsync.transports.communicator import Communicator
 __all__ = [
     "Collective",
     "Reduced",
-    "as_sparse",
     "capped",
     "check_cap",
     "cut",
@@ -32,16 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """The result of a collective.
+    """The result of a collective: ``sum over ranks(delivered) == total + sum over ranks(lost)``.
 
     Attributes:
-        total: the sum over ranks of what was delivered, bit-identical on every rank.
+        total: bit-identical on every rank.
         delivered: this rank's share of it: values with their own support.  What was *selected* and
             is not in here was dropped on the way and belongs into the residual.
         lost: what of ``delivered`` never arrived because a codec rounded it away and, as published,
             nobody keeps that; None where nothing is lost, which is everywhere else.
-
-    The law: ``sum over ranks(delivered) == total + sum over ranks(lost)``.
     """
 
     total: Vector
@@ -56,8 +53,8 @@ class Collective(Stateful):
 
     Attributes:
         result: what the total is; says which lower bound holds for the cost.
-        order: order of the float additions.  "rank": the total is the left fold of the delivered
-            vectors in rank order, bit for bit; "tree": another order, fixed by the number of ranks.
+        order: of the float additions.  "rank": the total is the left fold, in rank order, of what was
+            delivered, bit for bit; "tree": another order, fixed by the number of ranks.
     """
 
     result: Result = "sum"
@@ -104,11 +101,6 @@ class Collective(Stateful):
         """
 
 
-def as_sparse(vector: Vector) -> SparseVector:
-    """Return a sparse vector as it is, a dense one by its non-zero elements."""
-    return SparseVector.from_dense(vector.values) if isinstance(vector, DenseVector) else vector
-
-
 def most_entries(k: int, cap: float | None, size: int) -> int:
     """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 if k is; or all."""
     if cap is None:
@@ -118,7 +110,7 @@ def most_entries(k: int, cap: float | None, size: int) -> int:
 
 def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
     """Keep the largest ``cap * k`` entries; what is cut off is not delivered."""
-    sparse = as_sparse(vector)
+    sparse = SparseVector.from_dense(vector.values) if isinstance(vector, DenseVector) else vector
     return sparse.top(most_entries(k, cap, sparse.size))
 
 

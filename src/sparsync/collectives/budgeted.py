@@ -1,48 +1,34 @@
-"""Budgeted: top-k of the sum of the ranks' top-k in two rounds, with a byte budget that holds.
-
-Ours.  Elements are dealt to their owners by a hash (``kernels.deal``), so that every support
-loads all ranks evenly: nothing is cut, balanced or announced, and message sizes are bounded ahead.
-"""
+"""Budgeted: top-k of the sum of the ranks' top-k in two rounds, with a byte budget that holds."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
-from sparsync.collectives.costs import Cost, Job, Result
+from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
-from sparsync.wire.packed import Packed, Parcels, decode_sum, decode_undealt, encode_dealt
+from sparsync.wire.packed import Packed, decode_sum, decode_undealt, encode_dealt
 
 __all__ = ["Budgeted"]
 
-_WORD_BYTES = 4
 _FEW_PER_RANK = 256  # k / P below which headers and chance weigh too much for a budget
 _PASSES = 2  # over k entries beyond packing and unpacking, see benchmarks/fidelity.md
 _DEVIATIONS = 4  # of an owner's share of the k largest, which is binomial with mean k / P
 
 
-class _Limits(NamedTuple):
-    """How many entries one rank may send to one other.
-
-    Attributes:
-        split: of what it selected.
-        share: of the sums that it owns.
-    """
-
-    split: int
-    share: int
-
-
 @final
 class Budgeted(Collective):
     """The k largest entries of the sum, below the volume that Theorem 3.1 proves for COO.
+
+    Elements are dealt to their owners by a hash (``kernels.deal``), so that every support loads all
+    ranks evenly: nothing is cut, balanced or announced, and message sizes are bounded ahead.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
     2. Every owner sends its largest sums to all: k / P and four standard deviations more, for hashing
@@ -56,12 +42,11 @@ class Budgeted(Collective):
 
     Args:
         codec: wire format (default: packed, bf16).
-        budget: words (of 4 bytes) per k (P - 1) / P that a rank may send and receive; the theorem's
-            2 by default, of which bf16 values use about 1.6 at 1 %.
+        budget: words (of 4 bytes) per k (P - 1) / P that a rank may send and receive; of the theorem's
+            2, bf16 values use about 1.6 at 1 %.
 
-    Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %
-    of entries and headers.   State: none.
-    Differs from the paper: not from one; the two exchanges are Ok-Topk's, with hashed regions
+    Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %.   State: none.
+    Differs from the paper: none describes it; the two exchanges are Ok-Topk's, with hashed regions
     (compare Zen), bounded messages and no threshold.
 
     Example:
@@ -114,58 +99,46 @@ class Budgeted(Collective):
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
-        limits = self._limits(comm.world_size, k, mine.size, mine.values.dtype)
+        codec, framing, ranks = self.codec, MessageFraming(self.codec), comm.world_size
+        size, dtype = mine.size, mine.values.dtype
+        to_owner, to_all = self._limits(ranks, k, size, dtype)
         with comm.stage("pack"):
-            parcels = encode_dealt(self.codec, mine, comm.world_size, comm.rank, limits.split)
-        share = await self._split(comm, parcels, limits)
-        total, rounded = await self._allgather(comm, share, k, mine.size, limits)
-        sent = SparseVector(mine.indices, parcels.arriving, mine.size)
-        error = _rounding(comm, share, rounded, mine.size)
+            parcels = encode_dealt(codec, mine, ranks, comm.rank, to_owner)
+        capacities = [codec.nbytes(to_owner, parcels.own.size, dtype)] * ranks
+        messages = await comm.alltoallv(parcels.messages, capacities, "split", framing)
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            share = decode_sum(codec, messages, comm.rank, parcels.own, to_all)
+        with comm.stage("pack"):
+            encoded = codec.encode(share)
+        capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
+        messages = await comm.alltoallv([encoded.payload] * ranks, capacities, "allgather", framing)
+        messages[comm.rank] = encoded.payload
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            total = decode_undealt(codec, messages, size, k, share)
+        sent = SparseVector(mine.indices, parcels.arriving, size)
+        # what rounding added to the sums of this rank: its residual takes that back
+        owned = kernels.undeal(share.indices, comm.rank, ranks)
+        error = SparseVector(owned, encoded.decoded.values - share.values, size)
         return Reduced(total, SparseVector.merge([sent, error], within=total.indices))
 
-    def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> _Limits:
-        """Divide the budget between the two exchanges; without one, what can be is the limit."""
+    def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return how many entries a rank may send one other: of its own, and of the sums it owns.
+
+        Each exchange has half of the budget; without one, what can be is the limit.
+        """
         width, mean = -(-size // world_size), k / world_size
         share = _owned(mean, min(width, k))
         if mean < _FEW_PER_RANK:  # no budget, but a message must be bounded all the same
-            return _Limits(min(width, k, math.ceil(mean + 2 * _deviations(mean))), share)
-        # two messages of one rank to one other
-        nbytes = int(self.budget * _WORD_BYTES * mean)
+            return min(width, k, math.ceil(mean + 2 * _deviations(mean))), share
+        nbytes = int(self.budget * WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)
         if most == 0:
             raise ConfigurationError(
                 f"Budgeted: a budget of {self.budget} words leaves no room for an entry; give more"
             )
-        return _Limits(min(width, k, most), min(share, most))
-
-    async def _split(self, comm: Communicator, parcels: Parcels, limits: _Limits) -> SparseVector:
-        """Return the largest of the sums over ranks that this rank owns."""
-        own = parcels.own
-        capacity = self.codec.nbytes(limits.split, own.size, own.values.dtype)
-        capacities = [capacity] * comm.world_size
-        framing = MessageFraming(self.codec)
-        messages = await comm.alltoallv(parcels.messages, capacities, "split", framing)
-        with comm.stage("unpack"):
-            await comm.work(sum(message.numel() for message in messages))
-            return decode_sum(self.codec, messages, comm.rank, own, limits.share)
-
-    async def _allgather(
-        self, comm: Communicator, share: SparseVector, k: int, size: int, limits: _Limits
-    ) -> tuple[SparseVector, SparseVector]:
-        """Return the total, and this rank's share as all ranks see it."""
-        with comm.stage("pack"):
-            encoded = self.codec.encode(share)
-        capacity = self.codec.nbytes(limits.share, share.size, share.values.dtype)
-        messages = await comm.alltoallv(
-            [encoded.payload] * comm.world_size,
-            [capacity] * comm.world_size,
-            "allgather",
-            MessageFraming(self.codec),
-        )
-        messages[comm.rank] = encoded.payload
-        with comm.stage("unpack"):
-            await comm.work(sum(message.numel() for message in messages))
-            return decode_undealt(self.codec, messages, size, k, share), encoded.decoded
+        return min(width, k, most), min(share, most)
 
 
 def _owned(mean: float, most: int) -> int:
@@ -175,11 +148,3 @@ def _owned(mean: float, most: int) -> int:
 
 def _deviations(mean: float) -> float:
     return _DEVIATIONS * (math.sqrt(mean) + 1)
-
-
-def _rounding(
-    comm: Communicator, share: SparseVector, rounded: SparseVector, size: int
-) -> SparseVector:
-    """Return what rounding added to the sums of this rank: its residual takes that back."""
-    indices = kernels.undeal(share.indices, comm.rank, comm.world_size)
-    return SparseVector(indices, rounded.values - share.values, size)

@@ -40,13 +40,9 @@ Result = Literal["top-k", "sum", "whole"]
 class Job(NamedTuple):
     """An exchange of k entries of n elements by each of P ranks.
 
-    Attributes:
-        size: elements n of the vector.
-        k: entries that each rank selects.
-        world_size: number of ranks P.
-        result: entries of the sum over all ranks, if known: k where supports are equal, k P where they
-            are disjoint.  None: supports are random and independent, which overlap least of all that
-            are not arranged to.
+    ``result``: entries of the sum over all ranks, if known: k where supports are equal, k P where they
+    are disjoint.  None: supports are random and independent, which overlap least of all that are not
+    arranged to.
 
     Example:
         >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
@@ -76,8 +72,7 @@ class Job(NamedTuple):
     def union(self, ranks: int) -> float:
         """Return the entries of a sum over some of the ranks.
 
-        With a known result the sum of j vectors is taken to have ``k j^a`` entries, with the a that
-        leads from k to the result: 0 where supports are equal, 1 where they are disjoint.
+        With a known result, j vectors have ``k j^a`` entries, with the a that leads from k to the result.
         """
         if self.result is None:
             return expected_union(self.k, self.size, ranks)
@@ -129,16 +124,7 @@ class Cost:
         return self.nbytes / WORD_BYTES
 
     def seconds(self, alpha: float, beta: float) -> float:
-        """Return ``messages * alpha + (nbytes + relayed) * beta``: the links' part of a call.
-
-        Args:
-            alpha: seconds per message.
-            beta: seconds per byte (the papers: per word).
-
-        Example:
-            >>> round(Cost(2, 4_000_000).seconds(alpha=50e-6, beta=8e-9), 6)
-            0.0321
-        """
+        """Return the links' part, at alpha seconds per message and beta per byte (papers: per word)."""
         return self.messages * alpha + (self.nbytes + self.relayed) * beta
 
 
@@ -146,11 +132,6 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
     """Reduce-scatter and allgather of dense blocks: ``2 ceil(log2 P)`` messages, 2 (P - 1) blocks.
 
     A block has ``ceil(elements / P)`` elements.
-
-    Example:
-        >>> cost = allreduce(elements=6, world_size=4)
-        >>> cost.messages, cost.nbytes
-        (4, 48)
     """
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
@@ -158,26 +139,15 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
 
 
 def allgatherv(nbytes: float, world_size: int) -> Cost:
-    """Allgather of ``nbytes`` from each rank: ``ceil(log2 P)`` messages, ``(P - 1) nbytes``.
-
-    Example:
-        >>> cost = allgatherv(nbytes=10, world_size=5)
-        >>> cost.messages, cost.nbytes
-        (3, 40)
-    """
+    """Allgather of ``nbytes`` from each rank: ``ceil(log2 P)`` messages, ``(P - 1) nbytes``."""
     return Cost((world_size - 1).bit_length(), (world_size - 1) * nbytes)
 
 
 def expected_union(k: float, size: int, ranks: int) -> float:
-    """Return the expected number of entries of a sum of uniformly random supports, E[K].
+    """Return the expected entries of a sum of P uniformly random supports of k of N, E[K].
 
     ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which is ``N (1 - (1 - k / N)^P)`` (SparCML, appendix
     B.1).
-
-    Args:
-        k: entries per rank.
-        size: number of elements N.
-        ranks: number of summands P.
 
     Example:
         >>> round(expected_union(10, 512, 2), 2), expected_union(512, 512, 3)
@@ -194,12 +164,7 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 
 
 def lower_bound_words(k: float, world_size: int) -> float:
-    """Ok-Topk, Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO.
-
-    Example:
-        >>> lower_bound_words(k=1000, world_size=4)
-        1500.0
-    """
+    """Ok-Topk, Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO."""
     return 2 * k * (world_size - 1) / world_size
 
 
@@ -207,10 +172,6 @@ def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
     """SparCML, Lemma 5.1: no sparse allreduce moves fewer words, in values alone.
 
     ``(P - 1) k`` where supports are disjoint, ``2 k (P - 1) / P`` where they are equal.
-
-    Example:
-        >>> [lemma_5_1_words(1000, 8, disjoint=d) for d in (True, False)]
-        [7000.0, 1750.0]
     """
     return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
 

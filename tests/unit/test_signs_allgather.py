@@ -1,4 +1,4 @@
-"""Quantised allgather: the fold of what was decoded, the law with the residual, equal replicas."""
+"""Allgather of whole vectors in few bits: what was decoded is summed, and rounding kept."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsync import DenseVector, SparseVector
-from sparsync.collectives.quantized_allgather import QuantizedAllgather
+from sparsync.collectives import Allgather
 from sparsync.errors import WireFormatError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import Algorithm
@@ -22,7 +22,8 @@ from .stream_collectives import reduce_all
 from .wire_messages import rounded
 
 SIZE, STEPS = 1000, 5
-SIGNS = Algorithm("signs", Everything, QuantizedAllgather)
+SUM_SIGNS = partial(Allgather, Signs())
+SIGNS = Algorithm("signs", Everything, SUM_SIGNS)
 
 each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 
@@ -44,7 +45,7 @@ def fold(tensors) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_total_is_the_fold_of_what_was_decoded(world_size, dtype):
     tensors = [noise(rank, dtype=dtype) for rank in range(world_size)]
-    results = reduce_all(QuantizedAllgather, [DenseVector(t) for t in tensors]).results
+    results = reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results
     decoded = [rounded(Signs(), t) for t in tensors]
     for rank, result in enumerate(results):
         same(result.delivered.values, decoded[rank])
@@ -78,7 +79,7 @@ def test_nothing_appears_and_nothing_is_lost_over_steps(world_size):
 @each_world_size
 def test_the_messages_are_as_few_and_as_long_as_promised(world_size):
     vectors = [DenseVector(noise(rank)) for rank in range(world_size)]
-    for ledger in reduce_all(QuantizedAllgather, vectors).ledgers:
+    for ledger in reduce_all(SUM_SIGNS, vectors).ledgers:
         traffic = ledger.total()
         assert traffic.received == (world_size - 1) * Signs().nbytes(SIZE, SIZE) == traffic.sent
         assert traffic.messages_sent == len(list(rounds(world_size)))
@@ -87,7 +88,7 @@ def test_the_messages_are_as_few_and_as_long_as_promised(world_size):
 
 def test_a_sparse_vector_counts_with_its_zeros():
     sparse = SparseVector(torch.tensor([1, 2]), torch.tensor([3.0, -5.0]), 4)
-    (result,) = reduce_all(QuantizedAllgather, [sparse]).results
+    (result,) = reduce_all(SUM_SIGNS, [sparse]).results
     assert result.total.values.tolist() == [2.0, 2.0, -2.0, 2.0]
 
 
@@ -95,14 +96,14 @@ def test_a_sparse_vector_counts_with_its_zeros():
 def test_what_is_not_finite_on_one_rank_is_seen_by_all(broken):
     tensors = [noise(rank) for rank in range(3)]
     tensors[1][300] = broken
-    for result in reduce_all(QuantizedAllgather, [DenseVector(t) for t in tensors]).results:
+    for result in reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results:
         assert result.total.isfinite().logical_not().nonzero()[:, 0].tolist() == [*range(256, 512)]
 
 
 def test_codecs_draw_for_the_rank_and_the_step():
     codec = Qsgd(4, scale="max")
     tensors = [noise(0)] * 2
-    make = partial(QuantizedAllgather, codec)
+    make = partial(Allgather, codec)
     results = reduce_all(make, [DenseVector(t) for t in tensors], step=3).results
     for rank, result in enumerate(results):
         same(result.delivered.values, rounded(codec.seeded(rank, 3), noise(0)))
@@ -110,7 +111,7 @@ def test_codecs_draw_for_the_rank_and_the_step():
 
 def test_with_an_exact_codec_all_is_delivered():
     tensors = [noise(rank) for rank in range(3)]
-    make = partial(QuantizedAllgather, Whole())
+    make = partial(Allgather, Whole())
     for mine, result in zip(
         tensors, reduce_all(make, [DenseVector(t) for t in tensors]).results, strict=True
     ):
@@ -121,4 +122,4 @@ def test_with_an_exact_codec_all_is_delivered():
 def test_ranks_of_different_sizes_are_refused():
     vectors = [DenseVector(torch.ones(7)), DenseVector(torch.ones(8))]  # in as many bytes
     with pytest.raises(WireFormatError, match=r"region of (7|8) elements, expected (8|7)"):
-        reduce_all(QuantizedAllgather, vectors)
+        reduce_all(SUM_SIGNS, vectors)

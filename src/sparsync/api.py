@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError
-from sparsync.presets import Algorithm, options_of, presets, resolve
+from sparsync.presets import Algorithm, preset, presets, resolve
 from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
 from sparsync.transports.agree import agree
@@ -201,12 +201,12 @@ def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Add what the call says to a preset's options: the operation, and that nothing is cut off."""
-    known = options_of(algorithm) if isinstance(algorithm, str) else set()
+    known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM:
         if "op" not in known:
             name = algorithm if isinstance(algorithm, str) else algorithm.name
-            general = ", ".join(name for name in sorted(presets()) if "op" in options_of(name))
+            general = ", ".join(n for n, row in sorted(presets().items()) if "op" in row.options)
             raise ConfigurationError(
                 f"{name} sums, and knows no '{operation.name}'; choose one of {general}"
             )

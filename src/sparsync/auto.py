@@ -55,12 +55,8 @@ class AutoState:
     ) -> AutoState:
         """Return what follows from one more measurement; ``choice`` may be another one then.
 
-        Args:
-            predicted: seconds by candidate, the fastest first; without the choice, where a budget has
-                ruled it out since.
-            measured: seconds that the choice took, the same on all ranks.
-            gain: part of the measured time that another must save.
-            patience: checks in a row that must say so.
+        ``predicted``: seconds by candidate, the fastest first; without the choice, where a budget has
+        ruled it out since.  ``measured``: seconds that the choice took, the same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -87,13 +83,7 @@ class Auto(Collective):
     exchange took: the least of their means, for a rank that arrives early also measures its wait for the
     others.  That gives a factor per candidate, and a change to another that promises enough.
 
-    Args:
-        candidates: algorithms to choose from, which select k entries or everything.
-        machine: the seconds that links and ranks take.
-        budget: bytes per step, or None.
-        check_period: steps, or None.
-        gain: part of the measured time that another must save.
-        patience: comparisons in a row that must say so.
+    Args: as for the preset, ``sparsync.presets.auto``; candidates select k entries or everything.
 
     Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
     Differs from the paper: none describes it.
@@ -123,14 +113,13 @@ class Auto(Collective):
         gain: float = 0.1,
         patience: int = 2,
     ) -> None:
-        if check_period is not None and check_period < 1:
-            raise ConfigurationError(
-                f"auto: check_period is {check_period}; give steps >= 1, or None"
-            )
-        if not 0 <= gain < 1:
-            raise ConfigurationError(f"auto: gain is {gain}; give a part in [0, 1), e.g. 0.1")
-        if not patience >= 1:
-            raise ConfigurationError(f"auto: patience is {patience}; give at least 1 check")
+        for name, value, good, expected in (
+            ("check_period", check_period, check_period is None or check_period >= 1, "1 or None"),
+            ("gain", gain, 0 <= gain < 1, "a part in [0, 1), e.g. 0.1"),
+            ("patience", patience, patience >= 1, "at least 1 check"),
+        ):
+            if not good:
+                raise ConfigurationError(f"auto: {name} is {value}; give {expected}")
         self.candidates = tuple(algorithm.name for algorithm in candidates)
         self.machine, self.budget, self.check_period = machine, budget, check_period
         self.gain, self.patience = gain, patience

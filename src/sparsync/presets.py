@@ -57,7 +57,6 @@ __all__ = [
     "check_density",
     "oktopk",
     "oktopk_paper",
-    "options_of",
     "preset",
     "presets",
     "redsync",
@@ -82,7 +81,7 @@ class Preset:
         planned: ``auto`` and ``sparsync plan`` may choose it: at its defaults it rounds no more than
             bf16.  At equal predictions the first row wins.
         corrects: published with momentum correction, in place of the optimizer's momentum.
-        passes_on: where ``make`` takes ``**options``: builds the collective that they are arguments of.
+        passes_on: makes the collective whose arguments the ``**options`` of ``make`` are.
     """
 
     make: Callable[..., Algorithm]
@@ -142,16 +141,6 @@ def candidates(*, planned: bool = True) -> list[Algorithm]:
     rows = presets().items()
     found = [resolve(name) for name, row in rows if row.planned or not planned]
     return [algorithm for algorithm in found if planned or algorithm.predictable]
-
-
-def options_of(name: str) -> set[str]:
-    """Return the names of a preset's options; none of an unknown preset.
-
-    Example:
-        >>> sorted(options_of("budgeted")), options_of("nothing")
-        (['budget', 'codec'], set())
-    """
-    return set(preset(name).options) if name in PRESETS or name in presets() else set()
 
 
 def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:

@@ -140,8 +140,7 @@ def redsync_quantized(
 ) -> Algorithm:
     """Quantised RGC: entries of one sign, the other on the next step, and one mean for them.
 
-    The output layer is not quantised (section 5.2.3): it is exchanged as in "redsync", in messages of
-    its own.
+    The output layer is not quantised (section 5.2.3), and is exchanged as in "redsync".
 
     Args:
         compress_thd: as in "redsync".

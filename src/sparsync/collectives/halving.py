@@ -1,7 +1,4 @@
-"""Halving: O(k) volume in O(log P) rounds, by selecting again after every hop.
-
-Ours, after the spirit of SparDL; it removes Ok-Topk's first stated limitation, its O(P) messages.
-"""
+"""Halving: O(k) volume in O(log P) rounds, by selecting again after every hop."""
 
 from __future__ import annotations
 
@@ -28,6 +25,8 @@ _TURN = 2 / 3  # of a turn: a round in which a rank waits for one other
 @final
 class Halving(Collective):
     """A sparse reduce-scatter and allgather on the circulant graph, k / P entries per block.
+
+    It removes Ok-Topk's first stated limitation, its O(P) messages.
 
     Elements are dealt to P blocks by a hash, so a block's largest k / P entries are nearly its part
     of the global top-k.  In each round of the reduce-scatter a rank passes some blocks on, adds what

@@ -76,8 +76,8 @@ class OkTopk(Collective):
             the mean (1.5 keeps what is received in phase 2 below 3k words); None: never early,
             as published.  Needs ``global_threshold="histogram"``, whose counts tell everyone.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
-        boundaries: "histogram" (cuts of the summed counts, any supports) or "average" (means of the
-            ranks' own cuts, as published: supposes that the ranks' supports look alike).
+        boundaries: "histogram" (cuts of the summed counts) or "average" (means of the ranks' own cuts,
+            as published: supposes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
         cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
@@ -265,12 +265,9 @@ class OkTopk(Collective):
     ) -> _Kept:
         """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
 
-        Bins lie around the last threshold (one octave either way), else everywhere, and are refined
-        until the marginal bin holds at most k / 64 entries.  All above the marginal bin are kept; its
-        own places go to the ranks in rank order, on each rank to the largest.  ``cap=None`` keeps the
-        whole marginal bin.
-
-        Cost: usually one allreduce of ``bins_for(k)`` words and one allgather of 3 words.
+        Bins lie around the last threshold (one octave either way), else everywhere.  All above the
+        marginal bin are kept; its own places go to the ranks in rank order, on each rank to the
+        largest.  ``cap=None`` keeps the whole marginal bin.
         """
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
         stop, octave = kernels.key_range(values.dtype)  # one NaN pattern is ``stop``: clamped
@@ -309,8 +306,7 @@ class OkTopk(Collective):
     ) -> _Kept:
         """Collect all reduced entries everywhere and take the k-th largest as threshold (line 10).
 
-        Cost: one allgather of a word, then an allgatherv of all reduced entries: up to
-        2 min(k P, n) words, which the paper's "< 6k" leaves out.
+        Up to 2 min(k P, n) words, which the paper's "< 6k" leaves out.
         """
         encoded = self.codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -331,10 +327,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
 
     async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
-        """Keep what reaches a reused threshold; over the cap, each rank keeps its largest pro rata.
-
-        Cost: one allgather of two words.
-        """
+        """Keep what reaches a reused threshold; over the cap, each rank keeps its largest pro rata."""
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
@@ -402,9 +395,8 @@ def equation_3(k: float, world_size: int) -> Cost:
     It leaves out headers, histograms and the exact steps, which allgather all reduced entries.
 
     Example:
-        >>> cost = equation_3(k=1000, world_size=8)
-        >>> cost.messages, cost.words
-        (22, 5250.0)
+        >>> equation_3(k=1000, world_size=8).words
+        5250.0
     """
     words = 3 * lower_bound_words(k, world_size)
     return Cost(2 * world_size + 2 * (world_size - 1).bit_length(), WORD_BYTES * words)
@@ -414,11 +406,6 @@ def split_cost(k: float, world_size: int) -> Cost:
     """Split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``, and P - 1 headers.
 
     Supposes regions that hold equally many of every rank's entries.
-
-    Example:
-        >>> cost = split_cost(k=1000, world_size=4)  # 3 messages of 250 entries
-        >>> cost.messages, cost.nbytes
-        (3, 6024.0)
     """
     peers = world_size - 1
     return Cost(peers, peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size))

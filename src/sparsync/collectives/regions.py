@@ -126,11 +126,9 @@ async def quantiles(
         phase: the ledger's name for this.
 
     Returns:
-        The total number of keys and one bracket per wanted position: ``below <= position`` and
-        ``position < below + inside``, or an empty bracket at the end for a position past the last.
+        The total, and a bracket per position; an empty one at the end for a position past the last.
 
-    Cost: one allreduce of ``bins`` words per round; rounds until every bracket holds at most
-    ``tolerance`` keys or is one key wide; usually 1 or 2.
+    Cost: one allreduce per round; usually 1 or 2 rounds.
     """
     dtype = torch.int32 if count_limit < 1 << 31 else torch.int64
     edges = _edges([start_at or (0, stop)], bins, 0, stop)
@@ -240,14 +238,12 @@ async def split_reduce(
 
     Args:
         comm: the group.
-        selected: this rank's entries, at most ``most``.
+        selected: this rank's entries.
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
         codec: an exact wire format.
         most: the largest number of entries that any rank may have selected.
         window: messages in flight in each direction; None for all at once.
-        rotate: send to rank + 1, rank + 2, ... instead of 0, 1, ...
-
-    Cost: P - 1 messages; at most 2 ``most`` words sent.
+        rotate: as for ``schedule``.
     """
     parts, phase, framing = selected.split(boundaries), "split", MessageFraming(codec)
     mine = parts[comm.rank]
@@ -312,8 +308,7 @@ def holders(counts: Sequence[int], trigger: float) -> list[int]:
 def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return how many entries each rank should hold: equally many on ``ranks``, none on the others.
 
-    An overfull rank hands over everything: it knows its own entries, so giving it a share back would
-    only cost volume.
+    An overfull rank knows its own entries: giving it a share back would only cost volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
@@ -333,9 +328,7 @@ def balance_plan(
     """Yield ``(source, dest, start, entries)`` so that rank j ends with ``targets[j]``, order kept.
 
     The entries of all ranks, one after the other, are cut into pieces of the target lengths; piece
-    j goes to rank j.  A move from a rank to itself stays where it is.
-
-    Cost: at most 2 P - 1 moves; a rank sends at most its own entries.
+    j goes to rank j.  At most 2 P - 1 moves, those from a rank to itself included.
 
     Example:
         >>> list(balance_plan([4, 0, 0, 0], [1, 1, 1, 1]))
@@ -402,14 +395,8 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    Args:
-        comm: the group.
-        kept: this rank's entries, indices relative to its region; ``counts[rank]`` of them.
-        counts: entries of every rank.
-        boundaries: P + 1 ascending cuts; rank r's entries lie in ``[b[r], b[r + 1])``.
-        codec: an exact wire format.
-        balance_trigger: balance first when the largest count exceeds this multiple of the mean;
-            None: never.
+    ``kept`` are this rank's, relative to its region, ``counts`` all ranks' numbers of entries.  They are
+    balanced first where the largest count exceeds ``balance_trigger`` times the mean; None: never.
 
     Cost: balancing at most 2 (P - 1) messages in all and 2k words per rank; then ceil(log2 P)
     messages and about 2k (P - 1) / P words where counts are even, else P - 1 messages on a ring and

@@ -93,12 +93,7 @@ class StreamCollective(Collective):
 
 @final
 class Call:
-    """One call on one rank; notes what rounding took here.
-
-    Attributes:
-        mine: this rank's contribution.
-        most: the most entries that any rank contributes.
-    """
+    """One call on one rank, which contributes ``mine``; no rank has more than ``most`` entries."""
 
     def __init__(
         self, comm: Communicator, collective: StreamCollective, mine: Vector, most: int, step: int
@@ -125,9 +120,8 @@ class Call:
         """Encode; what is rounded away stays with this rank.
 
         Args:
-            vector: a region of the whole vector.
-            turn: different for all messages of one source in a call, so that a codec that draws
-                random numbers draws others for each.
+            vector: a region of the whole vector, from ``start`` on.
+            turn: different for all messages of one source, for codecs that draw random numbers.
             source: the rank that the random numbers are those of (default: this one).
             start: of the region.
             keep: False where another rank encodes the same and keeps the rounding error.

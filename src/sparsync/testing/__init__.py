@@ -5,11 +5,15 @@ are the same checks for one rank of any ``Communicator``: drive them with ``spar
 a real transport, with ``sparsync.transports.driver.run``; they return digests, equal on every transport.
 """
 
-from sparsync.testing.algorithms import check_algorithm, exercise_algorithm
 from sparsync.testing.averaging import check_averager
 from sparsync.testing.cases import Case, cases
-from sparsync.testing.collectives import check_collective, exercise_collective
 from sparsync.testing.selection import check_selector
+from sparsync.testing.sums import (
+    check_algorithm,
+    check_collective,
+    exercise_algorithm,
+    exercise_collective,
+)
 from sparsync.testing.transports import check_communicator, check_deadline, exercise_communicator
 from sparsync.testing.wire import check_codec
 

@@ -33,15 +33,9 @@ STEPS = 3  # per case: an opening one, one that reuses, one more
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of input.
+    """One kind of input: ``make(rank, world_size, step)`` is a rank's accumulated gradient at a step.
 
-    Attributes:
-        name: for messages.
-        size: number of elements n.
-        k: entries asked for.
-        make: the accumulated gradient of a rank at a step, given ``(rank, world_size, step)``.
-        exact: float sums of it are exact in any order.
-        dtype: what the vector is converted to.
+    ``exact``: float sums of it are exact in any order.
     """
 
     name: str
@@ -107,12 +101,7 @@ def cases() -> list[Case]:
         Case("one rank only", _SIZE, 40, lambda r, p, s: noise(r, p, s) * (r == p - 1)),
         Case("growing", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**s),
         Case("shrinking", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**-s),
-        *_degenerate_cases(),
-    ]
-
-
-def _degenerate_cases() -> list[Case]:
-    return [
+        # degenerate
         Case("all zero", _SIZE, 40, lambda r, p, s: torch.zeros(_SIZE), exact=True),
         Case("zero at first", _SIZE, 40, lambda r, p, s: integers(r, p, s) * (s > 0), exact=True),
         Case("empty", 0, 5, lambda r, p, s: torch.zeros(0), exact=True),

@@ -244,6 +244,8 @@ async def split_reduce(
         most: the largest number of entries that any rank may have selected.
         window: messages in flight in each direction; None for all at once.
         rotate: as for ``schedule``.
+
+    Cost: P - 1 messages; at most 2 ``most`` words sent.
     """
     parts, phase, framing = selected.split(boundaries), "split", MessageFraming(codec)
     mine = parts[comm.rank]

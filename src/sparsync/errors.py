@@ -25,6 +25,7 @@ __all__ = [
     "PeerError",
     "SparsyncError",
     "WireFormatError",
+    "require",
 ]
 
 
@@ -66,3 +67,9 @@ class DeadlineError(CommunicationError, TimeoutError):
 
 class DeadlockError(CommunicationError):
     """Simulated ranks wait for each other and no message is under way."""
+
+
+def require(fits: bool, message: str) -> None:
+    """Raise a ``ConfigurationError`` with this message, unless what was given fits."""
+    if not fits:
+        raise ConfigurationError(message)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sparsync.averaging import Dpsgd, LocalSgd, Wagma
-from sparsync.averaging.gossip import Exponential, Ring
+from sparsync.averaging.gossip import Exponential, Graph, Ring
 from sparsync.transports.sim import simulate
-from tests.mixing import RandomPairs, group_mixing_matrix, mixing_matrix, spectral_gap
+from tests.mixing import group_mixing_matrix, mixing_matrix, spectral_gap
 
 P = 16
 PHASES = 4  # log2 P
@@ -25,6 +25,14 @@ def of_groups(size, start=0):
 
 def of_graph(graph, start=0):
     return product(mixing_matrix(graph, P, step) for step in range(start, start + PHASES))
+
+
+class RandomPairs(Graph):
+    """A random perfect matching per step, as AD-PSGD's."""
+
+    def neighbours(self, rank, world_size, step):
+        order = torch.randperm(world_size, generator=torch.Generator().manual_seed(step)).tolist()
+        return [order[order.index(rank) ^ 1]]
 
 
 def matrix_of(make, steps):

@@ -1,4 +1,4 @@
-"""Wait-avoiding averages: late ranks, ranks that stand still or die, and threads beside a step."""
+"""Wait-avoiding averages: late ranks, ranks that stand still or die, and threads next to a step."""
 
 import math
 import random
@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.averaging import Wagma
+from sparsync.averaging import EagerSgd, Wagma
 from sparsync.averaging.agent import tree_children
-from sparsync.averaging.schemes import SCHEMES
 from sparsync.averaging.wagma import group_allreduce
 from sparsync.errors import ConfigurationError, DeadlockError
 from sparsync.testing import check_averager
@@ -59,15 +58,10 @@ def all_equal(vectors):
     return all(torch.equal(vectors[0], vector) for vector in vectors)
 
 
-def test_a_late_rank_holds_up_nobody_until_the_global_average():
+def test_a_late_rank_holds_up_nobody_until_all_wait_for_it():
     def delay(step, rank):
         return 0.32 if (step, rank) == (3, 2) else 0.0
 
-    waits = simulate(train(SCHEMES["allreduce"], 9, delay), 4, links=Links(alpha=0)).seconds
-    avoids = simulate(train(lambda: Wagma(sync_period=None), 9, delay), 4, links=Links(alpha=0))
-    # conclude waits for the late rank, which has not lost its delay
-    assert avoids.seconds == pytest.approx(waits, rel=1e-3)
-    seen = {}
     times = {}
 
     async def program(comm):
@@ -76,11 +70,14 @@ def test_a_late_rank_holds_up_nobody_until_the_global_average():
         for step in range(5):
             await comm.compute(COMPUTE + delay(step, comm.rank))
             vector = await averager.average(comm, vector + comm.rank, step)
-            seen[step, comm.rank], times[step, comm.rank] = vector, comm.now
+            times[step, comm.rank] = comm.now
+        await averager.conclude(comm, vector, 5)
+        return comm.now
 
-    simulate(program, 4, links=Links(alpha=0, beta=0))
+    finished = simulate(program, 4, links=Links(alpha=0, beta=0)).results
     assert times[3, 0] == pytest.approx(4 * COMPUTE)
     assert times[3, 2] == pytest.approx(4 * COMPUTE + 0.32)
+    assert finished == pytest.approx([5 * COMPUTE + 0.32] * 4)  # it has not lost its delay
 
 
 def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
@@ -112,29 +109,15 @@ def test_a_result_is_taken_once():
     assert seen[2][1][0] == pytest.approx(seen[1][1][0].item() + 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 16])
-@given(seed=st.integers(0, 10**6), count=st.integers(1, 2), seconds=st.sampled_from([0.01, 0.3, 2]))
-@settings(max_examples=8, deadline=None)
-def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, count, seconds):
-    delay = late(world_size, seconds, min(count, world_size), seed)
-    simulation = simulate(train(lambda: Wagma(sync_period=7), 23, delay), world_size)
+@pytest.mark.parametrize("world_size", [1, 3, 8, 16])
+@given(seed=st.integers(0, 10**6), seconds=st.sampled_from([0.01, 0.3, 2]))
+@settings(max_examples=4, deadline=None)
+def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, seconds):
+    delay = late(world_size, seconds, min(2, world_size), seed)
+    simulation = simulate(train(lambda: Wagma(sync_period=7), 17, delay), world_size)
     assert all_equal(models(simulation))
-    low, high = 23, 23 * world_size  # nobody adds less than 1 or more than P per step
-    assert low / 3 <= float(models(simulation)[0][0]) <= high
-
-
-@pytest.mark.slow
-def test_random_delays_cost_less_than_with_allreduce():
-    """Section 5.2's delays at 64 ranks: two of them wait 320 ms per step; the paper has 1.26 x."""
-    delay = late(64, 0.32, 2)
-
-    def program(make):
-        return train(make, 30, lambda step, rank: 0.56 + delay(step, rank))
-
-    links = Links(alpha=2e-6, beta=1e-10)
-    wagma = simulate(program(Wagma), 64, links=links).seconds
-    allreduce = simulate(program(SCHEMES["allreduce"]), 64, links=links).seconds
-    assert allreduce / wagma > 1.26
+    # nobody adds less than 1 or more than P per step
+    assert 17 / 3 <= float(models(simulation)[0][0]) <= 17 * world_size
 
 
 def test_the_potential_stays_below_lemma_4_5():
@@ -158,7 +141,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("which", [0, -1])
-@pytest.mark.parametrize("world_size", [2, 4, 5, 8, 16])
+@pytest.mark.parametrize("world_size", [2, 5, 8])
 @pytest.mark.parametrize(("start", "end"), FAULTS)
 def test_training_goes_on_without_a_rank_that_is_silent(world_size, which, start, end):
     fault = Fault(which % world_size, start, end)
@@ -186,7 +169,7 @@ def test_without_a_deadline_a_dead_rank_is_found_by_the_simulator():
         simulate(train(Wagma, 20, late(4, 0.05)), 4, faults=[Fault(1, 0.5)])
 
 
-@pytest.mark.parametrize("world_size", range(1, 34))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 9, 33])
 def test_word_reaches_every_rank_from_every_activator(world_size):
     for root in range(world_size):
         reached, pending = [root], [root]
@@ -197,7 +180,7 @@ def test_word_reaches_every_rank_from_every_activator(world_size):
         assert sorted(reached) == list(range(world_size))  # each once
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("size", [1, 7, 300_000])
 def test_both_ways_to_sum_a_group_are_equal_on_all_ranks(world_size, size):
     async def program(comm):
@@ -211,20 +194,19 @@ def test_both_ways_to_sum_a_group_are_equal_on_all_ranks(world_size, size):
 
 
 @pytest.mark.parametrize(
-    "options", [{"group_size": 0}, {"sync_period": 0}, {"grouping": "some"}, {"deadline": 0.0}]
+    ("make", "message"),
+    [
+        (partial(Wagma, group_size=0), "group_size is 0; give at least 1"),
+        (partial(Wagma, sync_period=0), "sync_period is 0; give at least 1"),
+        (partial(Wagma, grouping="some"), "grouping is 'some'; choose"),
+        (partial(Wagma, deadline=0.0), "deadline is 0.0; give seconds"),
+        (partial(Wagma, values="fp8"), "values is 'fp8'; choose fp32, bf16, int8"),
+        (partial(EagerSgd, quorum="half"), "choose solo or majority"),
+    ],
 )
-def test_bad_options_are_refused(options):
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        Wagma(**options)
-
-
-def test_one_rank_over_zeromq_averages_with_itself():
-    def rank(comm):
-        with Wagma(linear(), comm=comm) as averager:
-            averager.step()
-        return averager.steps
-
-    assert together(rank, 1) == [1]
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()
 
 
 def test_ranks_with_threads_train_and_one_may_be_late():
@@ -251,14 +233,11 @@ def test_ranks_with_threads_train_and_one_may_be_late():
 
 
 def test_the_drift_of_the_mean_is_reported_when_models_are_stale():
-    def drift(**options):
-        return check_averager(
-            Wagma,
-            world_sizes=(8,),
-            preserves_mean=False,
-            late=lambda step, rank: 1.0 + (rank == step % 8),
-            **options,
-        )
-
-    assert 0.001 < drift() < 0.5
-    assert drift(steps=6) < drift(steps=24) + 1e-12
+    drift = check_averager(
+        Wagma,
+        world_sizes=(8,),
+        steps=12,
+        preserves_mean=False,
+        late=lambda step, rank: 1.0 + (rank == step % 8),
+    )
+    assert 0.001 < drift < 0.5

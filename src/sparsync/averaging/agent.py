@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
 from sparsync.averaging.companion import Companion
 from sparsync.transports.actors import Reply
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, Subgroup
 from sparsync.transports.driver import Finished, Operation, Task
 from sparsync.transports.ledger import Framing
 
@@ -87,7 +87,7 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """The 24 bytes before every message between agents: ``view`` is who takes part, for the sender."""
+    """The 24 bytes before every message between agents; ``view`` says who takes part."""
 
     kind: int
     number: int
@@ -106,35 +106,21 @@ class Header(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The result of a round.
-
-    Attributes:
-        version: its number.
-        total: sum of the models.
-        models: number of models in the sum.
-        contributed: version of the model that this rank put in; older than ``version``: a stale one.
-    """
+    """The result of a round."""
 
     version: int
-    total: Tensor
-    models: int
-    contributed: int
+    total: Tensor  # sum of the models
+    models: int  # in the sum
+    contributed: int  # version of the model that this rank put in: an older one is stale
 
 
 class Answer(NamedTuple):
-    """The answer to a rank that arrives at a round.
+    """The answer to a rank that arrives at a round."""
 
-    Attributes:
-        result: the newest round.
-        resumes: the rank had been left out: it goes on with this result, after this round.
-        left_out: rank, step and reason of all ranks left out so far.
-        present: ranks that take part, ascending.
-    """
-
-    result: Round
-    resumes: bool
-    left_out: tuple[tuple[int, int, str], ...]
-    present: list[int]
+    result: Round  # the newest
+    resumes: bool  # the rank had been left out, and goes on with this result, after this round
+    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, so far
+    present: list[int]  # ranks that take part, ascending
 
 
 class Rounds(ABC):
@@ -178,30 +164,30 @@ class Rounds(ABC):
 
 
 @final
-class _GroupComm(Communicator):
-    """The members of a group as a communicator, over the messages of their agents."""
+class _AgentComm(Communicator):
+    """What a round's collective sends and receives: messages between agents."""
 
     def __init__(
         self,
-        members: list[int],
         rank: int,
+        world_size: int,
         post: Callable[[int, Tensor], None],
         mail: Callable[[int], deque[Tensor]],
     ) -> None:
-        super().__init__(members.index(rank), len(members), torch.device("cpu"))
-        self.members, self.post, self.mail = members, post, mail
+        super().__init__(rank, world_size, torch.device("cpu"))
+        self.post, self.mail = post, mail
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        self.post(self.members[dest], payload)
+        self.post(dest, payload)
         return Finished()
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        return _Delivery(self.members[source], self.mail(self.members[source]))
+        return _Delivery(source, self.mail(source))
 
 
 @final
 class _Delivery(Operation):
-    """A message that a group's collective waits for."""
+    """A message that a round waits for."""
 
     def __init__(self, source: int, mail: deque[Tensor]) -> None:
         self.source, self.mail = source, mail
@@ -222,8 +208,11 @@ class _Attempt:
     models: int  # in its sum
     contributed: int  # version of the model that this rank put in
     task: Task[Tensor]
-    waits_for: _Delivery | None = None
-    since: float = 0.0  # when it began to wait for that
+    since: float  # when it began to wait
+
+    @property
+    def waits_for(self) -> _Delivery:
+        return cast(_Delivery, self.task.waits_for)
 
 
 # ---- the agent ------------------------------------------------------------------------------------
@@ -240,14 +229,10 @@ class Agent(Companion):
     Args:
         rounds: what they compute.
         world_size: number of ranks.
-        step: of the first local step.
+        step: the first local one.
         model: published first, and given to a rank that comes back before the first synchronous round.
         deadline: seconds of silence, while others need it, after which a rank is left out; None: it
             is waited for.
-
-    Attributes:
-        version: number of the round to execute next.
-        left_out: rank, step and reason, in order.
     """
 
     def __init__(
@@ -388,12 +373,15 @@ class Agent(Companion):
     def _advance(self) -> None:
         """Execute rounds as far as possible without waiting."""
         while self._attempt is not None or self._may_begin():
-            attempt = self._attempt or self._begin()
-            if not self._run(attempt):
+            attempt = self._attempt = self._attempt or self._begin()
+            while not attempt.task.ended and attempt.waits_for.poll():
+                attempt.task.resume()
+                attempt.since = self.host.now
+            if not attempt.task.ended:
                 break
             total = attempt.task.result
             self._end(Round(self.version, total, attempt.models, attempt.contributed))
-        self._plan_tick()
+        self._watch()
 
     def _may_begin(self) -> bool:
         if not self._is_present(self.host.rank):
@@ -407,26 +395,15 @@ class Agent(Companion):
         if version % 2:
             members = list(self.rounds.members(version, members, rank))
         head = Header(Kind.DATA, 0, version, view).pack()
-        comm = _GroupComm(
-            members,
+        comm = _AgentComm(
             rank,
+            self.host.world_size,
             post=lambda dest, body: self.post(dest, head, body),
             mail=lambda source: self._mail_of(version, view, source),
         )
-        task = Task(self.rounds.reduce(comm, version, self._published))
-        self._attempt = _Attempt(len(members), self._published, task)
-        return self._attempt
-
-    def _run(self, attempt: _Attempt) -> bool:
-        """Run a round until it waits; tell whether it has ended."""
-        while attempt.waits_for is None or attempt.waits_for.poll():
-            attempt.task.resume()
-            if attempt.task.ended:
-                return True
-            awaited = attempt.task.waits_for
-            assert isinstance(awaited, _Delivery), "a round waits for its messages alone"
-            attempt.waits_for, attempt.since = awaited, self.host.now
-        return False
+        task = Task(self.rounds.reduce(Subgroup(comm, members), version, self._published))
+        task.resume()
+        return _Attempt(len(members), self._published, task, self.host.now)
 
     def _end(self, result: Round) -> None:
         """Take a round's result, its own or another rank's, and go on to the next of a step."""
@@ -450,50 +427,36 @@ class Agent(Companion):
 
     # ---- who is present
 
-    def _awaited(self) -> tuple[int, float] | None:
-        """Return the rank that keeps this one waiting, and since when it has been silent."""
-        attempt = self._attempt
-        if attempt is None or attempt.waits_for is None:
-            return None
-        peer = attempt.waits_for.source
-        return peer, max(attempt.since, self._heard.get(peer, attempt.since))
-
     def tick(self) -> None:
         """Ask a rank that keeps this one waiting whether it is there; leave it out if it is silent."""
-        now, due, deadline = self.host.now, self.due, self.deadline
-        self.due = None
-        if deadline is None or self._attempt is None:
-            return
-        if due is not None and now - due > deadline / 4:  # this rank was away itself
-            self._attempt.since = now
-        awaited = self._awaited()
-        if awaited is None:
-            return
-        peer, since = awaited  # compared as ``_plan_tick`` adds
-        if now >= since + deadline:
-            self._leave_out(peer, f"it was silent for {deadline:g} s")
-            return
-        if now >= since + deadline / 2:
-            self._post(peer, Kind.PING)
-        self._plan_tick()
+        if self._attempt is not None and self.due is not None and self.deadline is not None:
+            if self.host.now - self.due > self.deadline / 4:  # this rank was away itself
+                self._attempt.since = self.host.now
+            self._watch(ask=True)
 
-    def _plan_tick(self) -> None:
+    def _watch(self, *, ask: bool = False) -> None:
+        """Plan the next look at the rank that keeps this one waiting, if there is one."""
         self.due = None
-        awaited = self._awaited()
-        if awaited is None:
+        if self._attempt is None:
             return
-        peer, since = awaited
+        peer, since = self._attempt.waits_for.source, self._attempt.since
         if peer in self._gone:
             self._leave_out(peer, self._gone[peer])
         elif self.deadline is not None:
-            half = since + self.deadline / 2
-            self.due = half if self.host.now < half else since + self.deadline
+            since = max(since, self._heard.get(peer, since))
+            half, end, now = since + self.deadline / 2, since + self.deadline, self.host.now
+            if ask and now >= end:
+                self._leave_out(peer, f"it was silent for {self.deadline:g} s")
+                return
+            if ask and now >= half:
+                self._post(peer, Kind.PING)
+            self.due = half if now < half else end
 
     def lose(self, peer: int, reason: str) -> None:
         """Leave a rank out that is gone for ever; without a deadline, fail once it is waited for."""
         self._gone[peer] = reason
         if self.deadline is None:
-            self._plan_tick()
+            self._watch()
         elif self._is_present(peer):
             self._leave_out(peer, reason)
 

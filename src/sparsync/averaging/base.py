@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.state import Stateful
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -32,6 +32,8 @@ class Averager(Stateful):
         for ...:
             loss.backward(); optimizer.step(); averager.step()
         averager.finish()                        # all replicas are equal
+
+    Every scheme takes these arguments, and its own by name.
 
     Args:
         model: a plain module (not DDP or FSDP), equal on all ranks, averaged in place.  Parameters that
@@ -75,14 +77,8 @@ class Averager(Stateful):
         if model is not None:
             from sparsync.api import connect
 
-            self._binding = Binding(
-                model,
-                comm or connect(),
-                buffers=buffers,
-                optimizer=optimizer,
-                moments=moments,
-                nonfinite=nonfinite,
-            )
+            comm = comm or connect()
+            self._binding = Binding(model, comm, buffers, optimizer, moments, nonfinite)
 
     # ---- an algorithm -----------------------------------------------------------------------------
 
@@ -94,12 +90,10 @@ class Averager(Stateful):
 
     @abstractmethod
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return what this rank's model becomes after local step ``step``.
+        """Return what this rank's model becomes after local step ``step``, 0-based.
 
-        Args:
-            comm: the group.
-            vector: `[n]`, this rank's model after its optimizer step; handed over: nobody changes it.
-            step: 0-based; what closes a period p does so when ``(step + 1) % p == 0``.
+        ``vector``, `[n]`, is this rank's model after its optimizer step; handed over: nobody changes it.
+        What closes a period p does so when ``(step + 1) % p == 0``.
         """
 
     def is_due(self, step: int) -> bool:
@@ -139,12 +133,8 @@ class Averager(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
-        return {
-            **self._place(),
-            "steps": self.steps,
-            "state": super().state_dict(),
-            "memory": memory,
-        }
+        kept = {"steps": self.steps, "state": super().state_dict(), "memory": memory}
+        return self._place() | kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
@@ -160,21 +150,21 @@ class Averager(Stateful):
         self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
         self._begun = False  # the model that is there now is what others must know
         if self._binding is not None:
-            self._binding.resume()
+            self._binding.initial = None
 
     def check_place(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another scheme, rank or world size, or none at all."""
-        expected = [*self._place(), "steps", "state", "memory"]
-        if not isinstance(state, Mapping) or set(expected) - set(state):
-            raise ConfigurationError(
-                f"{type(self).__name__}: the saved state is not one; load what state_dict() returned"
+        place = self._place()
+        require(
+            isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
+            f"{type(self).__name__}: the saved state is not one; load what state_dict() returned",
+        )
+        for name, value in place.items():
+            require(
+                state[name] == value,
+                f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
+                "rank's own state into the same set-up",
             )
-        for name, value in self._place().items():
-            if state[name] != value:
-                raise ConfigurationError(
-                    f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
-                    "rank's own state into the same set-up"
-                )
 
     def _place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"scheme": type(self).__name__}
@@ -205,21 +195,20 @@ class Averager(Stateful):
             self.close()
 
     def _bound(self) -> Binding:
-        if self._binding is None:
+        binding = self._binding
+        if binding is None:
             raise ConfigurationError(
                 f"{type(self).__name__} was made without a model; give it one to call step()"
             )
         if not self._begun:
-            self._begin(self._binding)
-        return self._binding
-
-    def _begin(self, binding: Binding) -> None:
-        # a scheme's public numbers and names are its settings; what ranks count apart is in ``state``
-        plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
-        settings = {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
-        run(agree(binding.comm, {"the averager": type(self).__name__, "its settings": settings}))
-        run(self.begin(binding.comm, run(binding.start()), self.steps))
-        self._begun = True
+            # public numbers and names are the settings; what ranks count apart is in ``state``
+            plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+            settings = {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
+            facts = {"the averager": type(self).__name__, "its settings": settings}
+            run(agree(binding.comm, facts))
+            run(self.begin(binding.comm, run(binding.start()), self.steps))
+            self._begun = True
+        return binding
 
 
 async def mean(comm: Communicator, vector: Tensor) -> Tensor:
@@ -233,11 +222,6 @@ class LocalSgd(Averager):
 
     With a period of 1 and plain SGD from equal models this is averaging the gradients ("allreduce").
 
-    Args:
-        model: as for ``Averager``.
-        period: local steps between averages, H.
-        binding: the other arguments of ``Averager``.
-
     Cost: one dense allreduce every ``period`` steps.   State: none.
     Differs from the paper: nothing.
 
@@ -250,8 +234,7 @@ class LocalSgd(Averager):
     """
 
     def __init__(self, model: nn.Module | None = None, *, period: int = 8, **binding: Any) -> None:
-        if period < 1:
-            raise ConfigurationError(f"LocalSgd: period is {period}; give at least 1 step")
+        require(period >= 1, f"LocalSgd: period is {period}; give at least 1 step")
         self.period = period
         super().__init__(model, **binding)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.transports.agree import agree
+from sparsync.errors import NonFiniteGradientError, require
+from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule"]
@@ -18,8 +17,6 @@ __all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule"]
 BufferRule = Literal["average", "local"]
 MomentRule = Literal["local", "average", "reset"]
 NonFiniteRule = Literal["raise", "spread"]
-
-_DIGEST_BYTES = 8
 
 
 @final
@@ -30,35 +27,40 @@ class Binding:
     float64 if one of the first two is, else float32.  Which of the model's tensors travel is decided
     when the binding is made, which moments when averaging begins.  Tensors are looked up by name every
     time: modules replace their buffers, optimizers their state.
+
+    Attributes:
+        initial: the vector when the binding was made; None: ranks begin with models of their own.
     """
 
     def __init__(
         self,
         model: nn.Module,
         comm: Communicator,
-        *,
         buffers: BufferRule,
         optimizer: torch.optim.Optimizer | None,
         moments: MomentRule,
         nonfinite: NonFiniteRule,
     ) -> None:
-        _check_choice("buffers", buffers, get_args(BufferRule))
-        _check_choice("moments", moments, get_args(MomentRule))
-        _check_choice("nonfinite", nonfinite, get_args(NonFiniteRule))
+        for name, value, choices in (
+            ("buffers", buffers, get_args(BufferRule)),
+            ("moments", moments, get_args(MomentRule)),
+            ("nonfinite", nonfinite, get_args(NonFiniteRule)),
+        ):
+            require(value in choices, f"{name} is {value!r}; choose {' or '.join(choices)}")
+        require(
+            moments == "local" or optimizer is not None,
+            f"moments is '{moments}' but no optimizer was given; give optimizer=, whose they are",
+        )
         _check_model(model)
-        if moments != "local" and optimizer is None:
-            raise ConfigurationError(
-                f"moments is '{moments}' but no optimizer was given; give optimizer=, whose they are"
-            )
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
         ruled = self._ruled(self._tensors())
         self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
-        self._trained = sum(p.numel() for n, p in ruled.items() if p.requires_grad)
+        self.trained = {n: p for n, p in ruled.items() if p.requires_grad}
         self._dtype = torch.float64 if wide else torch.float32
         self._known_moments = self._find_moments()
-        self._start: Tensor | None = self.read()
+        self.initial: Tensor | None = self.read()
 
     # ---- the vector -------------------------------------------------------------------------------
 
@@ -78,7 +80,8 @@ class Binding:
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
         # one read of what trains; a sum that overflows is as broken as what it sums
-        if self.nonfinite == "raise" and not vector[: self._trained].sum().isfinite():
+        trained = sum(parameter.numel() for parameter in self.trained.values())
+        if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
                 f"rank {self.comm.rank}: NaN or Inf in the parameters; they were not averaged, other "
                 "ranks' models are clean; load a checkpoint, or let them with nonfinite='spread'"
@@ -100,23 +103,19 @@ class Binding:
 
     # ---- with the other ranks ---------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Begin, the next time, from the model as it is then; ranks need not be equal."""
-        self._start = None
-
     async def start(self) -> Tensor:
         """Compare models with all ranks, and return the vector that all of them start from.
 
-        That is of the model when the binding was made; moments that were not there yet are zero.
+        That is ``initial``; moments that were not there yet are zero.  Or the model as it is now.
 
         Raises:
-            PeerError: names the first tensor that differs: in name, shape, dtype or rule, or (not
-                after ``resume``) in its values.
+            PeerError: names the first tensor that differs: in name, shape, dtype or rule, or in its
+                initial values.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
         self._known_moments = self._find_moments()
-        vector, start, self._start = self.read(), self._start, None
+        vector, start, self.initial = self.read(), self.initial, None
         tensors = self._tensors()
         labels = [
             f"'{name}' {list(t.shape)} {t.dtype}{'' if name in self._shapes else ', stays local'}"
@@ -137,7 +136,7 @@ class Binding:
         advice = "a digest; seed all ranks alike or load one checkpoint"
         await agree(
             self.comm,
-            {f"the initial values of '{n}' ({advice})": _digest(t) for n, t in values.items()},
+            {f"the initial values of '{n}' ({advice})": digest(t) for n, t in values.items()},
         )
         return start
 
@@ -147,19 +146,18 @@ class Binding:
 
         Floating-point tensors become their mean, others what the first rank of ``comm`` has.
 
-        Cost: 8 bytes per tensor from every rank; an allreduce or allgather of each that differs.
+        Cost: that of ``divergences``; an allreduce or allgather of each that differs.
         """
-        rest = [t for name, t in self._tensors().items() if name not in self._shapes]
-        # one number more: with no tensors, too, nobody leaves before all have concluded
-        digests = torch.tensor([0, *map(_digest, rest)], dtype=torch.int64)
-        everyone = torch.stack(await comm.allgather(digests, "settle"))
-        for tensor, equal in zip(rest, (everyone == digests).all(0).tolist()[1:], strict=True):
-            if not equal and tensor.is_floating_point():
+        rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
+        for torn in await divergences(comm, rest):
+            tensor = rest[torn.name]
+            if tensor.is_floating_point():
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
                 total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")
                 tensor.copy_((total / comm.world_size).view(tensor.shape))
-            elif not equal:
-                first = (await comm.allgather(_bytes(tensor), "settle"))[0]
+            else:
+                raw = tensor.reshape(-1).contiguous().view(torch.uint8)
+                first = (await comm.allgather(raw, "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
     # ---- what travels -----------------------------------------------------------------------------
@@ -191,12 +189,12 @@ class Binding:
         # what was frozen since then goes on travelling: GANs freeze their halves in turns
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
         now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
-        if now != self._shapes:
-            changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
-            raise ConfigurationError(
-                f"'{changed[0]}' was added, removed, reshaped or unfrozen since the averager was made; "
-                "make a new one, on all ranks, when the model changes"
-            )
+        changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
+        require(
+            not changed,
+            f"'{changed and changed[0]}' was added, removed, reshaped or unfrozen since the averager "
+            "was made; make a new one, on all ranks, when the model changes",
+        )
         found: dict[str, Tensor | None] = {name: tensors[name] for name in self._shapes}
         for name, (parameter, kind) in self._known_moments.items():
             found[name] = self._moments_of(parameter).get(kind)
@@ -240,31 +238,17 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what does not hold its own parameters, or averages gradients itself."""
     # by name, among base classes: FSDP2 derives a class from each module's own
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    for module in model.modules():
-        for base in type(module).__mro__:
-            if base.__name__ in wrappers:
-                raise ConfigurationError(
-                    f"averaging needs models that train alone but this one is wrapped "
-                    f"({base.__name__}), which averages gradients or shards; give the plain module"
-                )
+    bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    require(
+        not wrappers & bases,
+        f"averaging needs models that train alone but this one is wrapped "
+        f"({', '.join(sorted(wrappers & bases))}), which averages gradients or shards; give the plain "
+        "module",
+    )
     for name, parameter in model.named_parameters():
         kind = type(parameter).__name__
-        if kind == "DTensor" or is_lazy(parameter) or parameter.is_meta:
-            raise ConfigurationError(
-                f"'{name}' is a {kind} without values of its own; averaging needs whole tensors: "
-                "materialise the model (a first forward pass, or load it) and do not shard it"
-            )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name} is {value!r}; choose {' or '.join(choices)}")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-
-
-def _digest(tensor: Tensor) -> int:
-    raw = hashlib.sha256(_bytes(tensor).cpu().numpy().data).digest()[:_DIGEST_BYTES]
-    return int.from_bytes(raw, "little", signed=True)
+        require(
+            kind != "DTensor" and not is_lazy(parameter) and not parameter.is_meta,
+            f"'{name}' is a {kind} without values of its own; averaging needs whole tensors: "
+            "materialise the model (a first forward pass, or load it) and do not shard it",
+        )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.averaging.companion import Accompanied
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["EagerRounds", "EagerSgd", "Quorum"]
@@ -30,19 +30,15 @@ class EagerSgd(Accompanied):
         W       = shared + waiting             what is in no sum yet stays in this rank's weights
 
     Args:
-        model: as for ``Averager``.
         quorum: "solo": the first rank that arrives begins the sum; "majority": one that is drawn per
             step does, so that half of the ranks are there on average.
-        seed: of the draw.
-        binding: the other arguments of ``Averager``.
 
     Cost: one dense allreduce per step; memory: 3 n.
     State: the shared model; what waits is in the rank's own weights.
     Differs from the paper: updates of local optimizers travel, not gradients: the same for SGD with
     and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
-    synchronisation.  The paper leaves updates that wait out of the rank's own weights: each of its steps
-    is then taken as if the last ones had not been, they arrive together as one long step, and training
-    diverges where ranks fall far behind, as on a machine with fewer cores than ranks.
+    synchronisation.  Updates that wait are in the rank's own weights: left out of them, they arrive
+    together as one long step, and training diverges where ranks fall far behind.
 
     Example:
         >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
@@ -59,8 +55,7 @@ class EagerSgd(Accompanied):
         seed: int = 0,
         **binding: Any,
     ) -> None:
-        if quorum not in ("solo", "majority"):
-            raise ConfigurationError(f"quorum is {quorum!r}; choose solo or majority")
+        require(quorum in ("solo", "majority"), f"quorum is {quorum!r}; choose solo or majority")
         self.quorum, self.seed = quorum, seed
         super().__init__(model, **binding)
 
@@ -90,10 +85,7 @@ class EagerSgd(Accompanied):
 
 @final
 class EagerRounds(Rounds):
-    """Rounds that sum updates; one that comes too late is in a later sum.
-
-    Sums are added to ``shared`` one by one: equal bits on ranks that have the same sums.
-    """
+    """Adds sums of updates to ``shared``, one by one: equal bits on ranks that have the same sums."""
 
     def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
         self.quorum, self.seed, self.world_size = quorum, seed, world_size

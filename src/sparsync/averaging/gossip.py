@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.companion import Accompanied, Companion
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Raw
@@ -37,12 +37,7 @@ class Graph(ABC):
 
 @final
 class Ring(Graph):
-    """Both neighbours on a ring, on every step; of two ranks the other one, once.
-
-    Example:
-        >>> Ring().neighbours(0, 5, step=0), Ring().neighbours(0, 2, step=0)
-        ([1, 4], [1])
-    """
+    """Both neighbours on a ring, on every step; of two ranks the other one, once."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
         """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
@@ -57,12 +52,6 @@ class Exponential(Graph):
     After any ceil(log2 P) steps all have heard of all; with ``count=1`` and P a power of two
     everybody then has exactly the mean.
 
-    Args:
-        count: neighbours per step; all hops there are, if that is fewer.
-
-    Raises:
-        ConfigurationError: no neighbour.
-
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)]
         [[1], [2], [4], [1]]
@@ -74,10 +63,9 @@ class Exponential(Graph):
     """
 
     def __init__(self, count: int = 1) -> None:
-        if count < 1:
-            raise ConfigurationError(
-                f"Exponential: {count} neighbours per step; give at least 1, SGP's default"
-            )
+        require(
+            count >= 1, f"Exponential: {count} neighbours per step; give at least 1, SGP's default"
+        )
         self.count = count
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
@@ -116,9 +104,7 @@ class Dpsgd(Averager):
     """Takes the mean of the own model and those of both neighbours, 1/3 each (two ranks: 1/2).
 
     Args:
-        model: as for ``Averager``.
         mixing_steps: rounds with the neighbours per step (WAGMA-SGD, section 5.2, doubles them).
-        binding: the other arguments of ``Averager``.
 
     Cost: ``2 mixing_steps`` messages and models sent and received per step (two ranks: half).
     State: none.
@@ -138,8 +124,7 @@ class Dpsgd(Averager):
     def __init__(
         self, model: nn.Module | None = None, *, mixing_steps: int = 1, **binding: Any
     ) -> None:
-        if mixing_steps < 1:
-            raise ConfigurationError(f"Dpsgd: mixing_steps is {mixing_steps}; give at least 1")
+        require(mixing_steps >= 1, f"Dpsgd: mixing_steps is {mixing_steps}; give at least 1")
         self.mixing_steps = mixing_steps
         super().__init__(model, **binding)
 
@@ -153,11 +138,7 @@ class Dpsgd(Averager):
 
 @dataclass(frozen=True)
 class SgpState:
-    """The state of ``Sgp``.
-
-    Attributes:
-        weight: the push-sum weight w of this rank; they sum to world_size.
-    """
+    """The push-sum weight w of this rank; all ranks' sum to world_size."""
 
     weight: float = 1.0
 
@@ -170,27 +151,16 @@ class Sgp(Averager):
     the weights are: after one, ``x = w z + (model - z)``.
 
     Args:
-        model: as for ``Averager``.
         neighbours: ranks pushed to per step, on the directed exponential graph.
         graph: another graph in its place, any that stays connected.
-        binding: the other arguments of ``Averager``.
 
     Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
     State: ``weight``; in ``memory`` the last model z while w is not 1 (on the exponential graph it is
     1, to rounding, on every step).
     Differs from the paper: nothing is overlapped.
 
-    Raises:
-        ConfigurationError: ``neighbours < 1``.
-
     Example:
-        >>> from sparsync import simulate
-        >>> async def program(comm):
-        ...     averager, model = Sgp(), torch.tensor([2.0 * comm.rank])
-        ...     for step in range(2): model = await averager.average(comm, model, step)
-        ...     return model.item()
-        >>> simulate(program, world_size=4).results
-        [3.0, 3.0, 3.0, 3.0]
+        >>> with Sgp(nn.Linear(2, 1), neighbours=2) as averager: averager.step()
 
     References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
     ICML 2019, Algorithm 1.
@@ -242,11 +212,6 @@ class AdPsgd(Accompanied):
 
     After each local step a rank takes its model as its agent has it by then, and the agent asks a
     random partner's agent for an average, unless the last one has not been answered yet.
-
-    Args:
-        model: as for ``Averager``.
-        seed: of the partners.
-        binding: the other arguments of ``Averager``.
 
     Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
     3 n.   State: the last model taken.

@@ -11,9 +11,8 @@ Groups that never change (the ablation of section 5.2) are those of ``step=0``.
 from __future__ import annotations
 
 from math import gcd, sqrt
-from typing import NamedTuple
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 
 __all__ = ["default_group_size", "group_of", "partition"]
 
@@ -42,8 +41,8 @@ def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ..
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
     printed, a mask that is already shifted is shifted again; the paper's examples come out so).
     """
-    row = _row(world_size, group_size, step)
-    return [row.group(index) for index in range(row.groups)]
+    _check(world_size, group_size, step)
+    return sorted({group_of(rank, world_size, group_size, step) for rank in range(world_size)})
 
 
 def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
@@ -55,12 +54,31 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
         >>> group_of(5, 8, 4, step=1)
         (0, 1, 4, 5)
     """
-    row = _row(world_size, group_size, step)
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank is {rank}; with {world_size} ranks give 0 to {world_size - 1}"
-        )
-    return row.group(row.place(rank) * row.groups // world_size)
+    _check(world_size, group_size, step)
+    require(
+        0 <= rank < world_size,
+        f"rank is {rank}; with {world_size} ranks give 0 to {world_size - 1}",
+    )
+    # P / S rounded to the nearest, down if halfway: so nobody is ever alone with S = 2 and P odd
+    groups = (2 * world_size + group_size - 1) // (2 * group_size)
+    # The members of a group should spread over as many groups as possible, leaving none out between
+    # them: a stride of the smallest group's size, or the next below that has an inverse.  Where S
+    # divides P that is S, modulo P - 1; a stride of 2 always is one or the other.
+    stride, modulus = next(
+        (stride, modulus)
+        for stride in range(world_size // groups, 0, -1)
+        for modulus in (world_size, world_size - 1)
+        if gcd(stride, modulus) == 1
+    )
+
+    def shuffled(number: int, exponent: int) -> int:
+        moves = number < modulus  # modulo P - 1 the last rank keeps its place
+        return number * pow(stride, exponent, modulus) % modulus if moves else number
+
+    index = shuffled(rank, -step) * groups // world_size
+    # group i has the places from ceil(i P / groups) on
+    start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
+    return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
 
 
 def default_group_size(world_size: int) -> int:
@@ -81,52 +99,10 @@ def default_group_size(world_size: int) -> int:
     return min(divisors, key=lambda size: abs(size - root), default=1)
 
 
-class _Row(NamedTuple):
-    """Where the ranks stand on a step; group i has the places from ceil(i P / groups) on."""
-
-    world_size: int
-    groups: int
-    modulus: int  # P: all move; P - 1: the last rank keeps its place
-    to_place: int  # stride**-step
-    to_rank: int  # stride**step
-
-    def place(self, rank: int) -> int:
-        return self._shuffled(rank, self.to_place)
-
-    def group(self, index: int) -> tuple[int, ...]:
-        start, stop = (-(-self.world_size * i // self.groups) for i in (index, index + 1))
-        return tuple(sorted(self._shuffled(place, self.to_rank) for place in range(start, stop)))
-
-    def _shuffled(self, number: int, factor: int) -> int:
-        return number * factor % self.modulus if number < self.modulus else number
-
-
-def _row(world_size: int, group_size: int, step: int) -> _Row:
-    _check(world_size, group_size, step)
-    # P / S rounded to the nearest, down if halfway: so nobody is ever alone with S = 2 and P odd
-    groups = (2 * world_size + group_size - 1) // (2 * group_size)
-    # The members of a group should spread over as many groups as possible, leaving none out between
-    # them: a stride of the smallest group's size, or the next below that has an inverse.  Where S
-    # divides P that is S, modulo P - 1; a stride of 2 always is one or the other.
-    stride, modulus = next(
-        (stride, modulus)
-        for stride in range(world_size // groups, 0, -1)
-        for modulus in (world_size, world_size - 1)
-        if gcd(stride, modulus) == 1
-    )
-    return _Row(
-        world_size, groups, modulus, pow(stride, -step, modulus), pow(stride, step, modulus)
-    )
-
-
 def _check(world_size: int, group_size: int, step: int) -> None:
-    if world_size < 1:
-        raise ConfigurationError(
-            f"world_size is {world_size}; give the number of ranks, at least 1"
-        )
-    if not 1 <= group_size <= world_size:
-        raise ConfigurationError(
-            f"group_size is {group_size}; give 1 to {world_size}, the number of ranks"
-        )
-    if step < 0:
-        raise ConfigurationError(f"step is {step}; steps count from 0")
+    require(world_size >= 1, f"world_size is {world_size}; give the number of ranks, at least 1")
+    require(
+        1 <= group_size <= world_size,
+        f"group_size is {group_size}; give 1 to {world_size}, the number of ranks",
+    )
+    require(step >= 0, f"step is {step}; steps count from 0")

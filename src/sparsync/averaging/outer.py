@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.collectives import Allgather
-from sparsync.errors import ConfigurationError, NonFiniteGradientError
+from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
@@ -33,11 +34,7 @@ _REST = "(buffers and moments)"  # parentheses: no parameter has this name
 
 @dataclass(frozen=True)
 class OuterState:
-    """The state that is carried from exchange to exchange.
-
-    Attributes:
-        refused: exchanges in a row that were refused because of NaN or Inf.
-    """
+    """Exchanges in a row that were refused because of NaN or Inf."""
 
     refused: int = 0
 
@@ -66,7 +63,7 @@ class OuterStep(Averager):
     A second time in a row raises.
 
     Args:
-        model: as for ``Averager``; its parameters are the units' names, without it there is one unit.
+        model: its parameters are the units' names, without it there is one unit.
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
         density: what is sent per exchange, as k / n of index-value pairs.
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
@@ -79,7 +76,6 @@ class OuterStep(Averager):
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1]; below 1 the law holds for what is
             left of it.
-        binding: the other arguments of ``Averager``, but for ``nonfinite``.
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
@@ -89,7 +85,6 @@ class OuterStep(Averager):
     residuals and a period that it falls into.
 
     Raises:
-        ConfigurationError: an argument outside its range.
         NonFiniteGradientError: from ``step``, for the second exchange in a row.
 
     Example:
@@ -122,26 +117,27 @@ class OuterStep(Averager):
         residual_decay: float = 1.0,
         **binding: Any,
     ) -> None:
-        if period is not None and (type(period) is not int or period < 1):
-            raise ConfigurationError(
-                f"OuterStep: period is {period!r}; give at least 1 step, or None"
-            )
-        if residual not in ("apart", "weights"):
-            raise ConfigurationError(
-                f"OuterStep: residual is {residual!r}; choose apart or weights"
-            )
-        if not 0 < outer_lr < float("inf"):
-            raise ConfigurationError(f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
-        if momentum is not None and not 0 <= momentum < 1:
-            raise ConfigurationError(
-                f"OuterStep: momentum is {momentum}; give one in [0, 1), or None"
-            )
-        if nesterov and momentum == 0:
-            raise ConfigurationError("OuterStep: nesterov=True needs a momentum > 0, e.g. 0.9")
-        if not 0 <= residual_decay <= 1:
-            raise ConfigurationError(
-                f"OuterStep: residual_decay is {residual_decay}; give a factor in [0, 1]"
-            )
+        require(
+            period is None or (type(period) is int and period >= 1),
+            f"OuterStep: period is {period!r}; give at least 1 step, or None",
+        )
+        require(
+            residual in ("apart", "weights"),
+            f"OuterStep: residual is {residual!r}; choose apart or weights",
+        )
+        require(0 < outer_lr < math.inf, f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
+        require(
+            momentum is None or 0 <= momentum < 1,
+            f"OuterStep: momentum is {momentum}; give one in [0, 1), or None",
+        )
+        require(
+            not nesterov or momentum != 0,
+            "OuterStep: nesterov=True needs a momentum > 0, e.g. 0.9",
+        )
+        require(
+            0 <= residual_decay <= 1,
+            f"OuterStep: residual_decay is {residual_decay}; give a factor in [0, 1]",
+        )
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
         self._chosen = replace(resolve(algorithm), average=True)
         self.algorithm = f"{self._chosen.name} {self._chosen.options}"  # ranks compare it
@@ -149,15 +145,9 @@ class OuterStep(Averager):
         # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
         self.period = period or max(1, math.ceil(bits / (_PAIR_BITS * density)))
         self.warmup_steps, self.residual = Warmup(warmup_steps).steps, residual
-        self._warm = self._warm_exchanges()
+        self._warm = _warm_exchanges(self.warmup_steps, self.period)
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.state = residual_decay, OuterState()
-        named = model.named_parameters() if model is not None else ()
-        self._trained = {  # in the order in which they travel
-            name: torch.view_as_real(p) if p.is_complex() else p
-            for name, p in named
-            if p.requires_grad
-        }
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
@@ -167,25 +157,32 @@ class OuterStep(Averager):
         saved, self._saved = self._saved, None
         if saved is None:
             self.memory = {"shared": vector}
-        if self.memory["shared"].shape != vector.shape:
-            raise ConfigurationError(
-                f"the saved state is of {self.memory['shared'].numel()} elements, this model has "
-                f"{vector.numel()}; load it into the model that it was saved with"
-            )
-        if not self._trained:
-            self._trained = {"model": vector.to("meta")}  # its size and dtype
+        require(
+            self.memory["shared"].shape == vector.shape,
+            f"the saved state is of {self.memory['shared'].numel()} elements, this model has "
+            f"{vector.numel()}; load it into the model that it was saved with",
+        )
+        self._parameters = {"model": vector} if self._binding is None else self._binding.trained
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        ends = list(accumulate(sizes))
+        named = zip(self._parameters, sizes, ends, strict=True)
+        self._spans = {name: slice(end - size, end) for name, size, end in named}
+        units = [
+            (name, vector[span].view(self._parameters[name].shape))
+            for name, span in self._spans.items()
+        ]
+        self._end = sum(sizes)
+        if self._end < vector.numel():
+            self._spans[_REST] = slice(self._end, vector.numel())
+            units.append((_REST, vector[self._end :]))
         compress = self._chosen.compress
-        pieces = {
-            name: piece.view(self._trained[name].shape) if name in self._trained else piece
-            for name, piece in self._pieces(vector).items()
-        }
-        units = plan_units(
-            pieces.items(),
+        planned = plan_units(
+            units,
             self._chosen.unit_bytes,
             lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
             output_parameters(self._binding.model) if self._chosen.output and self._binding else (),
         )
-        self._reducer = Reducer(comm, units, await self._chosen.on(comm), self.density)
+        self._reducer = Reducer(comm, planned, await self._chosen.on(comm), self.density)
         if saved is not None:
             await restore_reducer(self._reducer, saved)
 
@@ -199,8 +196,8 @@ class OuterStep(Averager):
         """Return the new shared weights when the period closes, the model itself otherwise."""
         if not self.is_due(step):
             return vector
-        reducer = self.reducer
-        deltas = self._divided(self._moved(vector))
+        reducer, moved = self.reducer, self._moved(vector)
+        deltas = [torch.cat([moved[self._spans[s.name]] for s in u.slots]) for u in reducer.units]
         for delta, residual in zip(deltas, reducer.residuals, strict=True):
             if residual.value is not None and self.residual_decay < 1:
                 # here and not in the residual, which a refused exchange must leave as it is
@@ -230,7 +227,7 @@ class OuterStep(Averager):
         if self.residual == "weights":
             missing = self.memory["shared"] - vector
         else:
-            missing = self._moved(vector) + self._joined(self._residuals()).to(vector.dtype)
+            missing = self._moved(vector) + self._withheld()
         average = await mean(comm, missing)
         if not bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
             return self.memory["shared"]
@@ -286,22 +283,49 @@ class OuterStep(Averager):
 
     # ---- the exchange -----------------------------------------------------------------------------
 
-    def _warm_exchanges(self) -> tuple[int, ...]:
-        """Return the steps of the warm-up that end with an exchange."""
-        doublings, last, ends = math.ceil(math.log2(self.period)), -1, []
-        for step in range(self.warmup_steps):
-            part = step * (doublings + 1) // self.warmup_steps
-            if step - last >= min(2**part, self.period):
-                last = step
-                ends.append(step)
-        return tuple(ends)
-
     def _base(self) -> Tensor:
         """Return what this rank's weights are after an exchange."""
         shared = self.memory["shared"]
-        if self.residual == "apart":
-            return shared
-        return shared - self._joined(self._residuals()).to(shared.dtype)
+        return shared if self.residual == "apart" else shared - self._withheld()
+
+    def _withheld(self) -> Tensor:
+        """Return the residuals as a vector."""
+        kept = self.reducer.residuals
+        return self._joined(
+            [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+        )
+
+    def _joined(self, flats: Sequence[Tensor]) -> Tensor:
+        """Return the vector whose parts the units hold."""
+        vector = torch.empty_like(self.memory["shared"])
+        for unit, flat in zip(self.reducer.units, flats, strict=True):
+            for slot in unit.slots:
+                vector[self._spans[slot.name]] = flat[slot.start : slot.start + slot.size]
+        return vector
+
+    def _moved(self, vector: Tensor) -> Tensor:
+        """Return what the weights were after the last exchange, less what they are.
+
+        A model of 16 bits began with those weights rounded.  Rounding is no move: fed back, it would be
+        added to the residual at every exchange.
+        """
+        began = self._base().clone()
+        for name, parameter in self._parameters.items():
+            began[self._spans[name]] = began[self._spans[name]].to(parameter.dtype)
+        return began.sub_(vector)
+
+    def _apply(self, average: Tensor, momentum: float) -> None:
+        """Take an outer step."""
+        update = average.clone()
+        gradient = update[: self._end]
+        if momentum:
+            velocity = gradient.clone()
+            if "momentum" in self.memory:
+                velocity.add_(self.memory["momentum"], alpha=momentum)
+            self.memory["momentum"] = velocity
+            gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
+        gradient.mul_(self.outer_lr)
+        self.memory["shared"] = self.memory["shared"] - update
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite."""
@@ -311,70 +335,23 @@ class OuterStep(Averager):
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 state.clear()
 
-    def _moved(self, vector: Tensor) -> Tensor:
-        """Return what the weights were after the last exchange, less what they are.
-
-        A model of 16 bits began with those weights rounded.  Rounding is no move: fed back, it would be
-        added to the residual at every exchange.
-        """
-        began = [
-            piece.to(self._trained[name].dtype) if name in self._trained else piece
-            for name, piece in self._pieces(self._base()).items()
-        ]
-        return torch.cat([piece.to(vector.dtype) for piece in began]).sub_(vector)
-
-    def _apply(self, average: Tensor, momentum: float) -> None:
-        """Take an outer step."""
-        shared = self.memory["shared"]
-        trained = sum(tensor.numel() for tensor in self._trained.values())
-        update = average.clone()
-        gradient = update[:trained]
-        if momentum:
-            velocity = gradient.clone()
-            if "momentum" in self.memory:
-                velocity.add_(self.memory["momentum"], alpha=momentum)
-            self.memory["momentum"] = velocity
-            gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
-        gradient.mul_(self.outer_lr)
-        self.memory["shared"] = shared - update
-
-    def _residuals(self) -> list[Tensor]:
-        kept = self.reducer.residuals
-        return [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
-
-    # ---- vectors and units ------------------------------------------------------------------------
-
-    def _pieces(self, vector: Tensor) -> dict[str, Tensor]:
-        """Cut a vector into its parameters, and the rest of it if there is any."""
-        sizes = {name: tensor.numel() for name, tensor in self._trained.items()}
-        rest = vector.numel() - sum(sizes.values())
-        if rest:
-            sizes[_REST] = rest
-        return dict(zip(sizes, torch.split(vector, list(sizes.values())), strict=True))
-
-    def _divided(self, vector: Tensor) -> list[Tensor]:
-        """Return copies of the units' parts of a vector."""
-        pieces = self._pieces(vector)
-        return [torch.cat([pieces[s.name] for s in unit.slots]) for unit in self.reducer.units]
-
-    def _joined(self, flats: Sequence[Tensor]) -> Tensor:
-        """Concatenate the units to a vector."""
-        reducer = self.reducer
-        pieces = {
-            slot.name: flat[slot.start : slot.start + slot.size]
-            for unit, flat in zip(reducer.units, flats, strict=True)
-            for slot in unit.slots
-        }
-        return torch.cat([pieces[name] for name in self._pieces(self.memory["shared"])])
-
-    # ---- saved ------------------------------------------------------------------------------------
-
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
         place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         if self.residual == "weights":
             place["residual"] = self.residual
         return super()._place() | place
+
+
+def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
+    """Return the steps of the warm-up that end with an exchange."""
+    doublings, last, ends = math.ceil(math.log2(period)), -1, []
+    for step in range(steps):
+        part = step * (doublings + 1) // steps
+        if step - last >= min(2**part, period):
+            last = step
+            ends.append(step)
+    return tuple(ends)
 
 
 # ---- published settings ---------------------------------------------------------------------------

@@ -15,39 +15,11 @@ from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.gossip import AdPsgd, Dpsgd, Sgp
 from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.averaging.wagma import Wagma
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 
 __all__ = ["SCHEMES", "options_of"]
 
 _GROUP: Final = "sparsync.schemes"  # entry points of other packages: a name for an Averager
-
-
-@final
-class _Schemes(Mapping[str, Callable[..., Averager]]):
-    """Makers of averagers by name: the rows below, then those of installed packages."""
-
-    def __init__(self, own: Mapping[str, Callable[..., Averager]]) -> None:
-        self._own = own
-
-    def __getitem__(self, name: str) -> Callable[..., Averager]:
-        if name in self._own:
-            return self._own[name]
-        for point in entry_points(group=_GROUP, name=name):
-            made: Callable[..., Averager] = point.load()
-            if not callable(made):
-                raise ConfigurationError(
-                    f"entry point {name!r} = {point.value!r} of group {_GROUP!r} is a "
-                    f"{type(made).__name__}; name a subclass of sparsync.averaging.Averager"
-                )
-            return made
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        added = (point.name for point in entry_points(group=_GROUP))
-        return iter(dict.fromkeys([*self._own, *sorted(added)]))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
@@ -55,19 +27,45 @@ def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
 
 
 # each is called with a model, or without one, and with keyword arguments
-SCHEMES: Mapping[str, Callable[..., Averager]] = _Schemes(
-    {
-        "allreduce": _allreduce,
-        "local": LocalSgd,
-        "dpsgd": Dpsgd,
-        "sgp": Sgp,
-        "wagma": Wagma,
-        "adpsgd": AdPsgd,
-        "eager-solo": partial(EagerSgd, quorum="solo"),
-        "eager-majority": partial(EagerSgd, quorum="majority"),
-        **{name: partial(OuterStep, **settings) for name, settings in OUTER_SETTINGS.items()},
-    }
-)
+_OWN: Mapping[str, Callable[..., Averager]] = {
+    "allreduce": _allreduce,
+    "local": LocalSgd,
+    "dpsgd": Dpsgd,
+    "sgp": Sgp,
+    "wagma": Wagma,
+    "adpsgd": AdPsgd,
+    "eager-solo": partial(EagerSgd, quorum="solo"),
+    "eager-majority": partial(EagerSgd, quorum="majority"),
+    **{name: partial(OuterStep, **settings) for name, settings in OUTER_SETTINGS.items()},
+}
+
+
+@final
+class _Schemes(Mapping[str, Callable[..., Averager]]):
+    """Makers of averagers by name: this package's, then those of installed packages."""
+
+    def __getitem__(self, name: str) -> Callable[..., Averager]:
+        if name in _OWN:
+            return _OWN[name]
+        for point in entry_points(group=_GROUP, name=name):
+            made: Callable[..., Averager] = point.load()
+            require(
+                callable(made),
+                f"entry point {name!r} = {point.value!r} of group {_GROUP!r} is a "
+                f"{type(made).__name__}; name a subclass of sparsync.averaging.Averager",
+            )
+            return made
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*_OWN, *sorted(p.name for p in entry_points(group=_GROUP))]))
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+
+SCHEMES: Final = _Schemes()
+_SHARED: Final = {*inspect.signature(Averager).parameters, "binding"}
 
 
 def options_of(scheme: str) -> dict[str, Any]:
@@ -79,6 +77,3 @@ def options_of(scheme: str) -> dict[str, Any]:
     """
     parameters = inspect.signature(SCHEMES[scheme]).parameters
     return {name: p.default for name, p in parameters.items() if name not in _SHARED}
-
-
-_SHARED = frozenset(inspect.signature(Averager).parameters) | {"binding"}

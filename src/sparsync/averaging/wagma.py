@@ -8,8 +8,7 @@ changes, so nothing that is being sent is torn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, final, get_args
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from sparsync.averaging import groups
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.averaging.companion import Accompanied
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator, Subgroup
 from sparsync.transports.ledger import Raw
@@ -42,10 +41,11 @@ Values = Literal["fp32", "bf16", "int8"]
 _LOG = logging.getLogger("sparsync")
 _ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
 _BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
-_INT8_BLOCK: Final = 128  # elements that share a float32 scale, as in ``Packed``: 8.25 bits each
-CODECS: Final = MappingProxyType[str, Codec[DenseVector]](
-    {"bf16": Whole(torch.bfloat16), "int8": Qsgd(8, block=_INT8_BLOCK, scale="max")}
-)
+CODECS: Final[Mapping[Values, Codec[DenseVector] | None]] = {
+    "fp32": None,
+    "bf16": Whole(torch.bfloat16),
+    "int8": Qsgd(8, block=128, scale="max"),  # as in ``Packed``: 8.25 bits per element
+}
 
 
 @final
@@ -62,7 +62,6 @@ class Wagma(Accompanied):
     older than the last global average, so none is tau steps old.
 
     Args:
-        model: as for ``Averager``.
         group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
             differ by one rank; 1: only global averages, which is local SGD.
         sync_period: tau, in steps; None: no global average before ``finish``.
@@ -74,10 +73,8 @@ class Wagma(Accompanied):
         deadline: seconds of silence after which a rank that others wait for is left out and reported;
             training goes on.  When it is heard again it is given the last global average and goes on
             with the others' step (``resume_at``).  None: it is waited for.
-        binding: the other arguments of ``Averager``.
 
     Raises:
-        ConfigurationError: a size, period or deadline that cannot be.
         DeadlineError: a rank does not come to a global average within the communicator's timeout.
 
     Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n where
@@ -107,22 +104,20 @@ class Wagma(Accompanied):
         deadline: float | None = None,
         **binding: Any,
     ) -> None:
-        if group_size is not None and group_size < 1:
-            raise ConfigurationError(f"group_size is {group_size}; give at least 1 rank, or None")
-        if sync_period is not None and sync_period < 1:
-            raise ConfigurationError(f"sync_period is {sync_period}; give at least 1 step, or None")
-        if grouping not in get_args(Grouping):
-            raise ConfigurationError(
-                f"grouping is {grouping!r}; choose wait-avoiding or synchronous"
-            )
-        if deadline is not None and not deadline > 0:
-            raise ConfigurationError(f"deadline is {deadline}; give seconds > 0, or None")
+        for name, value in ("group_size", group_size), ("sync_period", sync_period):
+            require(value is None or value >= 1, f"{name} is {value}; give at least 1, or None")
+        require(
+            grouping in get_args(Grouping),
+            f"grouping is {grouping!r}; choose wait-avoiding or synchronous",
+        )
+        require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
+        require(
+            deadline is None or deadline > 0, f"deadline is {deadline}; give seconds > 0, or None"
+        )
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
         self.dynamic, self.values, self.deadline = dynamic, values, deadline
         self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason
-        if values not in get_args(Values):
-            raise ConfigurationError(f"values is {values!r}; choose fp32, bf16 or int8")
-        self._codec = CODECS.get(values)
+        self._codec = CODECS[values]
         self._present: list[int] = []
         super().__init__(model, **binding)
 
@@ -134,10 +129,10 @@ class Wagma(Accompanied):
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
         size = self.group_size or groups.default_group_size(comm.world_size)
-        if size > comm.world_size:
-            raise ConfigurationError(
-                f"group_size is {size} of {comm.world_size} ranks; give at most all of them"
-            )
+        require(
+            size <= comm.world_size,
+            f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
+        )
         self._rounds = ModelRounds(
             vector, size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
         )
@@ -272,17 +267,11 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
 
 
 class CodedSum(NamedTuple):
-    """A sum of rounded vectors.
-
-    Attributes:
-        total: `[n]`, equal on all members.
-        lost: `[n]`, what rounding this rank's vector took from ``total``.
-        lost_of_sum: `[n]`, what rounding the sum took from it, in this rank's block.
-    """
+    """A sum of rounded vectors, `[n]`, equal on all members, and what it has lost."""
 
     total: Tensor
-    lost: Tensor
-    lost_of_sum: Tensor
+    lost: Tensor  # by rounding this rank's vector
+    lost_of_sum: Tensor  # by rounding the sum, in this rank's block
 
 
 async def coded_allreduce(

@@ -1,0 +1,354 @@
+"""Averagers on models: what travels and what stays; what is compared, refused and saved."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sparsync.averaging import LocalSgd
+from sparsync.averaging.base import mean
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
+
+from .averager_models import Smoothed, add_, failure, linear, train_
+from .zmq_group import together
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "average_models.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+allreduce = SCHEMES["allreduce"]
+
+
+# ---- what travels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides(wide, layout):
+    def program(comm):
+        generator = torch.Generator().manual_seed(0)
+        model = nn.ParameterList(
+            torch.randint(-9, 9, (2, 3, 2, 2), generator=generator).to(dtype)
+            for dtype in (torch.float16, torch.bfloat16, wide)
+        ).to(memory_format=layout)
+        model.append(nn.Parameter(torch.tensor([1 + 2j])))
+        model.append(model[0])  # tied: it travels once
+        kept = [(p, p.data_ptr(), p.dtype, p.stride()) for p in model]
+        start = [p.detach().clone() for p in model]
+        averager = allreduce(model, comm=comm)
+        add_(model, 2 * comm.rank)
+        averager.step()
+        for p, value, (own, *place) in zip(model, start, kept, strict=True):
+            assert p is own
+            assert [p.data_ptr(), p.dtype, p.stride()] == place
+            assert torch.equal(p, value + 1)
+        read = averager._binding.read()
+        return read.dtype, read.numel()
+
+    assert together(program, 2) == [(wide, 3 * 24 + 2)] * 2
+
+
+def test_frozen_parameters_stay_and_are_settled_only_where_they_differ():
+    rounds = 1.5 + 2**-22
+    assert float(torch.tensor([rounds] * 3).mean()) != rounds  # so an average would be seen
+
+    def program(comm):
+        model = nn.ModuleList([linear(), linear(1), linear(2)])
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(False)
+        nn.init.constant_(model[0].weight, rounds)
+        averager = allreduce(model, comm=comm)
+        add_(model, 1.0)
+        averager.step()
+        assert averager._binding.read().numel() == 3
+        with torch.no_grad():  # as a teacher that follows
+            model[1].weight.fill_(comm.rank)
+        averager.finish()
+        assert float(model[0].weight[0, 0]) == rounds
+        return model[1].weight.tolist()
+
+    assert together(program, 3) == [[[1.0, 1.0]]] * 3
+
+
+@pytest.mark.parametrize("rule", ["average", "local"])
+def test_buffers_follow_their_rule(rule):
+    def program(comm):
+        model = nn.BatchNorm1d(1, momentum=1.0)
+        model.register_buffer("table", torch.tensor([-torch.inf]), persistent=False)
+        averager = allreduce(model, comm=comm, buffers=rule)
+        for _ in range(comm.rank + 1):
+            model(torch.full((4, 1), 2.0 * comm.rank))
+        model.table = torch.tensor([float(comm.rank)])
+        averager.step()
+        model.running_mean = model.running_mean.clone()  # modules may replace their buffers
+        between = float(model.running_mean), int(model.num_batches_tracked)
+        averager.finish()
+        return between, (float(model.running_mean), int(model.num_batches_tracked)), model.table
+
+    (low, end_low, _), (high, end_high, table) = together(program, 2)
+    assert (low, high) == (((1.0, 1), (1.0, 2)) if rule == "average" else ((0.0, 1), (2.0, 2)))
+    assert end_low == end_high == (1.0, 1)  # the mean; batches as rank 0 counts them
+    assert table == 1  # what is not saved is never touched
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("local", [[0.1, 1, 0, 0], [0.2, 1, 0.1, 1]]),
+        ("average", [[0.15, 1, 0, 0], [0.15, 1, 0.05, 1]]),
+        ("reset", [[0, 0, 0, 0], [0, 0, 0, 0]]),
+    ],
+)
+def test_moments_stay_or_travel_or_are_reset(rule, expected):
+    def program(comm):
+        model = linear()
+        optimizer = torch.optim.Adam(model.parameters())
+        averager = allreduce(model, comm=comm, optimizer=optimizer, moments=rule)
+        ((comm.rank + 1) * model.weight).sum().backward()
+        if comm.rank:
+            model.bias.sum().backward()  # rank 0 has no state for its bias: zero to others
+        optimizer.step()
+        averager.step()
+        return [
+            float(optimizer.state.get(p, {}).get(kind, torch.zeros(1)).flatten()[0])
+            for p in model.parameters()
+            for kind in ("exp_avg", "step")
+        ]
+
+    found = torch.tensor(together(program, 2))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
+
+
+def test_all_begin_from_the_same_vector_though_they_have_stepped():
+    def program(comm):
+        model = linear()
+        start = nn.utils.parameters_to_vector(model.parameters()).detach()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        averager = Smoothed(model, comm=comm, optimizer=optimizer, moments="average")
+        seen = averager.memory
+        averager.average = lambda comm, vector, step: mean(comm, vector)
+        train_(model, optimizer, comm.rank, 1, averager)
+        assert torch.equal(seen["last"], torch.cat([start, torch.zeros(3)]))
+
+    together(program, 2)
+
+
+def test_it_trains_as_one_process_with_all_batches():
+    """Plain SGD from equal models: averaging models is averaging gradients."""
+
+    def program(comm):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        with allreduce(model, comm=comm) as averager:
+            train_(model, optimizer, comm.rank, 5, averager)
+        return model.weight.detach()
+
+    found = together(program, 3)
+    assert all(torch.equal(found[0], other) for other in found)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in range(3):
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            (model(torch.randn(8, 2, generator=generator)).square().sum() / 3).backward()
+        optimizer.step()
+    torch.testing.assert_close(found[0], model.weight)
+
+
+# ---- what is compared at the start -----------------------------------------------------------------
+
+
+def unequal_frozen(comm):
+    model = nn.ModuleList([linear(comm.rank).requires_grad_(False), linear()])
+    return allreduce(model, comm=comm)
+
+
+def unequal_moments(comm):
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    averager = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
+    if comm.rank == 0:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return averager
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda comm: allreduce(linear(comm.rank), comm=comm),
+            r"initial values of 'weight' .*seed all ranks alike",
+        ),
+        (unequal_frozen, r"initial values of '0.weight'"),
+        (
+            lambda comm: allreduce(linear(bias=comm.rank == 0), comm=comm),
+            r"tensor 1 of the model: rank (0 has 'bias' \[1\] torch.float32|1 has nothing)",
+        ),
+        (
+            lambda comm: allreduce(linear().requires_grad_(comm.rank == 0), comm=comm),
+            r"tensor 0 of the model: rank \d has 'weight' \[1, 2\] torch.float32",
+        ),
+        (
+            unequal_moments,
+            r"tensor 2 of the model: rank (0 has 'weight \(exp_avg\)'|1 has nothing)",
+        ),
+        (
+            lambda comm: LocalSgd(linear(), period=2 + comm.rank, comm=comm),
+            r"settings.*'period': \d",
+        ),
+    ],
+)
+def test_what_differs_at_the_start_is_named_on_all_ranks(make, words):
+    def program(comm):
+        averager = make(comm)
+        error = failure(PeerError, averager.step)
+        assert averager.steps == 0
+        return error
+
+    for error in together(program, 2):
+        assert re.search(words, error), error
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+def wrapped(name):
+    return nn.Sequential(type("Mine", (type(name, (nn.Sequential,), {}),), {})(linear()))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (lambda: wrapped("DistributedDataParallel"), {}, "wrapped (DistributedDataParallel)"),
+        (lambda: wrapped("FSDPModule"), {}, "wrapped (FSDPModule)"),
+        (lambda: nn.LazyLinear(2), {}, "'weight' is a UninitializedParameter"),
+        (lambda: nn.Linear(2, 1, device="meta"), {}, "materialise"),
+        (linear, {"buffers": "mean"}, "buffers is 'mean'; choose average or local"),
+        (linear, {"moments": "keep"}, "choose local or average or reset"),
+        (linear, {"nonfinite": "skip"}, "choose raise or spread"),
+        (linear, {"moments": "average"}, "give optimizer="),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_cannot_work_is_refused(make, options, words):
+    assert words in failure(ConfigurationError, allreduce, make(), **options)
+
+
+def test_a_model_that_changes_is_refused_but_may_freeze():
+    model = nn.ModuleList([linear(), linear()])
+    model[1].requires_grad_(False)
+    averager = allreduce(model)
+    model[0].requires_grad_(False)
+    averager.step()
+    model[1].requires_grad_(True)
+    assert "'1.bias' was added" in failure(ConfigurationError, averager.step)
+    model[1].requires_grad_(False)
+    averager.step()
+    model[0].bias = None
+    assert "'0.bias' was added, removed" in failure(ConfigurationError, averager.step)
+
+
+@pytest.mark.parametrize("rule", ["raise", "spread"])
+def test_what_is_not_finite_stays_at_home_unless_it_may_spread(rule):
+    def program(comm):
+        model = linear()
+        averager = allreduce(model, comm=comm, nonfinite=rule)
+        averager.step()
+        if comm.rank == 1:
+            model.bias.data.fill_(torch.nan)
+            if rule == "raise":
+                return "rank 1" in failure(NonFiniteGradientError, averager.step)
+        if rule == "raise":
+            failure(PeerError, averager.step)  # the other one has gone
+            return bool(model.bias.isfinite())
+        averager.step()
+        return not model.bias.isfinite()
+
+    assert together(program, 2) == [True, True]
+
+
+def test_without_a_model_there_is_no_step():
+    assert "without a model" in failure(ConfigurationError, allreduce().step)
+
+
+# ---- the end, and what is saved --------------------------------------------------------------------
+
+
+def test_the_context_finishes_unless_an_error_is_on_its_way():
+    closed = []
+    averager = LocalSgd(linear())
+    averager._binding.comm.companions["thread"] = SimpleNamespace(close=lambda: closed.append(1))
+    averager.finish = lambda: pytest.fail("finish would wait for ranks that will not come")
+    with pytest.raises(KeyError), averager:
+        raise KeyError
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_a_resumed_run_continues_bit_for_bit(load_first):
+    """Saved between two averages, when all models differ; a scheme with memory."""
+
+    def program(comm):
+        def parts():
+            model = linear()
+            return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+        model, optimizer = parts()
+        averager = Smoothed(model, comm=comm)
+        train_(model, optimizer, comm.rank, 4, averager)
+        file = io.BytesIO()
+        torch.save([x.state_dict() for x in (model, optimizer, averager)], file)
+        file.seek(0)
+        train_(model, optimizer, comm.rank, 4, averager)
+        averager.finish()
+        saved = torch.load(file, weights_only=True)
+        again, optimizer = parts()
+        if load_first:
+            again.load_state_dict(saved[0])
+        resumed = Smoothed(again, comm=comm)
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        resumed.load_state_dict(saved[2])
+        assert resumed.steps == 4
+        train_(again, optimizer, comm.rank, 4, resumed)
+        resumed.finish()
+        assert torch.equal(again.weight, model.weight)
+        return model.weight.detach(), saved[0]["weight"]
+
+    (first, own), (second, other) = together(program, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(own, other)
+
+
+def test_states_of_others_are_refused():
+    state = Smoothed(linear()).state_dict()
+    for wrong, words in [
+        ({**state, "rank": 1}, "the saved state has rank 1, this run has 0"),
+        ({**state, "world_size": 4}, "world_size 4"),
+        ({**state, "scheme": "LocalSgd"}, "scheme 'LocalSgd'"),
+        ({}, "load what state_dict"),
+        (None, "load what state_dict"),
+    ]:
+        assert words in failure(ConfigurationError, Smoothed(linear()).load_state_dict, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [([], 1), pytest.param([*TORCHRUN, "2"], 2, marks=pytest.mark.gloo)]
+)
+def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
+    command = [sys.executable, *launcher, str(EXAMPLE), "--steps", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = rf"^{ranks} ranks?, 40 steps: loss ([\d.]+) -> ([\d.]+), replicas equal: True$"
+    found = re.search(said, done.stdout, re.M)
+    assert found, done.stdout
+    assert float(found[2]) < 0.6 * float(found[1])

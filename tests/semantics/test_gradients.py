@@ -167,7 +167,7 @@ practice(
     "unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
     averaging="works. The affected rank raises before its values reach others; "
-    "`nonfinite='spread'` lets them spread. (tests/unit/test_averager_start.py"
+    "`nonfinite='spread'` lets them spread. (tests/unit/test_averager.py"
     "::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
 )
 
@@ -329,8 +329,8 @@ def test_float16_does_not_overflow(column):
     "complex parameters",
     attach="refused. Entries are selected by magnitude; use `torch.view_as_real`.",
     UpdateSpace="refused. As with `attach`.",
-    local="works. They are averaged as pairs of reals. (tests/unit/test_averager_interface.py"
-    "::test_complex_parameters_travel_and_tied_ones_once)",
+    local="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"
+    "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_complex(column):
     net = network()
@@ -345,7 +345,7 @@ def test_complex(column):
     "not been run.",
     local="untested. As with `attach`.",
     averaging="untested. They would travel as one vector on the first one's device; this has not been "
-    "run. (tests/unit/test_averager_interface.py"
+    "run. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_units_hold_one_device(column):

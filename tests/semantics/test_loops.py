@@ -234,7 +234,7 @@ practice(
     OuterStep="works. Moments are local; no update is lost.",
     UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
     averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
-    "(tests/unit/test_averager_interface.py::test_moments_stay_or_travel_or_are_reset)",
+    "(tests/unit/test_averager.py::test_moments_stay_or_travel_or_are_reset)",
 )
 def test_adamw(column):
     if column != "UpdateSpace":

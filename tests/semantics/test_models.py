@@ -82,7 +82,7 @@ def test_unused(column):
     attach="works. All at once (as GANs do in turns), or some under `find_unused_parameters=True`. "
     "Otherwise the next forward pass is refused: DDP would wait for the gradient.",
     local="works. The residual of a frozen parameter is still delivered.",
-    averaging="works. It still travels. (tests/unit/test_averager_start.py"
+    averaging="works. It still travels. (tests/unit/test_averager.py"
     "::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_frozen_later(column):
@@ -129,7 +129,7 @@ CHANGES = {
     "thawed, added or replaced after the start (`model.module` too)",
     attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
     UpdateSpace="refused. `step()` names the parameter.",
-    local="refused. `step()` names the parameter. (tests/unit/test_averager_start.py"
+    local="refused. `step()` names the parameter. (tests/unit/test_averager.py"
     "::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_changed_models(column):
@@ -157,7 +157,7 @@ def test_changed_models(column):
     attach="works. DDP broadcasts those of rank 0 before every forward pass.",
     UpdateSpace="works. They stay local.",
     local="works. Averaged or local, according to `buffers=`. "
-    "(tests/unit/test_averager_interface.py::test_buffers_follow_their_rule)",
+    "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",
 )
 def test_buffers(column):
     if column == "attach":

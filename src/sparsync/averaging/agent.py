@@ -165,7 +165,7 @@ class Rounds(ABC):
 
 @final
 class _AgentComm(Communicator):
-    """What a round's collective sends and receives: messages between agents."""
+    """Messages between agents, as a round's collective sends and receives them."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any, Final, final
 
 from torch import nn
@@ -27,17 +28,19 @@ def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
 
 
 # each is called with a model, or without one, and with keyword arguments
-_OWN: Mapping[str, Callable[..., Averager]] = {
-    "allreduce": _allreduce,
-    "local": LocalSgd,
-    "dpsgd": Dpsgd,
-    "sgp": Sgp,
-    "wagma": Wagma,
-    "adpsgd": AdPsgd,
-    "eager-solo": partial(EagerSgd, quorum="solo"),
-    "eager-majority": partial(EagerSgd, quorum="majority"),
-    **{name: partial(OuterStep, **settings) for name, settings in OUTER_SETTINGS.items()},
-}
+_OWN: Final = MappingProxyType[str, Callable[..., Averager]](
+    {
+        "allreduce": _allreduce,
+        "local": LocalSgd,
+        "dpsgd": Dpsgd,
+        "sgp": Sgp,
+        "wagma": Wagma,
+        "adpsgd": AdPsgd,
+        "eager-solo": partial(EagerSgd, quorum="solo"),
+        "eager-majority": partial(EagerSgd, quorum="majority"),
+        **{name: partial(OuterStep, **settings) for name, settings in OUTER_SETTINGS.items()},
+    }
+)
 
 
 @final
@@ -61,11 +64,11 @@ class _Schemes(Mapping[str, Callable[..., Averager]]):
         return iter(dict.fromkeys([*_OWN, *sorted(p.name for p in entry_points(group=_GROUP))]))
 
     def __len__(self) -> int:
-        return len(list(self))
+        return len(list(iter(self)))
 
 
 SCHEMES: Final = _Schemes()
-_SHARED: Final = {*inspect.signature(Averager).parameters, "binding"}
+_SHARED: Final = frozenset(inspect.signature(Averager).parameters) | {"binding"}
 
 
 def options_of(scheme: str) -> dict[str, Any]:

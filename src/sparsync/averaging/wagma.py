@@ -8,7 +8,8 @@ changes, so nothing that is being sent is torn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, final, get_args
 
 import torch
@@ -41,11 +42,13 @@ Values = Literal["fp32", "bf16", "int8"]
 _LOG = logging.getLogger("sparsync")
 _ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
 _BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
-CODECS: Final[Mapping[Values, Codec[DenseVector] | None]] = {
-    "fp32": None,
-    "bf16": Whole(torch.bfloat16),
-    "int8": Qsgd(8, block=128, scale="max"),  # as in ``Packed``: 8.25 bits per element
-}
+CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
+    {
+        "fp32": None,
+        "bf16": Whole(torch.bfloat16),
+        "int8": Qsgd(8, block=128, scale="max"),  # as in ``Packed``: 8.25 bits per element
+    }
+)
 
 
 @final

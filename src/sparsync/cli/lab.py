@@ -49,6 +49,7 @@ _ADDRESS = "SPARSYNC_LAB_ADDRESS"
 _COUNTERS = Path("/proc/thread-self/net/dev")  # of the namespace that the calling thread is in
 _BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
 _BITS_PER_BYTE = 8
+_COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
 # of wire; with Linux's own 4 MB acknowledgements wait behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; below, TCP stalls
@@ -112,9 +113,10 @@ class Lab:
         ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000 (a bridge has
             1,024 ports).
         rate: of every link, in each direction, Ethernet headers included; see ``parse_rate``.
+
+    Attributes:
         burst_bytes: bucket of ``tbf``, each direction: what a link lets through at once after a
-            silence, to be deducted from wire times; None: see ``default_burst``.
-        command_timeout: seconds that each command of iproute2 may take.
+            silence, to be deducted from wire times; see ``default_burst``.
 
     Raises:
         ConfigurationError: an argument cannot work, iproute2 is missing, or the kernel forbids
@@ -130,25 +132,11 @@ class Lab:
         ('10.77.0.4', 31250)
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        rate: str,
-        *,
-        burst_bytes: int | None = None,
-        command_timeout: float = 10.0,
-    ) -> None:
+    def __init__(self, ranks: int, rate: str) -> None:
         self.ranks, self.bits_per_second = ranks, parse_rate(rate)
-        self.burst_bytes = burst_bytes or default_burst(self.bits_per_second)
-        for name, value, least, most in (
-            ("ranks", ranks, 1, 1000),
-            ("burst_bytes", self.burst_bytes, 3_028, 2**30),  # 2 packets of 1500 bytes or more
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ConfigurationError(
-                    f"lab: {name} is {value!r}; give a whole number from {least} to {most}"
-                )
-        self._command_timeout = command_timeout
+        self.burst_bytes = default_burst(self.bits_per_second)
+        if not isinstance(ranks, int) or not 1 <= ranks <= 1000:
+            raise ConfigurationError(f"lab: ranks is {ranks!r}; give a whole number from 1 to 1000")
         self._bridge: _Namespace | None = None
         self._ranks: list[_Namespace] = []
 
@@ -259,7 +247,7 @@ class Lab:
     def _run(self, namespace: _Namespace, *commands: str) -> None:
         def run_all() -> None:
             for command in commands:
-                _run_command(command, self._command_timeout)
+                _run_command(command, _COMMAND_SECONDS)
 
         namespace.run(run_all)
 

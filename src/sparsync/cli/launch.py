@@ -373,15 +373,12 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     """
     written = io.BytesIO()
     torch.save(mine, written)
-    raw = written.getvalue()
-    longest = torch.tensor([len(raw)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    padded = torch.zeros(int(longest), dtype=torch.uint8)
-    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(raw)]))
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded)
+    longest = int(max(lengths))
+    everyone = [raw.new_empty(longest) for _ in lengths]
+    dist.all_gather(everyone, torch.nn.functional.pad(raw, (0, longest - len(raw))))
     with torch.serialization.safe_globals(list(classes)):
         return [
             torch.load(io.BytesIO(bytes(one[: int(length)].numpy())), weights_only=True)

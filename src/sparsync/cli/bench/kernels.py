@@ -245,29 +245,26 @@ def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
 
 def _packings(x: Tensor, density: float) -> list[Comparison]:
     """Return the comparisons of whole messages, without their header."""
-    size, indices = x.numel(), _support(x.numel(), density, 0, x)
-    nnz, made = indices.numel(), []
-
-    def pack(values: Tensor, form: int) -> tuple[Tensor, Tensor]:
-        raw = packing.pack_values(values, form, _BLOCK)
-        rounded = packing.unpack_values(raw, nnz, form, _BLOCK)
-        return torch.cat([raw, packing.pack_indices(indices, size)]), rounded
-
-    def unpack(body: Tensor, form: int) -> tuple[Tensor, Tensor]:
-        middle = packing.value_bytes(nnz, form, _BLOCK)
-        values = packing.unpack_values(body[:middle], nnz, form, _BLOCK)
-        return packing.unpack_indices(body[middle:], nnz, size), values
-
-    def pack_fast(values: Tensor, form: int) -> tuple[Tensor, Tensor]:
-        return packing.pack(b"", indices, values, size, form, _BLOCK)
-
-    def unpack_fast(body: Tensor, form: int) -> tuple[Tensor, Tensor]:
-        return packing.unpack(body, nnz, size, form, _BLOCK)
-
+    size, indices, made = x.numel(), _support(x.numel(), density, 0, x), []
     for form, name in ((packing.BF16, "bf16"), (packing.INT8, "int8")):
-        entries, message = (x[indices], form), (pack(x[indices], form)[0], form)
+        entries = indices, x[indices], size, form, _BLOCK
+        message = _pack(*entries)[0], indices.numel(), size, form, _BLOCK
         made += [
-            Comparison(f"pack k, {name}", partial(tuple, entries), pack_fast, pack),
-            Comparison(f"unpack k, {name}", partial(tuple, message), unpack_fast, unpack),
+            Comparison(
+                f"pack k, {name}", partial(tuple, entries), partial(packing.pack, b""), _pack
+            ),
+            Comparison(f"unpack k, {name}", partial(tuple, message), packing.unpack, _unpack),
         ]
     return made
+
+
+def _pack(indices: Tensor, values: Tensor, size: int, form: int, block: int) -> Any:
+    raw = packing.pack_values(values, form, block)
+    rounded = packing.unpack_values(raw, len(values), form, block)
+    return torch.cat([raw, packing.pack_indices(indices, size)]), rounded
+
+
+def _unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> Any:
+    middle = packing.value_bytes(nnz, form, block)
+    values = packing.unpack_values(body[:middle], nnz, form, block)
+    return packing.unpack_indices(body[middle:], nnz, size), values

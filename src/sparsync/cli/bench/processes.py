@@ -51,7 +51,7 @@ class Team:
     def __init__(self, largest: int, connection: Connection) -> None:
         self.group, self.rank = dist.new_group(), dist.get_rank()
         self.connection, self.room = connection, EvidenceRoom(self.group, largest)
-        self.line = StartLine(self.group, one_machine=self.room.one_machine)
+        self.line = StartLine(self.group)
 
     def measure(
         self,
@@ -127,22 +127,18 @@ class EvidenceRoom:
     """Memory in which ranks leave their evidence for rank 0; every rank makes one, together.
 
     It has no name, and is held by those who map it: nothing remains, however the ranks end.
-
-    Attributes:
-        one_machine: the ranks map the same memory, and thus share a clock, too.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group, self.rank = group, dist.get_rank(group)
-        self.pages = self._map(VECTORS * size)
-        self.one_machine = bool(self.pages)
+        self.pages = self._map(VECTORS * size)  # none where ranks cannot map each other's
 
     def collect(self, mine: Evidence) -> Iterator[Evidence]:
         """Yield every rank's evidence, in rank order, on rank 0; nothing elsewhere; all call it."""
         shape = VECTORS, mine.accumulated.numel()
         if self.rank == 0:
             yield mine
-        if self.one_machine:
+        if self.pages:
             pages = [page[: shape[0] * shape[1]].view(shape) for page in self.pages]
             if self.rank != 0:
                 mine.write_(pages[self.rank])

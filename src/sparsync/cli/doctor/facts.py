@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
+from sparsync.cli.launch import machine
 from sparsync.errors import PeerError
 from sparsync.kernels import native
 from sparsync.transports.mpi import load_mpi
@@ -61,8 +62,8 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
         openmp=_openmp_runtimes(Path("/proc/self/maps")),
         backends=_backends(),
         loopback=_on_loopback(os.environ),
-        machine=_digest(_read("/proc/sys/kernel/random/boot_id") or socket.gethostname()),
-        network=_digest(_read("/proc/self/ns/net") + socket.gethostname()),
+        machine=_digest(machine()),
+        network=_digest(_network_namespace() + socket.gethostname()),
         host=socket.gethostname() if hosts else None,
         wall=time.time() - time.perf_counter(),
         mpi=library,
@@ -133,14 +134,10 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
         return True
 
 
-def _read(path: str) -> str:
-    """Return a file's text, or a link's target; "" where the system has no such file."""
-    file = Path(path)
-    try:
-        return str(file.readlink()) if file.is_symlink() else file.read_text()
-    except OSError:
-        return ""
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _network_namespace() -> str:
+    stack = Path("/proc/self/ns/net")  # of Linux
+    return str(stack.readlink()) if stack.is_symlink() else ""

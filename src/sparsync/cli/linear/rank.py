@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +70,7 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
 def train_all(settings: LinearSettings) -> list[LinearResult]:
     """Train on this rank of a process group, once per exchange; every rank calls it."""
     rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.new_group()
-    one_clock = len(set(gather(socket.gethostname()))) == 1
-    line = StartLine(group, one_machine=one_clock)
+    line = StartLine(group)
     with progress(shown=rank == 0) as row:
         with row(f"loading {settings.data}"):
             shard = _load(settings, rank, world_size)
@@ -89,7 +87,7 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
                 if engine is not None:
                     engine.close()
             everyone = gather(report, [_Report])
-            results.append(_result(settings, name, transport, everyone, one_clock))
+            results.append(_result(settings, name, transport, everyone, line.one_machine))
     return results
 
 

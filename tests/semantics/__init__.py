@@ -1,1 +1,1 @@
-"""What keeps its meaning under sparse exchange: a matrix, its tests, and the page made of it."""
+"""The matrix of what works and what is refused under sparse exchange: tests, and the page made of it."""

@@ -14,7 +14,7 @@ __all__ = ["page"]
 FILES = (test_gradients, test_models, test_loops)  # their order is that of the page's sections
 
 _BEGIN = """\
-# What keeps its meaning
+# Semantics: what works, and what is refused
 
 Practices of training scripts beyond `loss.backward(); optimizer.step()`, and whether they work with
 each integration.

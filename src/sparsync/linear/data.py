@@ -28,18 +28,11 @@ _FORMAT = 2  # of the cache; raised whenever older blocks would be read wrongly
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one rank: `[first_row, first_row + rows)` of the whole data set.
+    """The rows of one rank: `[first_row, first_row + rows)` of the whole data set, 0-based."""
 
-    Attributes:
-        features: `[rows, dimensions]`, a ``scipy.sparse.csr_matrix`` with ``float32`` values.
-        labels: `[rows]` with ``float32``, each -1 or +1.
-        rows_total: rows of the whole data set, over all ranks.
-        first_row: number of this rank's first row in the whole, 0-based.
-    """
-
-    features: sparse.csr_matrix
-    labels: np.ndarray
-    rows_total: int
+    features: sparse.csr_matrix  # `[rows, dimensions]` with ``float32`` values
+    labels: np.ndarray  # `[rows]` with ``float32``, each -1 or +1
+    rows_total: int  # of the whole data set, over all ranks
     first_row: int
 
 
@@ -81,7 +74,7 @@ def load_shard(
     Args:
         source: the file.
         rank: this rank.
-        world_size: number of ranks; may exceed the number of rows.
+        world_size: may exceed the number of rows.
         dimensions: number of columns; default: as many as the file's largest index needs.
         cache: folder for the cache; default: ``<source>.cache`` next to the file.
         positive: the label, or labels, of +1; all others are -1.  Default: the larger of two.

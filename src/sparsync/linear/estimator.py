@@ -35,10 +35,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         l1: factor of the L1 penalty.
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
         epochs: passes over the data.
-        batch_size: rows per rank and step of sgd.
-        coordinates: per rank and step of scd.
-        lr: first learning rate of sgd; None: see ``Sgd``.
-        schedule: one of ``SCHEDULES``.
+        batch_size, lr, schedule: see ``Sgd``.
+        coordinates: see ``Scd``.
         fit_intercept: the model has an intercept, not penalised.
         exchange: among ranks; one of ``EXCHANGES``.
         threads: of this rank.
@@ -49,8 +47,6 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         classes_: labels, ascending.
         coef_: `[1 or classes, features]`.
         intercept_: `[1 or classes]`.
-        n_features_in_: number of features.
-        n_iter_: epochs.
 
     Example:
         >>> x, y = np.array([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]]), ["no", "yes", "no"]
@@ -88,11 +84,11 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, *, comm: Communicator | None = None) -> SparseLinearClassifier:
-        """Train on this rank's rows.
+        """Train on this rank's rows `[rows, features]`, sparse or dense, and labels `[rows]`.
 
         Args:
-            X: `[rows, features]`, sparse or dense.
-            y: `[rows]` labels.
+            X: rows.
+            y: labels.
             comm: the ranks, each of which calls this with rows of its own; None: this one alone.
 
         Raises:

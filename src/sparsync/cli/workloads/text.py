@@ -76,12 +76,9 @@ class ByteText:
     def of_standard_library(
         cls, *, max_bytes: int = 8_000_000, context: int = 64, root: Path | None = None
     ) -> ByteText:
-        """Read Python's standard library; the same bytes in every process with this Python.
+        """Read Python's standard library, of about 10 MB; the same in every process with this Python.
 
-        Args:
-            max_bytes: where to stop; the whole is about 10 MB, by Python version.
-            context: see ``ByteText``.
-            root: other files than the standard library's.
+        ``root``: other files than the standard library's.
         """
         parts = bytearray(), bytearray()
         left = max_bytes
@@ -145,16 +142,10 @@ class TextWorkload(Workload):
 class ByteTransformer(nn.Module):
     """Predicts the next byte of a text.  Pre-norm, learned positions, torch's own initial weights.
 
-    Args:
-        context: positions that the model can look at.
-        width: size of the residual stream, a multiple of 32: the width of an attention head.
-        layers: number of blocks.
-        seed: of the initial weights; the same seed gives the same weights.
+    The residual stream has ``width`` elements, a multiple of 32: the width of an attention head.
 
     Example:
         >>> model = ByteTransformer(seed=0)
-        >>> sum(p.numel() for p in model.parameters())
-        1323840
         >>> model(torch.zeros(8, 64, dtype=torch.int64)).shape
         torch.Size([8, 64, 256])
         >>> sum(p.numel() for p in ByteTransformer(width=416).parameters())  # 12 w^2 a layer
@@ -242,18 +233,11 @@ class BytesWorkload(TextWorkload):
 class ByteLstm(nn.Module):
     """Predicts the next byte of a text: RedSync's recurrent test case at this size.
 
-    Embedding and output layer are not tied (as in the paper).
-
-    Args:
-        width: hidden units per layer.
-        layers: stacked LSTM layers.
-        embedding_width: of a byte's vector.
-        seed: of the initial weights (torch's own); the same seed gives the same weights.
+    Embedding and output layer are not tied (as in the paper).  Every window starts from a state of
+    zeros: the gradient is truncated where the window begins.
 
     Example:
         >>> model = ByteLstm(seed=0)
-        >>> sum(p.numel() for p in model.parameters())
-        737024
         >>> model(torch.zeros(8, 32, dtype=torch.int64)).shape
         torch.Size([8, 32, 256])
 
@@ -274,10 +258,7 @@ class ByteLstm(nn.Module):
             self.head = nn.Linear(width, _BYTES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``.
-
-        Every window starts from a state of zeros: the gradient is truncated where the window begins.
-        """
+        """Return logits `[batch, positions, 256]` for tokens `[batch, positions]`, ``torch.int64``."""
         hidden, _ = self.lstm(self.byte_embedding(tokens))
         logits: Tensor = self.head(hidden)
         return logits
@@ -286,12 +267,7 @@ class ByteLstm(nn.Module):
 @final
 @dataclass(frozen=True)
 class LstmWorkload(TextWorkload):
-    """A two-layer LSTM on Python's own source text.
-
-    Example:
-        >>> LstmWorkload(width=32).make_model(seed=0).lstm
-        LSTM(64, 32, num_layers=2, batch_first=True)
-    """
+    """A two-layer LSTM on Python's own source text."""
 
     context: int = 32
     width: int = 224  # hidden units per layer

@@ -96,7 +96,7 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
     ("arguments", "said"),
     [
         (["--data", "nowhere.svm"], "--data 'nowhere.svm' is no file; name an svmlight file"),
-        (["--model", "ridge"], "model is ridge; give logistic or svm"),
+        (["--model", "ridge"], "unknown model 'ridge'; choose one of logistic, svm"),
         (["--solver", "newton"], "solver is newton; give sgd or scd"),
         (["--solver", "scd", "--model", "svm"], "choose logistic"),
         (["--solver", "scd", "--aggregation", "async"], "scd is synchronous"),

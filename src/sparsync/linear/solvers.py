@@ -58,8 +58,6 @@ __all__ = [
     "Scd",
     "Sgd",
     "Solver",
-    "check_exchange",
-    "check_schedule",
 ]
 
 
@@ -80,16 +78,6 @@ _SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
 )
 
 EXCHANGES = ("dense", *_SPARSE)
-
-
-def check_exchange(name: str) -> None:
-    """Refuse what is not one of ``EXCHANGES``.
-
-    Raises:
-        ConfigurationError: lists them.
-    """
-    if name not in EXCHANGES:
-        raise ConfigurationError(f"unknown exchange {name!r}; choose one of {', '.join(EXCHANGES)}")
 
 
 @final
@@ -135,18 +123,6 @@ SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
         "step": lambda t: 2.0 ** math.floor(t),
     }
 )
-
-
-def check_schedule(name: str, lr: float | None) -> None:
-    """Refuse what is not one of ``SCHEDULES``, and a first learning rate that is no number > 0.
-
-    Raises:
-        ConfigurationError: says what is expected.
-    """
-    if name not in SCHEDULES:
-        raise ConfigurationError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
-    if lr is not None and not 0 < lr < math.inf:
-        raise ConfigurationError(f"lr is {lr}; give a number > 0")
 
 
 @final
@@ -229,7 +205,10 @@ class Solver(ABC):
         steps: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        check_exchange(exchange)
+        if exchange not in EXCHANGES:
+            raise ConfigurationError(
+                f"unknown exchange {exchange!r}; choose one of {', '.join(EXCHANGES)}"
+            )
         self.comm, self.problem, self.exchange = comm, problem, exchange
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
@@ -339,7 +318,12 @@ class Sgd(Solver):
         **shared: Any,
     ) -> None:
         super().__init__(comm, problem, exchange, **shared)
-        check_schedule(schedule, lr)
+        if schedule not in SCHEDULES:
+            raise ConfigurationError(
+                f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}"
+            )
+        if lr is not None and not 0 < lr < math.inf:
+            raise ConfigurationError(f"lr is {lr}; give a number > 0")
         if batch_size < 1:
             raise ConfigurationError(f"batch_size is {batch_size}; give at least 1 row")
         if staleness < 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,9 @@ from sparsync.cli.network import transport_of
 from sparsync.cli.output import Bar, progress
 from sparsync.linear.data import Shard, load_shard, row_range
 from sparsync.linear.problem import Problem, Products
-from sparsync.linear.solvers import SOLVERS, Meter, Scd, Solver
+from sparsync.linear.solvers import Meter, Scd, Solver
 from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
 from sparsync.transports.agree import digest
-from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.sim import SimCommunicator, simulate
 
@@ -58,7 +56,9 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
                 ) -> _Report:
                     training, held_out = cut[comm.rank]
                     meter = Meter(clock=lambda: comm.now)
-                    solver = _solver(settings, name, comm, training, products, meter)
+                    solver = settings.make_solver(
+                        comm, training, name, products=products, meter=meter
+                    )
                     # one rank's steps stand for all
                     return await _train(settings, solver, held_out, None if comm.rank else bar)
 
@@ -81,7 +81,9 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
             # a rank that does not wait for the others' exchanges does not wait for their computation
             meter = Meter() if settings.staleness else Meter(line.wait)
             with row(name) as bar, settings.connection().open(name) as comm:
-                solver = _solver(settings, name, comm, training, products, meter, engine)
+                solver = settings.make_solver(
+                    comm, training, name, engine, products=products, meter=meter
+                )
                 report = run(_train(settings, solver, held_out, bar))
                 transport = transport_of(comm)
                 if engine is not None:
@@ -133,37 +135,6 @@ def _problems(
 
 
 # ---- one training ---------------------------------------------------------------------------------
-
-
-def _solver(
-    settings: LinearSettings,
-    name: str,
-    comm: Communicator,
-    problem: Problem,
-    products: Products,
-    meter: Meter,
-    engine: Engine | None = None,
-) -> Solver:
-    own: dict[str, dict[str, Any]] = {
-        "scd": {"coordinates": settings.coordinates},
-        "sgd": {
-            "batch_size": settings.batch_size,
-            "lr": settings.lr,
-            "schedule": settings.schedule,
-            "staleness": settings.staleness,
-            "background": engine,
-        },
-    }
-    return SOLVERS[settings.solver](
-        comm,
-        problem,
-        name,
-        products=products,
-        seed=settings.seed,
-        steps=settings.steps,
-        meter=meter,
-        **own[settings.solver],
-    )
 
 
 async def _train(

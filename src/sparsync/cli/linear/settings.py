@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from typer import Option
 
 from sparsync.cli.network import Connection
@@ -22,7 +22,13 @@ from sparsync.cli.options import (
     ranks_option,
 )
 from sparsync.errors import ConfigurationError
+from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.driver import Engine
 from sparsync.transports.sim import Links
+
+if TYPE_CHECKING:
+    from sparsync.linear.problem import Problem
+    from sparsync.linear.solvers import Solver
 
 __all__ = ["TRIGRAMS", "LinearSettings"]
 
@@ -86,24 +92,38 @@ class LinearSettings:
         self.connection()
 
     def _check_solver(self) -> None:
-        # SciPy is not loaded for the help, nor for the other commands
-        from sparsync.linear.problem import LOSSES
-        from sparsync.linear.solvers import SOLVERS, check_exchange, check_schedule
-
-        for name in self.exchanges:
-            check_exchange(name)
-        check_schedule(self.schedule, self.lr)
-        for name in ("l1", "l2"):
-            check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "a number >= 0")
-        check("model", self.model, self.model in LOSSES, " or ".join(LOSSES))
-        check("solver", self.solver, self.solver in SOLVERS, " or ".join(SOLVERS))
-        if self.solver == "scd" and self.model != "logistic":
-            raise ConfigurationError(f"scd needs a smooth loss, not {self.model}; choose logistic")
+        check("solver", self.solver, self.solver in ("sgd", "scd"), "sgd or scd")
         if self.solver == "scd" and self.staleness:
             raise ConfigurationError(
                 "scd is synchronous: its step size is safe for one step's coordinates alone; "
                 "choose sgd, or --aggregation sync"
             )
+        # SciPy is not loaded for the help, nor for the other commands
+        from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
+
+        from sparsync.linear.problem import Problem
+
+        nothing = Problem(csr_matrix((0, 1)), np.zeros(0), self.model, self.l1, self.l2)
+        for name in self.exchanges:  # the solver refuses what it cannot do
+            self.make_solver(SoloCommunicator(), nothing, name)
+
+    def make_solver(
+        self,
+        comm: Communicator,
+        problem: Problem,
+        exchange: str,
+        background: Engine | None = None,
+        **shared: Any,
+    ) -> Solver:
+        """Make the solver of a rank's rows; ``shared``: further options of ``Solver``."""
+        from sparsync.linear.solvers import SOLVERS
+
+        own: dict[str, Any] = {"coordinates": self.coordinates}
+        if self.solver == "sgd":
+            own = {"batch_size": self.batch_size, "lr": self.lr, "schedule": self.schedule}
+            own |= {"staleness": self.staleness, "background": background}
+        own |= {"seed": self.seed, "steps": self.steps}
+        return SOLVERS[self.solver](comm, problem, exchange, **own, **shared)
 
     def _check_data(self) -> None:
         if self.data == TRIGRAMS:

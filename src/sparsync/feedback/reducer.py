@@ -22,15 +22,7 @@ from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
-from sparsync.feedback.step import (
-    Consensus,
-    Plan,
-    Proposal,
-    Use,
-    channel_of,
-    decide_alone,
-    nonfinite_error,
-)
+from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
 from sparsync.monitoring import Measured, Monitor, Sink
 from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, Vector
@@ -46,27 +38,20 @@ class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
-
-    Args:
-        comm: the group; virtual ranks replace it from step to step.
-        units: what is selected and exchanged together; equal on all ranks.
-        algorithm: which selector and which collective.
-        density: k / n of every unit, in (0, 1], or a rule that adapts it to the progress of training.
-        warmup, correction: what is done to the first steps, and to gradients before they accumulate.
-        xi_period: steps between measurements of Assumption 1's xi; default: never, or as needed.
-        consensus, sink: who else must agree to a step, and who takes its numbers.
+    ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never, or as
+    the density needs), ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        units: Sequence[Unit],
+        units: Sequence[Unit],  # equal on all ranks
         algorithm: Algorithm,
-        density: float | AdaptiveDensity,
+        density: float | AdaptiveDensity,  # k / n of every unit, in (0, 1]
         warmup: Warmup | None = None,
         correction: Correction | None = None,
         xi_period: int | None = None,
-        consensus: Consensus = decide_alone,
+        consensus: Consensus = Proposal.broken,
         sink: Sink | None = None,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
@@ -106,8 +91,8 @@ class Reducer:
     ) -> None:
         """``accumulated = residual + gradient``, for one run of elements, corrected if asked for.
 
-        The gradient's memory (1-D, contiguous) is borrowed until the step ends: what undoes the step
-        lies there.  If ``corrector.waits``, it is to ``measure`` all gradients before.
+        What undoes the step lies in the gradient's memory (1-D, contiguous) until the step ends.  If
+        ``corrector.waits``, it is to ``measure`` all gradients before.
         """
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
@@ -146,26 +131,22 @@ class Reducer:
         """Close the step: write every residual, return every unit's average.
 
         ``prepare`` is called when the step is to be applied and nothing has been changed; it may raise.
-
-        Raises:
-            NonFiniteGradientError: a total holds NaN or Inf (with ``propagate_nonfinite``, NaN is
-                returned everywhere instead).  Nothing was changed; call ``refuse``.
+        Where a total holds NaN or Inf, nothing is changed and NonFiniteGradientError raised (then call
+        ``refuse``), or with ``propagate_nonfinite`` the step is skipped and NaN returned everywhere.
         """
         reduced = [self.reduced[unit] for unit in range(len(self.units))]
         totals = [result.total for result in reduced]
-        broken = self._consensus(Proposal(self.comm.rank, self.step, self.units, totals))
-        if broken:
+        proposal = Proposal(self.comm.rank, self.step, self.units, totals)
+        if broken := self._consensus(proposal):
             if not propagate_nonfinite:
-                raise nonfinite_error(self.step, broken)
-            # all become NaN: a gradient that stayed finite could be applied, and is kept as well
-            wanted = [torch.full_like(r.accumulated, torch.nan) for r in self.residuals]
+                raise proposal.refusal(broken)
             self.skip()
-            return [DenseVector(values) for values in wanted]
+            # all become NaN: a gradient that stayed finite could be applied, and is kept as well
+            return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        measured = None
-        if self.monitor:
-            measured = self.monitor.xi.measure(self.step, totals, self.plan.quotas)
+        probe = self.monitor.xi if self.monitor else None
+        measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for result, residual in zip(reduced, self.residuals, strict=True):
             if self.comm.world_size > 1 and self.algorithm.average:
                 result.total.values.div_(self.comm.world_size)  # not needed any more
@@ -196,10 +177,7 @@ class Reducer:
     async def reduce(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor] = ()
     ) -> list[Vector]:
-        """Do a whole step: one flat gradient per unit, overwritten by its average.
-
-        Weight decay needs the flat weights of every unit.  Averages are sparse where totals are.
-        """
+        """Do a whole step: each unit's average overwrites its flat gradient.  Decay needs the weights."""
         if self.corrector and self.corrector.waits:
             self.corrector.measure(gradients)
         for unit, gradient in enumerate(gradients):
@@ -212,7 +190,6 @@ class Reducer:
         return averages
 
     def _close(self, reduced: Sequence[Reduced], measured: Measured | None = None) -> None:
-        """Record what was applied, if anything, and open the next step."""
         self.lost = [result.lost for result in reduced if result.lost is not None]
         if self.monitor:
             kept = [residual.value for residual in self.residuals]

@@ -26,8 +26,6 @@ __all__ = [
     "UnitPlan",
     "Use",
     "channel_of",
-    "decide_alone",
-    "nonfinite_error",
 ]
 
 Use = Literal["shares", "xi", "weights", "used", "retry"]
@@ -155,20 +153,15 @@ class Proposal:
                 return unit.name_at(at)
         return None
 
+    def refusal(self, broken: str) -> NonFiniteGradientError:
+        """Return the error of a step that nobody applies."""
+        return NonFiniteGradientError(
+            f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
+            "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
+            "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
+        )
 
-# returns the name of a parameter that is not finite for anybody who was asked; None: apply the step
+
+# returns the name of a parameter that is not finite for anybody who was asked; None: apply the step.
+# ``Proposal.broken`` is one, where each rank holds the whole model
 Consensus = Callable[[Proposal], str | None]
-
-
-def decide_alone(proposal: Proposal) -> str | None:
-    """Ask nobody: each rank holds the whole model."""
-    return proposal.broken()
-
-
-def nonfinite_error(step: int, broken: str) -> NonFiniteGradientError:
-    """Return the error of a step that nobody applies."""
-    return NonFiniteGradientError(
-        f"step {step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
-        "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
-        "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
-    )

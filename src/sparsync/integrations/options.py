@@ -18,7 +18,7 @@ from sparsync.feedback.agreement import agree_on_reducer
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
-from sparsync.feedback.step import Consensus, decide_alone
+from sparsync.feedback.step import Consensus, Proposal
 from sparsync.integrations.sentinel import Sentinel
 from sparsync.monitoring import sink_of
 from sparsync.presets import Algorithm
@@ -193,7 +193,7 @@ class Options:
         self,
         group: dist.ProcessGroup,
         units: Sequence[Unit],
-        consensus: Consensus = decide_alone,
+        consensus: Consensus = Proposal.broken,
         **agreed: object,
     ) -> Reducer:
         """Connect the ranks of a group, which agree on everything, and build their reducer.

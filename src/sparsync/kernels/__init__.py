@@ -18,7 +18,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
 from sparsync.kernels import native, reference
 from sparsync.kernels.reference import Dealt, key_range, magnitude_keys
 
@@ -83,59 +82,39 @@ def _warn_that_kernels_are_slow() -> None:
 
 
 def _dispatched(
-    specification: Callable[P, R], *deciding: int, dtype: torch.dtype = torch.float32
+    specification: Callable[P, R],
+    deciding: Callable[..., Sequence[Tensor]] = lambda *arguments: arguments[:1],
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[P, R]:
-    """Return the function that runs a specification, or the backend of its ``deciding`` arguments."""
+    """Return the function that runs a specification, or the backend of its ``deciding`` tensors."""
     name = specification.__name__
 
     @functools.wraps(specification)
     def dispatch(*arguments: Any, **named: Any) -> Any:
-        backend = backend_of(*[arguments[i] for i in deciding], dtype=dtype)
-        if name.endswith("_") and not arguments[0].is_contiguous():  # written in place: not a copy
-            return getattr(reference, name)(*arguments, **named)
-        flat = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
-        return getattr(backend, name)(*flat, **named)
+        tensors = deciding(*arguments)
+        backend = backend_of(*tensors, dtype=dtype)
+        if name.endswith("_") and not all(tensor.is_contiguous() for tensor in tensors):
+            return getattr(reference, name)(*arguments, **named)  # not in place of a copy
+        return getattr(backend, name)(*map(_contiguous, arguments), **named)
 
     return dispatch
 
 
-find = _dispatched(reference.find, 0)
-top = _dispatched(reference.top, 0)
-restrict = _dispatched(reference.restrict, 0, 1, dtype=torch.int64)
-subtract_ = _dispatched(reference.subtract_, 0, 2)
-scatter_ = _dispatched(reference.scatter_, 0, 2)
-count_from = _dispatched(reference.count_from, 0)
-deal = _dispatched(reference.deal, 0, dtype=torch.int64)
-undeal = _dispatched(reference.undeal, 0, dtype=torch.int64)
+def _contiguous(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.contiguous()
+    if isinstance(argument, list | tuple):  # streams
+        return [(indices.contiguous(), values.contiguous()) for indices, values in argument]
+    return argument
 
 
-@functools.wraps(reference.accumulate_)
-def accumulate_(
-    residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
-) -> tuple[Tensor, Tensor] | None:
-    kinds = [(t.dim(), t.numel(), t.dtype, t.device) for t in (residual, gradient)]
-    contiguous = residual.is_contiguous() and gradient.is_contiguous()
-    if kinds[0] != kinds[1] or residual.dim() != 1 or not contiguous:
-        ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))
-        raise ConfigurationError(
-            f"accumulate_: residual is {ours}, gradient {theirs}; they swap their contents and must "
-            "be alike, 1-D and contiguous: convert the gradient first, or pass a flat buffer"
-        )
-    found: tuple[Tensor, Tensor] | None
-    found = backend_of(residual).accumulate_(residual, gradient, key, limit)
-    return found
-
-
-@functools.wraps(reference.merge)
-def merge(
-    streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    if not streams:
-        raise ConfigurationError(
-            "merge: no streams were given; pass at least one, which may be empty"
-        )
-    flat = [(indices.contiguous(), values.contiguous()) for indices, values in streams]
-    backend = backend_of(*(values for _, values in flat))
-    merged: tuple[Tensor, Tensor]
-    merged = backend.merge(flat, size, None if within is None else within.contiguous())
-    return merged
+accumulate_ = _dispatched(reference.accumulate_, lambda r, g, *_: (r, g))
+find = _dispatched(reference.find)
+top = _dispatched(reference.top)
+count_from = _dispatched(reference.count_from)
+merge = _dispatched(reference.merge, lambda streams, *_: [values for _, values in streams])
+restrict = _dispatched(reference.restrict, lambda *both: both, torch.int64)
+subtract_ = _dispatched(reference.subtract_, lambda dense, _, values: (dense, values))
+scatter_ = _dispatched(reference.scatter_, lambda dense, _, values: (dense, values))
+deal = _dispatched(reference.deal, dtype=torch.int64)
+undeal = _dispatched(reference.undeal, dtype=torch.int64)

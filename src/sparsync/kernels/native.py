@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels.reference import Dealt
+from sparsync.kernels.reference import Dealt, check_pair
 
 __all__ = [
     "EXTENSION",
@@ -101,6 +101,7 @@ def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
     """Cost: one pass that reads and writes both."""
+    check_pair(residual, gradient)
     pair, n = (_address("residual", residual), _address("gradient", gradient)), residual.numel()
     if key is None:
         EXTENSION.swap_add(*pair, n, _workers(n), chosen())

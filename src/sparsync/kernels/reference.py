@@ -18,6 +18,7 @@ from sparsync.errors import ConfigurationError
 __all__ = [
     "Dealt",
     "accumulate_",
+    "check_pair",
     "count_from",
     "deal",
     "find",
@@ -91,12 +92,24 @@ def accumulate_(
         >>> residual.tolist(), gradient.tolist()
         ([1.5, -3.0], [1.0, -4.0])
     """
+    check_pair(residual, gradient)
     for start in range(0, residual.numel(), _BLOCK):
         new, old = residual[start : start + _BLOCK], gradient[start : start + _BLOCK]
         before = new.clone()
         new.add_(old)
         old.copy_(before)
     return None if key is None else find(residual, key, limit)
+
+
+def check_pair(residual: Tensor, gradient: Tensor) -> None:
+    """Refuse what cannot swap its contents."""
+    kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in (residual, gradient)]
+    if kinds[0] != kinds[1] or residual.dim() != 1 or not residual.is_contiguous():
+        ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))
+        raise ConfigurationError(
+            f"accumulate_: residual is {ours}, gradient {theirs}; they swap their contents and must "
+            "be alike, 1-D and contiguous: convert the gradient first, or pass a flat buffer"
+        )
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
@@ -182,6 +195,8 @@ def merge(
         >>> merge([a], 3, within=torch.tensor([0, 1]))
         (tensor([0]), tensor([1.]))
     """
+    if not streams:
+        raise ConfigurationError("merge: no streams were given; pass at least one, if an empty one")
     if within is not None:
         kept = [restrict(indices, within) for indices, _ in streams]
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]

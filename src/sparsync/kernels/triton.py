@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparsync.kernels import packing
 from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
-from sparsync.kernels.reference import count_from, deal, restrict, undeal
+from sparsync.kernels.reference import check_pair, count_from, deal, restrict, undeal
 
 __all__ = [
     "BLOCK",
@@ -98,6 +98,7 @@ def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
     """Cost: one pass that reads and writes both; with a key, another, and one host synchronisation."""
+    check_pair(residual, gradient)
     n, floor = residual.numel(), max(key or 1, 1)
     counts = residual.new_empty(_blocks_of(n), dtype=torch.int32)
     _cover(_swap_accumulate, n, residual, gradient, counts, n, floor, COUNT=key is not None)

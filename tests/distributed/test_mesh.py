@@ -159,13 +159,12 @@ def one_process(steps, scale):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("gpipe", EVERYTHING),
+        ("gpipe", {**EVERYTHING, "scale_grads": False}),
         ("1f1b", {**EVERYTHING, "unit_bytes": 100}),
-        ("v", EVERYTHING),  # two stages on a rank, zero bubble
-        ("1f1b", {**EVERYTHING, "scale_grads": False}),
-        ("1f1b", {**EVERYTHING, "fsdp": True}),
-        ("gpipe", {"unit_bytes": 100}),
         ("1f1b", {"algorithm": "budgeted"}),
+        # two stages on a rank, zero bubble
+        pytest.param("v", EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("1f1b", {**EVERYTHING, "fsdp": True}, marks=pytest.mark.slow),
     ],
 )
 def test_pipelines_train_as_one_process_at_density_1(kind, options):
@@ -203,6 +202,7 @@ def test_exchanges_run_in_bubbles():
     pipe.sync.close()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_pipeline_resumes():
     pipes = {}
@@ -323,10 +323,8 @@ def whole_norms(name, parameter):
     "options",
     [
         EVERYTHING,
-        {},
         {"algorithm": "budgeted", "density": 0.2},
-        {"algorithm": "allgather", "unit_bytes": 40, "density": 0.2},
-        {"compress": whole_norms},
+        {"algorithm": "allgather", "unit_bytes": 40, "compress": whole_norms},
     ],
 )
 def test_tensor_parallel_trains(options):
@@ -334,13 +332,13 @@ def test_tensor_parallel_trains(options):
     mesh = mesh_of(dp=2, tp=2)
     net, reference = parallel(mesh), Block()
     sync = attach(net, replicate=mesh["dp"], **options)
-    train_over(mesh)(net, range(8))
+    train_over(mesh)(net, range(4))
     shards, copies = local(net, sharded=True), local(net, sharded=False)
     assert same_everywhere(torch.cat([shards, copies]), mesh["dp"].get_group())
     assert same_everywhere(copies, mesh["tp"].get_group())
     assert not same_everywhere(shards, mesh["tp"].get_group())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(8):
+    for step in range(4):
         optimizer.zero_grad()
         for replica in range(2):
             (loss_of(reference, step, replica) / 2).backward()
@@ -349,6 +347,7 @@ def test_tensor_parallel_trains(options):
     sync.close()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallel_resumes():
     mesh = mesh_of(dp=2, tp=2)

@@ -87,9 +87,9 @@ class Monitor:
 
         Args:
             step: its number.
-            reduced: of every unit.
-            residuals: of every unit, after the step; None stands for zeros.
-            quotas: k of every unit.
+            reduced: of every unit, as are the others.
+            residuals: after the step; None stands for zeros.
+            quotas: k.
             measured: of xi, if it was.
         """
         selected = [self.selected[unit] for unit in range(len(reduced))]
@@ -151,12 +151,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Sink:
-    """Takes the numbers of one step after the other.
-
-    Attributes:
-        write: called with a step and its numbers.
-        close: called at the end.
-    """
+    """Takes the numbers of one step after the other, and is closed at the end."""
 
     write: Callable[[int, dict[str, float]], object]
     close: Callable[[], object] = lambda: None
@@ -313,13 +308,7 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with what was delivered; None if not due, or if no rank had a gradient.
-
-        Args:
-            step: its number.
-            totals: of every unit, before they are divided by the number of ranks.
-            quotas: k of every unit.
-        """
+        """Compare with the totals, not yet averages; None if not due, or if no rank had a gradient."""
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"

@@ -38,11 +38,7 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
         self.state = self.parsed_state(state)
 
     def parsed_state(self, state: Mapping[str, Any]) -> Any:
-        """Return the state object of a saved dictionary, without taking it over.
-
-        Raises:
-            ConfigurationError: other fields than this state has, or of other types.
-        """
+        """Return the state object of a saved dictionary; refuse other fields, or other types."""
         names = sorted(field.name for field in fields(self.state))
         if not isinstance(state, Mapping) or sorted(state) != names:
             raise ConfigurationError(
@@ -84,11 +80,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
-    """Return the state objects of what consists of parts, from their saved dictionaries.
-
-    Raises:
-        ConfigurationError: another number of them, or one that does not fit.
-    """
+    """Return the state objects of what consists of parts, from their saved dictionaries."""
     if not isinstance(saved, list) or len(saved) != len(parts):
         raise ConfigurationError(
             f"the saved state of {type(owner).__name__} has "

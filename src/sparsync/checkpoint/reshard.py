@@ -91,18 +91,14 @@ def reshard(
 def state_like(
     template: State, states: Sequence[State], *, conserve: Conserve = "sum"
 ) -> dict[str, Any]:
-    """Return the state of one new rank, from those of all old ones.
+    """Return the state of one new rank, from those of all old ones; see ``reshard``.
 
     Args:
         template: what this rank's ``state_dict()`` returns before anything is loaded: it says which rank
             of how many it is, its units, and which pieces of the parameters it holds.  Of an
-            optimizer of this kind, too: what is torch's (learning rate, local moments) is that of
-            old rank r modulo P.
-        states: of all old ranks; see ``reshard``.
+            optimizer, what is torch's (learning rate, local moments) is that of old rank r modulo P.
+        states: of all old ranks.
         conserve: see there.
-
-    Raises:
-        ConfigurationError: as ``reshard``; or a parameter of the template is in no state.
     """
     if "memory" in template:
         raise ConfigurationError(
@@ -229,11 +225,7 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _check_states(states: Sequence[State]) -> None:
-    """Refuse what is not the states of all ranks at one step, before anything is made of its size.
-
-    Raises:
-        ConfigurationError: says which state has what, and what was expected.
-    """
+    """Refuse what is not the states of all ranks at one step, before anything is made of its size."""
     if not states:
         raise ConfigurationError("there are no states; give those of all ranks")
     for state in states:

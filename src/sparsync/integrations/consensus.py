@@ -43,8 +43,7 @@ class PartsConsensus:
         used: names of the parameters that have a gradient, once a step is committed.
 
     Cost: an allgather of 121 bytes per part and step.  With keys a byte per parameter more; another
-    allgather of these over the replicas, under way with the exchanges; and one more over the parts
-    if nobody used some parameter.
+    allgather of these over the replicas; and one more over the parts if nobody used some parameter.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -62,12 +61,7 @@ class PartsConsensus:
         self.used: set[str] = set()
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
-        """Learn from the other replicas of this part which parameters they used.
-
-        Args:
-            replicas: a channel to them.
-            used: names of the parameters that this rank used.
-        """
+        """Tell the other replicas of this part which parameters this rank used; learn theirs."""
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self._marks.zero_()

@@ -26,8 +26,10 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.hierarchy import NodeReducer
 from sparsync.integrations.options import Monitoring, Options
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
+from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
-from sparsync.units import Slot, Unit, check_same_parameters
+from sparsync.units import Slot, Unit, check_same_parameters, replicated_tensors
 
 __all__ = ["BucketStep", "DdpSync", "attach_ddp"]
 
@@ -71,7 +73,9 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         raise
     sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
     try:
-        sync.check_equal_weights()
+        for comm in sync.communicators:
+            tensors = replicated_tensors(model.module, model.parameters_to_ignore)
+            run(check_equal_parameters(comm, tensors.items()))
     except BaseException:
         sync.close()
         raise
@@ -80,7 +84,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
 
 @final
 class DdpSync(Sync):
-    """The state of one DDP model's sparse synchronisation on this rank.
+    """The handle of a DDP model.
 
     DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
     else would stay on its rank, and replicas would drift apart without a word: so the model is looked at
@@ -125,10 +129,7 @@ class DdpSync(Sync):
     # ---- what DDP's hook would not see ---------------------------------------------------------
 
     def _watch(self, model: DistributedDataParallel) -> None:
-        """Look at every forward pass and every gradient, until ``close``.
-
-        Cost: one look at every parameter per forward pass, one call per gradient.
-        """
+        """Look at all parameters on every forward pass, and at every gradient, until ``close``."""
         me = weakref.ref(self)  # a parameter may outlive its model
 
         def before_forward(_model: Any, _inputs: Any) -> None:
@@ -165,11 +166,7 @@ class DdpSync(Sync):
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient with a graph, or one of a backward pass that is not exchanged.
-
-        Raises:
-            ConfigurationError: either; the second not within ``no_sync()``.
-        """
+        """Refuse a gradient with a graph, or of a backward pass that is not exchanged."""
         _, slot = self._place[parameter]
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise ConfigurationError(
@@ -195,11 +192,7 @@ class DdpSync(Sync):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done.
-
-        Raises:
-            ConfigurationError: averages over the ranks that go on, or decay of weights that are old.
-        """
+        """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done."""
         model, correction = self._model(), self.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -352,11 +345,7 @@ class BucketStep(Step):
         return future, [(p, _as_parameter(g, p)) for p, g in pairs]
 
     def check_complete(self) -> None:
-        """Refuse a backward pass that has left out parameters.
-
-        Raises:
-            ConfigurationError: names the first of them.
-        """
+        """Refuse a backward pass that has left out parameters."""
         for unit, gradients in zip(self.units, self.gradients, strict=True):
             missing = [slot.name for slot in unit.slots if slot not in gradients]
             if missing:

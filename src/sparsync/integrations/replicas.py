@@ -87,12 +87,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_parts(options: Options, parts: Communicator, shards: Sequence[Shard]) -> Options:
-    """Agree with the other parts, and leave what differs from part to part out of common decisions.
-
-    Raises:
-        ConfigurationError: what only a single part, or parameters of a single kind, can have.
-        PeerError: parts were told different things.
-    """
+    """Agree with the other parts, and leave what differs from part to part out of common decisions."""
     run(agree(parts, options.facts))
     if parts.world_size > 1 and options.correction and options.correction.clip is not None:
         raise ConfigurationError(
@@ -142,18 +137,17 @@ class _GradientHook:
 
 @final
 class ReplicaSync(Sync):
-    """The state of one model's sparse synchronisation between replicas, on this rank.
+    """The handle of a model without DDP, which keeps it, as DDP keeps its own.
 
     Args:
-        model: the module; it keeps this handle, as DDP keeps its own.
+        model: the module.
         reducer: over the replicas.
         shards: the parameters.
         fsdp: the switches of FSDP2.
         consensus: of the ranks that hold the other shards and stages of this replica.
         groups: made for it.
         options: of ``attach``.
-        schedule: of a pipeline, whose ``step()`` closes the step, not ``backward()``: backward passes per
-            step, and the factor of its gradients.
+        schedule: of a pipeline: backward passes per step, and the factor of its gradients.
     """
 
     def __init__(
@@ -222,11 +216,7 @@ class ReplicaSync(Sync):
         self._close()
 
     def _check_model(self, model: nn.Module, _inputs: Any) -> None:
-        """Refuse parameters that came after attach, whose gradients would stay on this replica.
-
-        Raises:
-            ConfigurationError: names the first of them.
-        """
+        """Refuse parameters that came after attach, whose gradients would stay on this replica."""
         check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
 
     # ---- while gradients come, on autograd's thread ----------------------------------------------

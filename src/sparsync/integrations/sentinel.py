@@ -114,13 +114,11 @@ async def check_replicas(
         comm: the replicas; for FSDP those of this shard.
         tensors: by name, plain tensors (of a DTensor its local one).
         step: for the message.
-        parts: ranks that compare with other peers than this one; all of them report and act
-            on what any of them finds.  They call it together as well.
+        parts: ranks that compare with other peers; all of them act on what any of them finds.
         rank: what messages call this rank; None: its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.
-        CommunicationError: a peer is gone, or took longer than the timeout.
     """
     said, failure = "", None
     try:

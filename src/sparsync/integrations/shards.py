@@ -47,10 +47,6 @@ class Shard:
 def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     """Return the parameters that need gradients, in registration order.
 
-    Args:
-        model: FSDP2, tensor-parallel, a pipeline's stage, or plain.
-        replicas: global ranks that hold the same parts of the model as this one.
-
     Raises:
         ConfigurationError: parameters without storage, COO gradients, or a mesh with the replicas in it.
     """
@@ -105,11 +101,7 @@ def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def ranks_of(replicate: Any) -> list[int]:
-    """Return the global ranks of a one-dimensional mesh or a process group.
-
-    Raises:
-        ConfigurationError: neither.
-    """
+    """Return the global ranks of a one-dimensional mesh or a process group; refuse anything else."""
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:
             raise ConfigurationError(
@@ -142,10 +134,8 @@ class Fsdp:
     """Tells which gradients FSDP2 would all-reduce, by its own switches, and sees parameters change.
 
     ``set_requires_gradient_sync(False)`` calls no hook at all; ``set_requires_all_reduce(False)`` ends
-    the exchange: the gradients of several backward passes add up in the shards.
-
-    Args:
-        model: any model; parameters that are not FSDP2's are always exchanged.
+    the exchange: the gradients of several backward passes add up in the shards.  Parameters that are
+    not FSDP2's are always exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,11 +160,7 @@ class Fsdp:
         return group is None or bool(group.all_reduce_grads)
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
-        """Refuse parameters next to FSDP2's, whose gradients nobody averages over the shards.
-
-        Raises:
-            ConfigurationError: names the first of them.
-        """
+        """Refuse parameters next to FSDP2's, whose gradients nobody averages over the shards."""
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:
                 if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
@@ -190,9 +176,6 @@ class Fsdp:
 
         Returns:
             All parameters of FSDP2: shards, and the whole ones that modules show now and then.
-
-        Raises:
-            ConfigurationError: names the first that would train on this replica alone.
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):

@@ -23,11 +23,11 @@ from sparsync.feedback.step import channel_of
 from sparsync.integrations.options import Monitoring
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.agree import agree, check_equal_parameters
+from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.process_group import Groups
-from sparsync.units import Piece, Slot, Unit, local_of, replicated_tensors
+from sparsync.units import Piece, Slot, Unit, local_of
 
 if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.integrations.consensus import PartsConsensus
@@ -55,9 +55,7 @@ class Step:
 
 
 class Sync(ABC):
-    """The state, the thread and the groups of one model; subclasses know when gradients arrive.
-
-    It is a context manager, whose end closes it.
+    """The state, the thread and the groups of one model; as a context manager it closes itself.
 
     Args:
         model: the plain module, which is not kept alive.
@@ -122,9 +120,8 @@ class Sync(ABC):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank; see ``load_state_dict``.
+        """Return this rank's state: the residuals of its "pieces" of the parameters, thresholds, ...
 
-        Residuals are those of this rank's pieces of parameters, which are under "pieces".
         After a ``backward()`` that broke off it is the state before that step.
         """
         if self._engine.running:
@@ -150,10 +147,8 @@ class Sync(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
-        The steps of a ``backward()`` that broke off are undone first.
-
         Raises:
-            ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
+            ConfigurationError: see ``validate``.
             PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
                 another part of this replica.
         """
@@ -189,17 +184,6 @@ class Sync(ABC):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def check_equal_weights(self) -> None:
-        """Refuse ranks that begin with other parameters than this one.
-
-        Raises:
-            PeerError: names the first that differs, and the ranks.
-        """
-        model = self._plain()
-        assert model is not None
-        for comm in self.communicators:
-            run(check_equal_parameters(comm, replicated_tensors(model, self._ignored).items()))
 
     # ---- averages that were not zeroed -----------------------------------------------------------
 
@@ -240,9 +224,6 @@ class Sync(ABC):
 
         A step that broke off after its exchange had begun is only begun again if all ranks do: the
         messages of one that still waits for the first attempt would be taken for those of the second.
-
-        Raises:
-            CommunicationError: they do not.
         """
         reducer = self.reducer
         opened, sent = self._opened
@@ -326,11 +307,7 @@ class Sync(ABC):
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
 
-        Args:
-            alike: other parts hold the same parameters, as the ranks of a node do; compared as well.
-
-        Raises:
-            PeerError: some differ, and the sentinel's policy is to raise; on all ranks.
+        Parts that are ``alike``, as the ranks of a node, hold the same parameters, and are compared, too.
         """
         sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
         if sentinel is None or model is None or not sentinel.due(done):
@@ -396,13 +373,11 @@ def _write(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, T
 def call_after_backward(callback: Callable[[], None]) -> bool:
     """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
 
-    It takes a callback of a callback: DDP queues its own, later than the first.
-
     Returns:
         Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).
     """
     engine = Variable._execution_engine
-    try:
+    try:  # DDP queues its own callback after the first
         engine.queue_callback(lambda: engine.queue_callback(callback))
     except RuntimeError:
         return False

@@ -160,19 +160,19 @@ class Sink:
 def sink_of(log: Any, rank: int) -> Sink | None:
     """Return what writes to ``log``, as ``attach`` takes it; None for None.
 
-    Every rank has a file, or run of TensorBoard, of its own: a rank that differs stands out as its own
-    curve, ranks may log or not as they like, and nothing has to be told to anyone.  Lines are appended:
-    a resumed run goes on in its file, and of a step that was repeated the last line counts.
+    Every rank has a file of its own: ranks may log or not as they like, and nothing has to be told to
+    anyone.  Lines are appended: a resumed run goes on in its file, and of a step that was repeated the
+    last line counts.
 
     Args:
         log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
-            in ``name.rank0.jsonl``; any other path: a folder of TensorBoard's, with a run ``rank0``; an
-            object with ``add_scalar(tag, value, step)``, whose tags are ``sparsync/threshold`` and the
-            like; or a function of (step, values).
+            in ``name.rank0.jsonl``; an object with ``add_scalar(tag, value, step)``, as TensorBoard's
+            ``SummaryWriter``, whose tags are ``sparsync/threshold`` and the like; or a function of
+            (step, values).
         rank: of this process.
 
     Raises:
-        ConfigurationError: ``log`` is none of these, or TensorBoard is not installed.
+        ConfigurationError: ``log`` is none of these.
     """
     if log is None:
         return None
@@ -181,32 +181,19 @@ def sink_of(log: Any, rank: int) -> Sink | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when its step ends
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
-    if isinstance(log, str | os.PathLike):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigurationError(
-                f"log is a folder, {log}, which needs TensorBoard ({error}): pip install "
-                "tensorboard, or give a path that ends in .jsonl"
-            ) from error
-        writer = SummaryWriter(str(Path(log, f"rank{rank}")))  # type: ignore[no-untyped-call, unused-ignore]
-        return _scalars(writer, writer.close)
     if callable(getattr(log, "add_scalar", None)):
-        return _scalars(log, getattr(log, "flush", lambda: None))  # closing it is its owner's
+
+        def scalars(step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():
+                log.add_scalar(f"sparsync/{name}", value, step)
+
+        return Sink(scalars, getattr(log, "flush", lambda: None))  # closing it is its owner's
     if callable(log):
         return Sink(log)
     raise ConfigurationError(
-        f"log is {log!r}; give a path that ends in .jsonl, a folder for TensorBoard, an object with "
-        "add_scalar(tag, value, step), or a function of (step, values)"
+        f"log is {log!r}; give a path that ends in .jsonl, an object with add_scalar(tag, value, "
+        "step), or a function of (step, values)"
     )
-
-
-def _scalars(writer: Any, close: Callable[[], object]) -> Sink:
-    def write(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(f"sparsync/{name}", value, step)
-
-    return Sink(write, close)
 
 
 # ---- xi -------------------------------------------------------------------------------------------

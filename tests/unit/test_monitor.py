@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -170,12 +169,6 @@ def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
     }
     assert {step for _, step in writer.scalars} == {0, 1, 2}
     assert writer.flushed == 1
-
-
-def test_a_folder_needs_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigurationError, match="pip install tensorboard"):
-        sink_of(tmp_path, 0)
 
 
 def test_the_state_is_that_of_a_run_without_log():

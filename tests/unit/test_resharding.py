@@ -94,15 +94,6 @@ def test_more_ranks_share_the_elements_evenly():
     assert held == [10] * 6
 
 
-def test_average_keeps_what_the_weights_will_see():
-    states = made_up(4, lambda: torch.randint(1, 99, (1,)).float())
-    new = reshard(states, 3, conserve="average")
-    for name, values in total(new).items():
-        assert torch.allclose(values / 3, total(states)[name] / 4, rtol=1e-6)
-    with pytest.raises(ConfigurationError, match="conserve is 'mean'; choose sum or average"):
-        reshard(states, 3, conserve="mean")
-
-
 @pytest.mark.parametrize("before, after", [(4, 3), (3, 4), (2, 1), (1, 3)])
 @pytest.mark.parametrize("name", ["budgeted", "oktopk", "redsync", "auto", "sparcml"])
 def test_a_resharded_run_goes_on_under_the_law(name, before, after):

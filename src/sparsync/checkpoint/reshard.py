@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from sparsync.feedback.state import check_fields
 from sparsync.state import fits
 from sparsync.units import Piece
 
-__all__ = ["Conserve", "reshard", "state_like"]
+__all__ = ["reshard", "state_like"]
 
-Conserve = Literal["sum", "average"]
 State = Mapping[str, Any]
 Olds = Sequence[
     tuple[State, Mapping[str, Piece]]
@@ -36,9 +35,7 @@ Olds = Sequence[
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
-def reshard(
-    states: Sequence[State], world_size: int, *, conserve: Conserve = "sum"
-) -> list[dict[str, Any]]:
+def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     """Return the states of ``world_size`` ranks, made from those of all ranks before.
 
     ========================  =====================================================================
@@ -51,10 +48,7 @@ def reshard(
 
     Args:
         states: of all ranks, in any order, as ``state_dict()`` gave them; not modified.
-        world_size: the new number of ranks P'.
-        conserve: "sum": the sum over ranks of what waits.  It is divided by P' when it is delivered,
-            where it would have been divided by P.  "average": everything that waits is multiplied by
-            P' / P, so that weights move as far by it as they would have.
+        world_size: the new number of ranks P', by which what waits is divided when it is delivered.
 
     Returns:
         One state per new rank; for the same shards of the parameters, if they are divided.
@@ -82,15 +76,13 @@ def reshard(
     _check_states(states)
     shards = [state for state in states if state["rank"] == 0]  # one, unless parameters are divided
     return [
-        _like({**shard, "rank": rank, "world_size": world_size}, states, conserve)
+        _like({**shard, "rank": rank, "world_size": world_size}, states)
         for rank in range(world_size)
         for shard in shards
     ]
 
 
-def state_like(
-    template: State, states: Sequence[State], *, conserve: Conserve = "sum"
-) -> dict[str, Any]:
+def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     """Return the state of one new rank, from those of all old ones; see ``reshard``.
 
     Args:
@@ -98,7 +90,6 @@ def state_like(
             of how many it is, its units, and which pieces of the parameters it holds.  Of an
             optimizer, what is torch's (learning rate, local moments) is that of old rank r modulo P.
         states: of all old ranks.
-        conserve: see there.
     """
     if "memory" in template:
         raise ConfigurationError(
@@ -117,19 +108,16 @@ def state_like(
                         f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
                         f"run's {wanted}; was it saved from this model?"
                     )
-        return _like(template, states, conserve)
+        return _like(template, states)
     inner = [cast(State, state.get("sparsync")) for state in states]
-    new = state_like(template["sparsync"], inner, conserve=conserve)
+    new = state_like(template["sparsync"], inner)
     before = {its["rank"]: state for its, state in zip(inner, states, strict=True)}
     return {**before[new["rank"] % len(before)], "sparsync": new}
 
 
-def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[str, Any]:
-    if conserve not in ("sum", "average"):
-        raise ConfigurationError(f"conserve is {conserve!r}; choose sum or average")
+def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     olds = [(state, _pieces_of(state)) for state in states]
     before, rank, world_size = states[0]["world_size"], template["rank"], template["world_size"]
-    factor = world_size / before if conserve == "average" else 1.0
     own = {key: template[key] for key in ("rank", "world_size", "units", "sizes")}
     new: dict[str, Any] = {**states[0], **own}
     new.pop("pieces", None)
@@ -146,8 +134,7 @@ def _like(template: State, states: Sequence[State], conserve: Conserve) -> dict[
                 if values is None:
                     new[what][name] = torch.zeros(size)
                 else:
-                    mine = _box(values, pieces[name]).reshape(-1)
-                    new[what][name] = mine * factor if factor != 1 else mine.clone()
+                    new[what][name] = _box(values, pieces[name]).flatten().clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
     new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]

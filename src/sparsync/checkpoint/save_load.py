@@ -24,7 +24,7 @@ from sparsync.checkpoint.files import (
     whole_checkpoints,
     write_file,
 )
-from sparsync.checkpoint.reshard import Conserve, state_like
+from sparsync.checkpoint.reshard import state_like
 from sparsync.errors import CheckpointError, ConfigurationError, NoCheckpointError, SparsyncError
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.communicator import Communicator
@@ -118,7 +118,6 @@ def load(
     folder: Path | str,
     *,
     step: int | None = None,
-    conserve: Conserve = "sum",
     **shared: Any,
 ) -> dict[str, Any]:
     """Continue from the last whole checkpoint; all ranks call it together.
@@ -131,7 +130,6 @@ def load(
         sync: what ``attach`` returned, in this run.
         folder: that was given to ``save``.
         step: the checkpoint of this step, rather than the last one.
-        conserve: see ``reshard``; for another number of ranks.
         shared: by name, what takes its state back: the model, the optimizer, ...
 
     Returns:
@@ -150,7 +148,7 @@ def load(
     """
     path, older = _chosen(sync, Path(folder), step)
     try:
-        return _loaded(sync, path, conserve, shared)
+        return _loaded(sync, path, shared)
     except CheckpointError as error:
         if not older:
             raise
@@ -175,11 +173,9 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
     )
 
 
-def _loaded(
-    sync: Saveable, path: Path, conserve: Conserve, shared: Mapping[str, Any]
-) -> dict[str, Any]:
+def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Let everything take its state back, and return the rest; or change nothing."""
-    before, state = _read_states(sync, path, conserve)
+    before, state = _read_states(sync, path)
 
     def read() -> dict[str, Any]:
         content = {**read_file(path / SHARED), **state.get("own", {})}
@@ -215,43 +211,33 @@ def _loaded(
     return {name: value for name, value in content.items() if name not in shared}
 
 
-def save_state(sync: Saveable, folder: Path, **companions: Any) -> None:
-    """Write this rank's file into a folder, without asking other ranks.
-
-    ``companions`` are values that ``load_states`` is to find equal.
-    """
-    write_file(folder / _seat_of(sync).name, {**sync.state_dict(), **companions})
+def save_state(sync: Saveable, folder: Path, weights: str) -> None:
+    """Write this rank's file, and a digest of its weights, without asking other ranks."""
+    write_file(folder / _seat_of(sync).name, {**sync.state_dict(), "weights": weights})
 
 
-def load_states(
-    sync: Saveable, folder: Path, *, conserve: Conserve = "sum", **companions: Any
-) -> None:
+def load_states(sync: Saveable, folder: Path, weights: str) -> None:
     """Load what ``save_state`` wrote on all ranks: this rank's file, or its part of all of them.
-
-    A file without the ``companions`` is taken.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigurationError: it does not fit this run, or something else was saved with it.
+        ConfigurationError: it does not fit this run, or was saved with other weights.
     """
-    before, state = _read_states(sync, folder, conserve)
+    before, state = _read_states(sync, folder)
 
     def compare() -> None:
-        for name, value in companions.items():
-            if state.get(name, value) != value:
-                raise ConfigurationError(
-                    f"the state in {folder} was saved with other {name}: one of them is of another step "
-                    "or run, as when a job ends between the two; resume from another checkpoint, or "
-                    "without that folder (residuals then start at zero)"
-                )
+        if state.get("weights", weights) != weights:
+            raise ConfigurationError(
+                f"the state in {folder} was saved with other weights: one of them is of another step "
+                "or run, as when a job ends between the two; resume from another checkpoint, or "
+                "without that folder (residuals then start at zero)"
+            )
 
     _together(sync, compare, f"load {folder}")
     _take_state(sync, state, before, folder)
 
 
-def _read_states(
-    sync: Saveable, folder: Path, conserve: Conserve
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_states(sync: Saveable, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's present state and its saved one, which all ranks found to fit."""
     seat, before = _seat_of(sync), sync.state_dict()
     files = _together(sync, lambda: states_in(folder), f"list {folder}")
@@ -268,7 +254,7 @@ def _read_states(
                 "those of all ranks"
             )
         states = [read_file(file, mapped=True) for file in files.values()]
-        return state_like(before, states, conserve=conserve)
+        return state_like(before, states)
 
     state = _together(sync, mine, f"read its file in {folder}")
     if _greatest(sync, int(state is None)):

@@ -90,7 +90,7 @@ def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     With it goes a digest of the weights: a job may end after this and before the framework has written
     them, or the other way round.
     """
-    save_state(sync, folder, weights=_weights(model))
+    save_state(sync, folder, _weights(model))
     for seat, file in states_in(folder).items():
         if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
             file.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
-        load_states(sync, folder, weights=_weights(model))
+        load_states(sync, folder, _weights(model))
     else:
         warnings.warn(
             f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "

@@ -116,8 +116,8 @@ class Monitoring:
             are propagated to it.
         sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
         log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
-            ending in ``.jsonl``, a folder for TensorBoard, an object with
-            ``add_scalar(tag, value, step)``, or a function of (step, values).
+            ending in ``.jsonl``, an object with ``add_scalar(tag, value, step)``, as TensorBoard's
+            ``SummaryWriter``, or a function of (step, values).
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
     """
 

@@ -22,37 +22,16 @@ from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
 
-# of every command: its module and one line of help
+# of every command: its module in this package, and one line of help
 COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {
-        "train": (
-            "sparsync.cli.train.command",
-            "Train data-parallel: a small model on data that every machine has, or a paper's.",
-        ),
-        "bench": (
-            "sparsync.cli.bench.command",
-            "Measure collectives: time, volume against its bound, and correctness.",
-        ),
-        "linear": (
-            "sparsync.cli.linear.command",
-            "Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.",
-        ),
-        "doctor": (
-            "sparsync.cli.doctor.command",
-            "Measure the links and the ranks of a job, and check its software; a few seconds.",
-        ),
-        "plan": (
-            "sparsync.cli.plan",
-            "Predict which collective is fastest, and from which bandwidth and density on dense is.",
-        ),
-        "simulate": (
-            "sparsync.cli.simulate.command",
-            "Simulate training steps on virtual ranks, under a virtual clock.",
-        ),
-        "keys": (
-            "sparsync.cli.keys",
-            "Make one certificate per rank, for --curve-keys and curve_keys=.",
-        ),
+        "train": ("train.command", "Train data-parallel: a small model, or a paper's."),
+        "bench": ("bench.command", "Measure collectives: time, volume, and correctness."),
+        "linear": ("linear.command", "Train a linear model on sparse data, data-parallel."),
+        "doctor": ("doctor.command", "Measure the links of a job, and check its software."),
+        "plan": ("plan", "Predict which collective is fastest, and where dense is."),
+        "simulate": ("simulate.command", "Simulate training steps on virtual ranks."),
+        "keys": ("keys", "Make one certificate per rank, for --curve-keys and curve_keys=."),
     }
 )
 _GROUP = "sparsync.commands"
@@ -62,11 +41,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Make the command line.
-
-    Args:
-        wanted: the command to import; the others have their line of help alone.  None: all.
-    """
+    """Make the command line; commands not ``wanted`` have their line of help alone (None: all are)."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
@@ -76,7 +51,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
     app.callback()(_options)
     for name, (module, line) in COMMANDS.items():
         if wanted in (name, None):
-            app.command(name)(importlib.import_module(module).command)
+            app.command(name)(importlib.import_module(f"sparsync.cli.{module}").command)
         else:
             app.command(name, help=line)(_nothing)
     for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name):

@@ -141,7 +141,7 @@ class Lab:
         self._ranks: list[_Namespace] = []
 
     def address(self, rank: int) -> str:
-        """Return a rank's IPv4 address: 10.77.0.1 and upwards, the same in every lab."""
+        """Return a rank's IPv4 address, from 10.77.0.1 on."""
         return f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}"
 
     @property
@@ -424,10 +424,10 @@ def ensure_privileges(*, timeout: float = 10.0) -> None:
     if _may_create():
         return
     become_root = [_find_tool("unshare", package="util-linux"), "--map-root-user"]
-    # a trial first: after the real thing there is no way back to a clear error
-    trial = f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other"
-    try:
-        _run_command(trial, timeout)
+    try:  # a trial first: after the real thing there is no way back to a clear error
+        _run_command(
+            f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other", timeout
+        )
     except LabError as error:
         raise _refusal(str(error).rpartition(": ")[2]) from None
     sys.stdout.flush()

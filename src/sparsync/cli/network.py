@@ -72,22 +72,13 @@ def transport_of(comm: Communicator) -> str:
 
 @dataclass(frozen=True)
 class Connection:
-    """How the ranks of a command are connected; checks the options that say it.
+    """How the ranks of a command are connected; checks the options that say it."""
 
-    Attributes:
-        transport: "torch" (gloo), "zmq", "mpi", "auto" (the library's default), or "sim", where a
-            command has ``simulates``.  None: "sim", in the lab "auto".
-        timeout: seconds that a rank waits for another.
-        curve_keys: folder of keys; zmq then encrypts, and refuses ranks without a listed key.
-        lab: rate of the lab's links.
-        simulates: the command can run on virtual ranks.
-    """
-
-    transport: str | None = "auto"
+    transport: str | None = "auto"  # None: "sim", in the lab "auto"
     timeout: float = 300.0
     curve_keys: Path | None = None
-    lab: str | None = None
-    simulates: bool = False
+    lab: str | None = None  # rate of its links
+    simulates: bool = False  # the command can run on virtual ranks
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)

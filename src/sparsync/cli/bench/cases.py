@@ -62,19 +62,14 @@ class Case:
 
 @final
 class _Watched(Collective):
-    """Passes calls on to a collective, and keeps the vectors and the times of the last one.
-
-    Attributes:
-        fence: called before the exchange; returns the time from which it counts.  None: the exchange
-            follows at once and is not timed.
-        keep: copy the vectors: the reducer may overwrite its buffers later in the step.
-        copying: seconds that the copies took.
-    """
+    """Passes calls on to a collective, and keeps the vectors and the times of the last one."""
 
     def __init__(self, inner: Collective) -> None:
-        self.inner, self.keep = inner, True
+        self.inner = inner
+        self.keep = True  # copies of the vectors: the reducer may overwrite its buffers
+        # called before the exchange, returns when it starts; None: it follows at once, not timed
         self.fence: Callable[[], float] | None = None
-        self.started = self.ended = self.copying = 0.0
+        self.started = self.ended = self.copying = 0.0  # copying: the seconds of the copies
 
     @property
     def state(self) -> Any:

@@ -55,14 +55,7 @@ __all__ = ["BenchSettings", "bench", "command"]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a bench: every collective at every size and density; fields with a help are options.
-
-    Attributes:
-        collectives: names of presets.
-        sizes: numbers of elements n.
-        densities: k / n asked for.
-        links: the simulated network.
-    """
+    """Settings of a bench: every collective at every size and density; fields with a help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
     ranks: Annotated[int, ranks_option(8)] = 8

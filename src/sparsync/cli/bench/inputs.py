@@ -52,17 +52,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class Input:
-    """A kind of gradient.
+    """A kind of gradient."""
 
-    Attributes:
-        meaning: one line for tables.
-        make: draws one.
-        exchangeable: permuting the ranks does not change the joint distribution; the tighter of
-            Ok-Topk's bounds is claimed for such inputs only.
-    """
-
-    meaning: str
+    meaning: str  # one line for tables
     make: Callable[[Draw], Tensor]
+    # permuting the ranks does not change the joint distribution: Ok-Topk's tighter bound is claimed
     exchangeable: bool = True
 
 

@@ -28,21 +28,13 @@ _CELLS = 2  # per entry wanted: the smaller half of the elements is seldom sent
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one row.
+    """The gradients of one row."""
 
-    Attributes:
-        sizes: elements of every unit, of n / C.
-        held: elements of every unit that a rank holds.
-        density: k / held.
-        draw: returns `[held]` per unit, fresh, by rank and step.
-        places: returns where in the unit the held elements lie, ascending, by rank and unit; None:
-            they are all.
-    """
-
-    sizes: Sequence[int]
-    held: Sequence[int]
-    density: float
-    draw: Callable[[int, int], Sequence[Tensor]]
+    sizes: Sequence[int]  # elements of every unit, of n / C
+    held: Sequence[int]  # elements of every unit that a rank holds
+    density: float  # k / held
+    draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, of a rank and step
+    # where in the unit the held elements lie, ascending, of a rank and unit; None: they are all
     places: Callable[[int, int], Tensor] | None = None
 
 

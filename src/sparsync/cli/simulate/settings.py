@@ -40,35 +40,23 @@ class Contender:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """A training step of some algorithms on virtual ranks; fields with a help are options.
-
-    Attributes:
-        algorithms: names of presets, or algorithms.
-        model_size: number of elements n; the default is BERT's (Ok-Topk, Table 2).
-        links: the network.
-        compute: seconds of a rank's forward and backward pass.
-        spread: its standard deviation over ranks and steps, in seconds.
-        stragglers: ranks, and by which factor their computation is slower.
-        machine: cost of selecting, packing, unpacking and summing; its alpha and beta are not used.
-        shared: the fill-in of Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM.
-        baselines: add "Dense" and "DenseOvlp".
-        memory: bytes that the virtual ranks may take together, about.
-    """
+    """A training step of some algorithms on virtual ranks; fields with a help are options."""
 
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
     ranks: Annotated[int, Option(help="World size.")] = 32
-    model_size: int = 133_547_324
+    model_size: int = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
     density: Annotated[float, Option(help="k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
-    compute: float = 0.0
-    spread: float = 0.0
-    stragglers: tuple[tuple[int, float], ...] = ()
+    compute: float = 0.0  # seconds of a rank's forward and backward pass
+    spread: float = 0.0  # its standard deviation over ranks and steps, in seconds
+    stragglers: tuple[tuple[int, float], ...] = ()  # ranks, and how many times slower they compute
     overlap: Annotated[
         bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
     ] = False
     buckets: Annotated[
         int | None, Option(help="Of equal size.", show_default="1; with --overlap of 25 MiB")
     ] = None
+    # cost of selecting, packing, unpacking and summing; its alpha and beta are not used
     machine: Machine = field(default_factory=Machine)
     scale: Annotated[
         float | None,
@@ -83,12 +71,13 @@ class SimulationSettings:
             "or a file of gradients [rows, n], .npy or torch.save's."
         ),
     ] = SPREAD
+    # the fill-in of Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM
     shared: Annotated[
         float, Option(help=f"Part of the entries at the same places on all ranks ({SPREAD}).")
     ] = 0.25
-    baselines: bool = True
+    baselines: bool = True  # add "Dense" and "DenseOvlp"
     seed: Annotated[int, Option(help="Of gradients and computation times.")] = 0
-    memory: float = 2e9
+    memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:
         for name in self.algorithms:

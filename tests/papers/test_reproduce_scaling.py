@@ -1,12 +1,9 @@
 """Ok-Topk's weak scaling: the fit at P = 32, what follows from it at 256, and the simulated steps."""
 
-from dataclasses import replace
-
 import pytest
 
 from sparsync.errors import ConfigurationError
 from sparsync_papers.reproduce.oktopk_scaling import (
-    ARIES,
     BERT,
     DENSE_OVLP,
     GAUSSIAN_K,
@@ -18,6 +15,7 @@ from sparsync_papers.reproduce.oktopk_scaling import (
     STATEMENTS,
     VGG,
     fit,
+    on_aries,
     simulate_step,
 )
 
@@ -75,7 +73,7 @@ def test_allgather_is_worse_than_dense_at_256_and_better_at_32():
 
 
 def test_the_bare_network_leaves_nothing_to_gain():
-    alone = replace(fit(), alpha=ARIES[0], beta=ARIES[1], beta_dense=ARIES[1])
+    alone = on_aries(fit())
     for model in (VGG, LSTM, BERT):
         assert min(ratios(alone, model, 32).values()) < 1.03
 

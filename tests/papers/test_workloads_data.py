@@ -1,6 +1,9 @@
 """The papers' workloads: each reads its real format, trains, and is evaluated in shares."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +138,29 @@ def test_defaults_are_the_papers(tmp_path):
 def test_the_document_tells_of_every_workload():
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     assert [name for name in IN_NEED if f"`{name}`" not in text] == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_papers_workload_trains_on_its_data(tmp_path):
+    write_cifar10_binary(tmp_path / "data")
+    command = [sys.executable, "-m", "sparsync", "train", "--workload", "resnet20-cifar10"]
+    command += ["--data", str(tmp_path / "data"), "--json", str(tmp_path / "run.json")]
+    command += ["--width=4", "--ranks=2", "--steps=2", "--batch-size=2", "--algorithm=budgeted"]
+        "--width",
+        "4",
+        "--ranks",
+        "2",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--algorithm",
+        "budgeted",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resnet20-cifar10" in done.stdout and "loss in nats per image" in done.stdout
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["replicas_equal"] and result["steps"] == 2 and 0 <= result["accuracy"] <= 1
+    assert result["weight_decay"] == 1e-4 and result["optimizer"] == "sgd"

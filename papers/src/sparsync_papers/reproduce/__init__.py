@@ -17,12 +17,17 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from sparsync.errors import ConfigurationError
+from sparsync.transports.sim import Links
 
 T = TypeVar("T")
 
 Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 Points = Sequence[tuple[float | str, float]]
+
+# networks that the papers name, with figures that they do not give
+ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: a supercomputer's MPI, 10 GB/s
+GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 
 _PAPERS = MappingProxyType(
     {"oktopk": "Ok-Topk", "redsync": "RedSync", "sparcml": "SparCML", "wagma": "WAGMA"}

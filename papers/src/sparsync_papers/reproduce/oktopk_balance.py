@@ -13,14 +13,13 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync.wire import Coo
 from sparsync.wire.base import MessageFraming
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
+from sparsync_papers.reproduce import ARIES, Comparison, Outcome, Panel, Settings, Table, artifact
 from sparsync_papers.reproduce.sparcml_fill_in import gradients
 
 _RANKS = (8, 16, 32, 64)  # the text does not say which
 _DENSITY = 0.01  # of BERT in Figure 7
 _PERIOD = 64  # tau, steps that one agreement on regions serves (section 5.3)
 _TRIGGER = 4.0  # times the mean count (section 5.3)
-_LINKS = Links(alpha=1.5e-6, beta=1e-10)  # assumed: MPI on Aries, 10 GB/s
 _BERT_OVER_THIS = 100  # parameters: bandwidth is divided by it, so that times are BERT's
 _K = 8192  # entries of the second part
 
@@ -39,7 +38,7 @@ def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) 
         mine = selected[comm.rank]
         await split_reduce(comm, mine, boundaries, Coo(), most=most, window=4, rotate=True)
 
-    slower = Links(_LINKS.alpha, _LINKS.beta * _BERT_OVER_THIS)
+    slower = Links(ARIES.alpha, ARIES.beta * _BERT_OVER_THIS)
     return simulate(program, len(selected), links=slower).seconds
 
 
@@ -69,7 +68,7 @@ def _gather_seconds(counts: Sequence[int], *, balance: bool) -> float:
         payload = Coo().encode(kept).payload
         await comm.allgatherv(payload, lengths, "allgatherv", MessageFraming(Coo()))
 
-    return simulate(program, len(counts), links=_LINKS).seconds
+    return simulate(program, len(counts), links=ARIES).seconds
 
 
 @artifact("oktopk-fig7", "both balancings pay, by more on more GPUs", minutes=1.0)
@@ -92,7 +91,7 @@ def figure_7(settings: Settings) -> Outcome:
     for p in settings.track(ranks):
         selected = everyone[:p]
         naive = _split_seconds(selected, even_boundaries(size, p))
-        agreement = averaged_cuts_cost(p).seconds(_LINKS.alpha, _LINKS.beta)
+        agreement = averaged_cuts_cost(p).seconds(ARIES.alpha, ARIES.beta)
         balanced = _split_seconds(selected, _averaged_boundaries(selected, size))
         add("split and reduce", p, naive, balanced + agreement / _PERIOD)
         for holders, name in ((1, "one rank holds all"), (max(p // 6, 1), "a sixth hold all")):

@@ -15,10 +15,19 @@ from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm, oktopk, resolve
 from sparsync.transports.sim import Links
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
+from sparsync_papers.reproduce import (
+    ARIES,
+    Comparison,
+    Outcome,
+    Panel,
+    Settings,
+    Table,
+    artifact,
+    joined,
+)
 
 FITTED_RANKS = 32
-# assumed here: the first three, the shares of the models, ARIES and gTopk's selections
+# assumed here: the first three, the shares of the models, and gTopk's selections
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
 _BUCKETS = 8  # of DenseOvlp
@@ -159,10 +168,6 @@ class Effective:
             return max(compute + communication / self.buckets, compute * _LEFT + communication)
         selection = self.select(scheme, model) * model.size
         return compute + selection + communication + self.hierarchical(scheme, model, ranks)
-
-
-# a supercomputer's MPI without host staging: bytes alone, selection and computation as fitted
-ARIES = (1.5e-6, 1e-10)  # alpha, beta (as for Figure 7: 10 GB/s)
 
 
 @dataclass(frozen=True)
@@ -463,8 +468,7 @@ def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 def on_aries(costs: Effective) -> Effective:
     """Return the costs of the bare network, without copies to the host and sums there."""
-    alpha, beta = ARIES
-    return replace(costs, alpha=alpha, beta=beta, beta_dense=beta)
+    return replace(costs, alpha=ARIES.alpha, beta=ARIES.beta, beta_dense=ARIES.beta)
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
@@ -497,7 +501,7 @@ def _ours(model: Model, times: Times, costs: Effective, ranks: int) -> list[Comp
         f"Ok-Topk over DenseOvlp at P = {ranks}",
         "faster",
         "section 5.4",
-        f"{dense / own:.2f} x on Aries alone ({1e6 * ARIES[0]:g} us, {1e-9 / ARIES[1]:g} GB/s)",
+        f"{dense / own:.2f} x on Aries alone ({1e6 * ARIES.alpha:g} us, {1e-9 / ARIES.beta:g} GB/s)",
         dense > own,
         "dense messages are then hidden by the backward pass; selection is not",
     )

@@ -7,8 +7,9 @@ from dataclasses import replace
 from sparsync.cli.linear.command import train_linear
 from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import LinearSettings
-from sparsync.transports.sim import Links
 from sparsync_papers.reproduce import (
+    ARIES,
+    GIGE,
     Comparison,
     Outcome,
     Panel,
@@ -19,8 +20,6 @@ from sparsync_papers.reproduce import (
     artifact,
 )
 
-_ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: MPI on Aries, 10 GB/s
-_GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 _RANKS = 8  # of most rows of Table 2, and of SCD
 _TRIGRAM_ROWS = 16_000  # two steps of 1,000 per rank
 _DIFFERS = (
@@ -69,8 +68,8 @@ def table_2(settings: Settings) -> Outcome:
     bars: dict[str, Points] = {}
     largest = 0.0
     for network, links, place, says, numbers in (
-        ("Daint", _ARIES, "of Piz Daint", "1.80 (2.35)", (1.80, 2.35)),
-        ("GigE", _GIGE, "over GigE", "12.65 (23.81)", (12.65, 23.81)),
+        ("Daint", ARIES, "of Piz Daint", "1.80 (2.35)", (1.80, 2.35)),
+        ("GigE", GIGE, "over GigE", "12.65 (23.81)", (12.65, 23.81)),
     ):
         results = _train(settings, replace(base, links=links), "split-allgather")
         sparse = results[0]
@@ -116,7 +115,7 @@ def scd(settings: Settings) -> Outcome:
         steps=20,
         solver="scd",
         coordinates=100,  # section 8.2
-        links=_ARIES,
+        links=ARIES,
         held_out_every=0,
     )
     results = _train(settings, base, "allgather")

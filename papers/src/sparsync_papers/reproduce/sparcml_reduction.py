@@ -7,7 +7,16 @@ import torch
 from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
+from sparsync_papers.reproduce import (
+    ARIES,
+    GIGE,
+    Comparison,
+    Outcome,
+    Panel,
+    Settings,
+    Table,
+    artifact,
+)
 
 _SIZE = 1 << 24  # N of both plots (Figure 3)
 _DENSITY = 0.00781  # of the plot over nodes (Figure 3)
@@ -18,10 +27,7 @@ _DENSITIES = (0.0005, 0.002, 0.00781, 0.03, 0.12, 0.4)
 _MOST = 4.0  # times over dense, when the result is dense (2 / kappa, section 5.3.4)
 
 _DAINT, _GREINA = "Daint", "Greina, GigE"
-_NETWORKS = {
-    _DAINT: Links(alpha=1.5e-6, beta=1e-10),  # assumed: MPI on Aries, 10 GB/s
-    _GREINA: Links(alpha=50e-6, beta=8e-9),  # assumed: 1 Gbit/s
-}
+_NETWORKS = {_DAINT: ARIES, _GREINA: GIGE}
 _ALGORITHMS = {
     "SSAR_Recursive_double": "recursive-doubling",
     "SSAR_Split_allgather": "split-allgather",

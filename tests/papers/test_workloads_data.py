@@ -147,17 +147,6 @@ def test_a_papers_workload_trains_on_its_data(tmp_path):
     command = [sys.executable, "-m", "sparsync", "train", "--workload", "resnet20-cifar10"]
     command += ["--data", str(tmp_path / "data"), "--json", str(tmp_path / "run.json")]
     command += ["--width=4", "--ranks=2", "--steps=2", "--batch-size=2", "--algorithm=budgeted"]
-        "--width",
-        "4",
-        "--ranks",
-        "2",
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--algorithm",
-        "budgeted",
-    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "resnet20-cifar10" in done.stdout and "loss in nats per image" in done.stdout

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch.distributed as dist
+from sklearn.datasets import dump_svmlight_file
 
 import sparsync
 from sparsync.cli.launch import launch
@@ -14,8 +15,9 @@ from tests.unit.linear_problems import make_data, shares
 pytestmark = pytest.mark.gloo
 
 
-def test_real_ranks_have_the_losses_of_virtual_ones():
-    options = {"ranks": 2, "rows": 300, "dimensions": 20_000, "epochs": 2, "batch_size": 20}
+def test_real_ranks_have_the_losses_of_virtual_ones(tmp_path):
+    dump_svmlight_file(*make_data(300), str(tmp_path / "rows.svm"))
+    options = {"data": str(tmp_path / "rows.svm"), "ranks": 2, "epochs": 2, "batch_size": 20}
     options |= {"exchanges": ("split-allgather", "dense"), "l2": 1e-3, "staleness": 2}
     virtual = train_linear(LinearSettings(**options))
     real = train_linear(LinearSettings(**options, transport="torch"))

@@ -1,7 +1,6 @@
 """What a training run shows: the JSON contract, time to loss, the table, the picture."""
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -69,17 +68,8 @@ def shown(*results, width=80):
     return captured.get()
 
 
-def test_one_run_is_an_object_and_several_are_a_list(tmp_path):
-    output.write_json(tmp_path / "one.json", SPARSE)
-    output.write_json(tmp_path / "two.json", [DENSE, SPARSE])
-    one = json.loads((tmp_path / "one.json").read_text())
-    assert set(one) >= CONTRACT
-    assert json.loads((tmp_path / "two.json").read_text())[1] == one
-
-
-def test_a_diverged_run_is_still_json(tmp_path):
-    output.write_json(tmp_path / "a.json", result("dense", 1, loss=[1.0, math.inf, math.nan]))
-    assert json.loads((tmp_path / "a.json").read_text())["loss"] == [1.0, None, None]
+def test_the_json_has_the_keys_that_others_read():
+    assert set(json.loads(output.to_json(SPARSE))) >= CONTRACT
 
 
 # ---- time to loss ----------------------------------------------------------------------------------
@@ -103,10 +93,7 @@ def test_a_lucky_batch_is_no_loss_reached():
     noisy = result("fp16", 4, steps=20, loss=[9.0, 1.0] + [9.0] * 18, seconds=[1.0] * 20)
     _, judged = with_target([dense, noisy])
     assert judged.target_window == 4 and judged.steps_to_target is None
-
-
-def test_without_dense_there_is_no_target():
-    assert with_target([SPARSE]) == [SPARSE]
+    assert with_target([noisy]) == [noisy]  # without dense there is no target
 
 
 ranks_of_seconds = st.integers(1, 20).flatmap(
@@ -149,13 +136,6 @@ def test_a_scheme_shows_the_mean_and_the_delay():
     assert row[:2] == ["local", "60"] and "2 MB" in table
     assert "delay random:2:0.32" in table and "the mean over steps" in table
     assert "delay" not in shown(DENSE) and "the mean over steps" not in shown(DENSE)
-
-
-def test_long_names_beside_an_accuracy_fit_a_terminal():
-    dense = result("dense", 4_349_628, accuracy=0.9)
-    more = {"accuracy": 0.987, "options": {}, "seconds": [0.0341] * 60}
-    table = shown(*with_target([dense, result("eager-majority", 6_160_000, **more)]))
-    assert "…" not in table and "98.7" in table
 
 
 def test_different_replicas_are_said_aloud():

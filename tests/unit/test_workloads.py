@@ -58,12 +58,6 @@ def test_a_python_without_sources_is_refused(tmp_path):
         ByteText.of_standard_library(root=tmp_path)
 
 
-def test_the_real_library_is_there_and_real_text():
-    text = ByteText.of_standard_library(max_bytes=2_000_000)
-    assert text.training.numel() + text.held_out.numel() == 2_000_000
-    assert b"def __init__(self" in bytes(text.training.tolist())
-
-
 def test_targets_are_the_next_bytes_and_every_one_can_be_a_target(text):
     for tokens, targets in (text.batch(Draw(0, 0, 0, 1, 4)), text.evaluation(5)):
         assert tokens.dtype == targets.dtype == torch.int64

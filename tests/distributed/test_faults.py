@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gloo
 
 RANKS = 3
 TIMEOUT = 10.0  # seconds; of the ranks' waits
-LINGER = 5.0  # seconds that closing may take: ``zmq.sockets.LINGER``
+LINGER = 5.0  # seconds that closing may take: ``zmq.mesh.LINGER``
 FROZEN_TIMEOUT = 1.5
 
 

@@ -13,7 +13,7 @@ from sparsync.errors import CommunicationError
 from sparsync.transports.driver import run
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import load_curve_keys, zap_reply
-from sparsync.transports.zmq.messages import pack
+from sparsync.transports.zmq.messages import Header
 
 from .zmq_group import RAW, meet, message, together
 
@@ -30,7 +30,8 @@ def test_the_contract_holds_with_encryption(keys):
 
 
 def forged(comm, source):
-    return pack(0, source, comm.mesh.job, 0, zlib.crc32(b"p"), 0, 0, 1) + b"!"
+    header = Header(0, source, comm.mesh.job, 0, zlib.crc32(b"p"), 0, 0, 1)
+    return header.pack() + b"!"
 
 
 @pytest.mark.parametrize("kind", ["no key", "unlisted key", "wrong server key"])
@@ -74,7 +75,7 @@ def test_a_rank_cannot_pose_as_another(keys):
         else:
             run(testing.exercise_communicator(comm.channel(4)))
             if comm.rank == 2:
-                comm.mesh.link(0).socket.send(forged(comm, 1))
+                comm.mesh.links[0].socket.send(forged(comm, 1))
         meet(comm)
 
     together(program, 3, curve_keys=keys)

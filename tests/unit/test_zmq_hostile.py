@@ -10,7 +10,7 @@ import zmq
 
 from sparsync.errors import PeerError
 from sparsync.transports.zmq import make_curve_keys
-from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header, pack
+from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header
 
 from .zmq_group import RAW, exchange, fails, meet, message, together
 
@@ -18,7 +18,7 @@ from .zmq_group import RAW, exchange, fails, meet, message, together
 def header(flags=0, source=1, job=None, tag=0, sequence=0, length=1, comm=None):
     number = zlib.crc32(b"p")
     job = comm.mesh.job if job is None else job
-    return pack(flags, source, job, tag, number, 0, sequence, length)
+    return Header(flags, source, job, tag, number, 0, sequence, length).pack()
 
 
 HOSTILE = {
@@ -100,7 +100,7 @@ def test_a_lost_message_is_noticed():
     def program(comm):
         exchange(comm)
         if comm.rank:
-            comm.mesh.link(0).next_sequence(0)
+            comm.mesh.links[0].next_sequence(0)
             comm.isend(message(1), 0, "p", RAW).wait()
         else:
             text = fails(PeerError, comm.irecv(1, 1, "p", RAW))
@@ -117,9 +117,10 @@ def test_a_header_of_another_kind_is_refused(broken):
 
 
 def test_the_header_is_these_bytes():
-    raw = pack(APART, 3, 0x0102030405060708, 9, 0xAABBCCDD, 5, 6, 16)
+    header = Header(APART, 3, 0x0102030405060708, 9, 0xAABBCCDD, 5, 6, 16)
+    raw = header.pack()
     assert raw.hex(" ", 4) == (
         "737a0102 03000000 08070605 04030201 09000000 ddccbbaa "
         "05000000 00000000 06000000 00000000 10000000 00000000"
     )
-    assert Header.parse(raw) == (APART, 3, 0x0102030405060708, 9, 0xAABBCCDD, 5, 6, 16)
+    assert Header.parse(raw) == header

@@ -2,7 +2,7 @@
 
 An actor is a state machine without threads, sockets and clocks of its own: it is told what arrives
 and what time it is, and says what to send.  So the same actor runs on a thread next to a training
-(``zmq.host``) and in the simulator, where every interleaving can be replayed.
+(``ZmqHost``) and in the simulator, where every interleaving can be replayed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def connect_group(
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own, opened lazily), "mpi" (the ranks are
+        transport: "torch" (gloo), "zmq" (a mesh of its own), "mpi" (the ranks are
             mpiexec's), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
             fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.

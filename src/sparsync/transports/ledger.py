@@ -60,12 +60,10 @@ class Framing(ABC):
 
 @final
 class Raw(Framing):
-    """Bytes whose exact number both sides know; ``kind`` is where the ledger books them."""
+    """Bytes without a structure, booked under ``kind``; both sides know how many, unless ``variable``."""
 
-    variable = False
-
-    def __init__(self, kind: Literal["value", "control"]) -> None:
-        self.kind = kind
+    def __init__(self, kind: Literal["value", "control"], *, variable: bool = False) -> None:
+        self.kind, self.variable = kind, variable
 
     def length(self, buffer: Tensor) -> int:
         """Return the length of the whole buffer."""

@@ -2,6 +2,6 @@
 
 from sparsync.transports.zmq.communicator import ZmqCommunicator, host_over
 from sparsync.transports.zmq.curve import make_curve_keys
-from sparsync.transports.zmq.sockets import ZmqSettings
+from sparsync.transports.zmq.mesh import ZmqSettings
 
 __all__ = ["ZmqCommunicator", "ZmqSettings", "host_over", "make_curve_keys"]

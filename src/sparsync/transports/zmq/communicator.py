@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -16,32 +20,35 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.actors import Actor, Host, SoloHost
+from sparsync.transports.actors import Actor, Host, Reply, SoloHost
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
-from sparsync.transports.ledger import Framing, Ledger, Parts
+from sparsync.transports.ledger import Framing, Ledger, Parts, Raw
 from sparsync.transports.rendezvous import choose_interface, meet
 from sparsync.transports.zmq.curve import load_curve_keys
-from sparsync.transports.zmq.host import ZmqHost
-from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.messages import APART, TAGS, Claim, Message, pack
-from sparsync.transports.zmq.sockets import Incoming, Link, Parcel, ZmqSettings
+from sparsync.transports.zmq.mesh import Link, Mesh, Parcel, ZmqSettings
+from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
-__all__ = ["Receive", "ZmqCommunicator", "host_over"]
+__all__ = ["Receive", "ZmqCommunicator", "ZmqHost", "host_over"]
 
 _CARD_BYTES: Final = 256  # fixed, so that an allgather of equal shapes carries it
 _MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
+_WAKE: Final = "inproc://wake"  # of an actor's own context
+_NAP: Final = (
+    0.5  # seconds between an actor's looks at deaths while nothing comes and nothing is due
+)
+_NAMED: Final = 4  # ranks in a message, those first that have been silent for longest
+_WHOLE: Final = Raw("value", variable=True)  # an actor's messages
 
 
 @final
 class ZmqCommunicator(Communicator):
     """One rank of a group that talks over ZeroMQ.
 
-    Every rank binds one incoming socket and opens a link to another rank at the first message to
-    it.  One thread at a time may use a communicator and its channels (hand it over with a lock or a
-    queue, not in the middle of a call); ZeroMQ's own threads move the bytes meanwhile.  It does not
-    survive a fork: make it in the process that uses it.  Close it, or leave its ``with`` block, so
-    that the last messages are delivered.
+    Every rank binds one incoming socket and opens a link to every other.  One thread at a time may
+    use a communicator and its channels (hand it over with a lock or a queue, not in the middle of a
+    call); ZeroMQ's own threads move the bytes meanwhile.  It does not survive a fork.  Close it, or
+    leave its ``with`` block, so that the last messages are delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
@@ -91,28 +98,24 @@ class ZmqCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self._interface, self._curve_keys = choose_interface(interface, store), curve_keys
         keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.max_sockets = 8 + 3 * world_size  # per link: a socket and its monitor's pair
+        self.mesh = mesh = Mesh(rank, world_size, self._interface, settings, keys)
+        self.dropped, self.lost = mesh.dropped, mesh.lost
+        card = {
+            "endpoint": mesh.endpoint,
+            "encrypted": keys is not None,
+            "max_message": settings.max_message,
+            "job": secrets.randbits(63),
+        }
         try:
-            incoming = Incoming(context, self._interface, settings, keys)
-            card = {
-                "endpoint": incoming.endpoint,
-                "encrypted": keys is not None,
-                "max_message": settings.max_message,
-                "job": secrets.randbits(63),
-            }
-            cards = self._swap_cards(store, json.dumps(card).encode().ljust(_CARD_BYTES))
-            job, endpoints = _agreed(cards)
+            mesh.connect(*_agreed(self._swap_cards(store, json.dumps(card).encode())))
         except BaseException:
-            context.destroy(linger=0)
+            mesh.close()
             raise
-        self.mesh = Mesh(context, incoming, endpoints, rank, job, settings, keys)
-        self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def _swap_cards(self, store: Store | Communicator, card: bytes) -> list[bytes]:
         """Return the cards of all ranks, in rank order."""
         if isinstance(store, Communicator):
-            mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+            mine = torch.frombuffer(bytearray(card.ljust(_CARD_BYTES)), dtype=torch.uint8)
             return [bytes(c.tolist()) for c in run(store.allgather(mine, "zmq addresses"))]
         return meet(store, self.rank, self.world_size, card, self.timeout)
 
@@ -159,10 +162,11 @@ class ZmqCommunicator(Communicator):
                     f"a payload of {length} bytes exceeds max_message = "
                     f"{mesh.settings.max_message}; raise it on all ranks"
                 )
-            link = mesh.link(dest)
+            link = mesh.links[dest]
             flags = APART if length > mesh.settings.inline else 0
             sequence = link.next_sequence(self.tag)
-            header = pack(flags, self.rank, mesh.job, self.tag, number, step, sequence, length)
+            facts = self.rank, mesh.job, self.tag, number, step, sequence, length
+            header = Header(flags, *facts).pack()
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload, mesh.settings)
             parcel = copy.copy(last[2])  # often all ranks get the same
@@ -224,9 +228,10 @@ class ZmqCommunicator(Communicator):
         await arriving
         for operation in sending:
             await operation
-        nothing = torch.empty(0, dtype=torch.uint8)
-        arrived = {message.source: message.payload for message in arriving.messages}
-        received = [arrived.get(r, nothing) for r in range(world_size)]
+        received = [torch.empty(0, dtype=torch.uint8)] * world_size
+        for claim in arriving.claims:
+            if claim.sender is not None and claim.payload is not None:
+                received[claim.sender] = claim.payload
         received[rank] = hosts[id(payloads[rank])]
         return received
 
@@ -236,42 +241,54 @@ class ZmqCommunicator(Communicator):
         self.mesh.close()
 
 
-def host_over(
-    actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
-) -> Host:
-    """Run an actor over a mesh that connects the ranks of ``comm``; all of them call it together.
+class _Wait(Operation):
+    """An operation that makes everything advance while it waits.
 
-    Args:
-        actor: to run.
-        comm: of any transport; its timeout counts.
-        store: where the ranks meet.
-        options: of ``ZmqCommunicator``.
+    Its deadline counts from the first wait on.
     """
-    if comm.world_size == 1:
-        return SoloHost(actor)
-    mesh = ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options)
-    return ZmqHost(actor, mesh, mesh.mesh, mesh.irecv_any)
+
+    def __init__(self, mesh: Mesh, timeout: float) -> None:
+        self.mesh, self.timeout = mesh, timeout
+        self.deadline: float | None = None
+
+    def wait(self) -> None:
+        """Block until done."""
+        while not self.poll(self.timeout):
+            pass
+
+    def begin(self, seconds: float) -> float:
+        """Return when a poll that may wait ``seconds`` has to return."""
+        now = time.monotonic()
+        if seconds > 0 and self.deadline is None:
+            self.deadline = now + self.timeout
+        return now + seconds
+
+    def check(self, now: float, where: object) -> None:
+        """Raise an error after the deadline; it says what was refused meanwhile."""
+        if self.deadline is None or now < self.deadline:
+            return
+        refused = ", ".join(f"{count} {reason}" for reason, count in self.mesh.refusals().items())
+        hint = f" (refused meanwhile: {refused})" if refused else ""
+        raise DeadlineError(
+            f"{where} did not complete within {self.timeout:g} s; is that rank alive? "
+            f"Raise timeout= if it is only slow{hint}"
+        )
 
 
 @final
-class _Send(Operation):
+class _Send(_Wait):
     """A message that ZeroMQ has not taken yet, or whose memory it still reads."""
 
     def __init__(self, mesh: Mesh, link: Link, parcel: Parcel, where: str, timeout: float) -> None:
-        self.mesh, self.link, self.parcel, self.timeout = mesh, link, parcel, timeout
-        self.where = f"rank {mesh.rank}, {where}"
-        self.deadline: float | None = None  # from the first wait on
+        super().__init__(mesh, timeout)
+        self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; what arrives meanwhile is taken in."""
-        now = time.monotonic()
-        until = now + seconds
-        if seconds > 0 and self.deadline is None:
-            self.deadline = now + self.timeout
+        until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()
-            if self.deadline is not None and now >= self.deadline:
-                raise _late(self.mesh, self.where, self.timeout)
+            self.check(now, self.where)
             self.mesh.check_open()
             if self.parcel.tracker is None:
                 self.mesh.advance(until - now)
@@ -284,11 +301,6 @@ class _Send(Operation):
                 return self._settled()
         return True
 
-    def wait(self) -> None:
-        """Block until the payload may change."""
-        while not self.poll(self.timeout):
-            pass
-
     def _settled(self) -> bool:
         if not self.done and self.link.lost:
             raise PeerError(f"{self.where} failed: {self.link.lost}")
@@ -297,26 +309,22 @@ class _Send(Operation):
 
 
 @final
-class Receive(Operation):
-    """Receives, one or several in any order, that make everything advance while they wait.
-
-    The result is the payload of the first; ``messages`` has all, in the order of ``claims``.
-    """
+class Receive(_Wait):
+    """Receives, one or several in any order; the result is the payload of the first."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
-        self.mesh, self.ledger, self.timeout = mesh, ledger, timeout
-        self.deadline: float | None = None  # from the first wait on
-        self.messages: list[Message] = []
-        self.claims = self._waiting = claims
+        super().__init__(mesh, timeout)
+        self.ledger, self.claims = ledger, claims
+        self._waiting = claims
         self._error: CommunicationError | None = None
         for claim in claims:
             mesh.mailboxes.post(claim)
         self._settled()
 
     @property
-    def source(self) -> int:
+    def source(self) -> int | None:
         """The first sender's rank, once done."""
-        return self.messages[0].source
+        return self.claims[0].sender
 
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return earlier when another operation got its message.
@@ -326,10 +334,8 @@ class Receive(Operation):
         if not self._settled():
             mailboxes = self.mesh.mailboxes
             others = mailboxes.handed + len(self._waiting)  # constant while only own ones arrive
-            now = time.monotonic()
-            until = now + seconds
-            if seconds > 0 and self.deadline is None:
-                self.deadline = now + self.timeout
+            until = self.begin(seconds)
+            now = until - seconds
             while True:
                 self.mesh.check_open()
                 self.mesh.advance(until - now, len(self._waiting))
@@ -337,43 +343,28 @@ class Receive(Operation):
                 settled = self._settled()
                 if settled or until <= now or mailboxes.handed + len(self._waiting) != others:
                     break
-            if not settled and self.deadline is not None and now >= self.deadline:
-                raise _late(self.mesh, str(self._waiting[0]), self.timeout)
+            if not settled:
+                self.check(now, self._waiting[0])
         if self._error is not None:
             raise self._error
         return self.done
-
-    def wait(self) -> None:
-        """Block until all is here."""
-        while not self.poll(self.timeout):
-            pass
 
     def _settled(self) -> bool:
         """Look at what the mailboxes have for these receives; tell whether the wait has ended."""
         if self.done or self._error is not None:
             return True
         failed = [claim.error for claim in self._waiting if claim.error is not None]
-        self._waiting = [claim for claim in self._waiting if claim.message is None]
+        self._waiting = [claim for claim in self._waiting if claim.payload is None]
         if failed:
             self._error = failed[-1]
         elif not self._waiting:
             self.done = True
-            self.messages = [claim.message for claim in self.claims if claim.message is not None]
-            if self.messages:
-                self.result = self.messages[0].payload
-                nbytes = sum(message.payload.numel() for message in self.messages)
-                self.ledger.received(self.claims[0].phase, nbytes, len(self.messages))
+            payloads = [claim.payload for claim in self.claims if claim.payload is not None]
+            if payloads:
+                self.result = payloads[0]
+                nbytes = sum(payload.numel() for payload in payloads)
+                self.ledger.received(self.claims[0].phase, nbytes, len(payloads))
         return self.done or self._error is not None
-
-
-def _late(mesh: Mesh, where: str, seconds: float) -> DeadlineError:
-    """Say that a wait ran past its deadline, and what was refused meanwhile."""
-    refused = ", ".join(f"{count} {reason}" for reason, count in mesh.refusals().items())
-    hint = f" (refused meanwhile: {refused})" if refused else ""
-    return DeadlineError(
-        f"{where} did not complete within {seconds:g} s; is that rank alive? "
-        f"Raise timeout= if it is only slow{hint}"
-    )
 
 
 def _staged(payload: Tensor) -> Tensor:
@@ -402,22 +393,23 @@ def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
     for rank, text in enumerate(raw):
         try:
             card = json.loads(text)
-            cards.append((card["encrypted"], card["max_message"], card["endpoint"], card["job"]))
+            cards.append([card[k] for k in ("encrypted", "max_message", "endpoint", "job")])
         except (ValueError, TypeError, KeyError) as error:
             raise PeerError(
                 f"rank {rank} left {text[:32]!r}... instead of an address; all ranks need the same "
                 "version of sparsync"
             ) from error
     encrypted, limits, endpoints, jobs = (list(column) for column in zip(*cards, strict=True))
-    reach = [
-        "loopback" if e.startswith(("tcp://127.", "tcp://[::1]")) else "reachable"
-        for e in endpoints
-    ]
+    near = [e.startswith(("tcp://127.", "tcp://[::1]")) for e in endpoints]
     addresses = ", ".join(f"rank {rank} {endpoint}" for rank, endpoint in enumerate(endpoints))
     for what, values, remedy in (
         ("encrypted", encrypted, "give all ranks the same"),
         ("max_message", limits, "give all ranks the same"),
-        ("interface", reach, f"give all ranks interface= ({addresses})"),
+        (
+            "interface",
+            ["loopback" if local else "reachable" for local in near],
+            f"give all ranks interface= ({addresses})",
+        ),
     ):
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
@@ -426,3 +418,184 @@ def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
                 f"{values[others[0]]}; {remedy}"
             )
     return jobs[0], endpoints
+
+
+# ---- actors ----------------------------------------------------------------------------------------
+
+
+def host_over(
+    actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
+) -> Host:
+    """Run an actor over a mesh that connects the ranks of ``comm``; all of them call it together.
+
+    Args:
+        actor: to run.
+        comm: of any transport; its timeout counts.
+        store: where the ranks meet.
+        options: of ``ZmqCommunicator``.
+    """
+    if comm.world_size == 1:
+        return SoloHost(actor)
+    return ZmqHost(
+        actor,
+        ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options),
+    )
+
+
+class ZmqHost(Host):
+    """Runs an actor on a daemon thread.
+
+    The rank hands work over through a queue and waits on an event: it never holds a lock that the
+    actor needs, nor the other way round.  A peer whose connection ends is dead, one that is silent is
+    not.
+
+    Args:
+        actor: to run.
+        comm: used by nobody else; closed at the end.
+    """
+
+    def __init__(self, actor: Actor, comm: ZmqCommunicator) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self._actor, self._comm, self._mesh = actor, comm, comm.mesh
+        self._calls: deque[Callable[[], None]] = deque()
+        self._asked: list[_Asked] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._gone: dict[int, str] = {}
+        self._heard = {r: self.now for r in range(comm.world_size) if r != comm.rank}
+        self._receive: Receive | None = None  # under way
+        self._mesh.incoming.bind(_WAKE)
+        self._waker = self._mesh.context.socket(zmq.PUSH)
+        self._waker.connect(_WAKE)
+        self._lock = threading.Lock()  # of the waker: a ZeroMQ socket is for one thread at a time
+        actor.host = self
+        self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
+        self._thread.start()
+
+    # ---- called by the rank
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Queue a function, and wake the thread."""
+        self._calls.append(function)
+        # refused: it has been woken often enough, or the line is closed
+        with self._lock, suppress(zmq.ZMQError):
+            self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
+
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
+        asked = _Asked(where, self._comm.timeout, self._silent)
+        # known to the thread before its error is looked at: a failure in between ends the wait, too
+        self._asked = [*(one for one in self._asked if not one.done), asked]
+        if self._error is not None:
+            asked.end(error=self._error)
+        self.call(partial(function, asked.end))
+        return asked
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = True
+        if self._thread.is_alive():
+            self.call(lambda: None)
+            self._thread.join()
+
+    def _silent(self) -> str:
+        """Say which ranks are gone, or how long each has been silent."""
+        gone = [f"rank {peer} is gone ({reason})" for peer, reason in list(self._gone.items())]
+        since = sorted((heard, peer) for peer, heard in list(self._heard.items()))
+        ages = [f"rank {peer} for {self.now - heard:.1f} s" for heard, peer in since]
+        return ", ".join(gone[:_NAMED]) + "." if gone else f"silent: {', '.join(ages[:_NAMED])}."
+
+    # ---- the thread
+
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Send, unless the peer is gone."""
+        if dest not in self._gone:
+            self._comm.isend(payload, dest, "actor", _WHOLE)
+
+    def _work(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self._error = error
+            for asked in self._asked:
+                asked.end(error=error)
+        finally:
+            with self._lock:
+                self._waker.close()
+            self._comm.close()
+
+    def _turn(self) -> None:
+        """Do what is there, then wait for the next message, at most until a tick is due."""
+        while self._calls:
+            self._calls.popleft()()
+        due = self._actor.due
+        self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
+        deaths = self._deaths()
+        self._gone.update(deaths)
+        while deaths and self._take(0.0):
+            pass  # the last words of the dead come first
+        for peer, reason in deaths.items():
+            self._actor.lose(peer, reason)
+        due = self._actor.due
+        if due is not None and self.now >= due:
+            self._actor.tick()
+
+    def _take(self, seconds: float) -> bool:
+        """Give the actor the next message, if one comes before ``seconds`` have passed or a call."""
+        mesh = self._mesh
+        try:
+            if self._receive is None:
+                self._receive = self._comm.irecv_any(mesh.settings.max_message, "actor", _WHOLE)
+            receive = self._receive
+            if not receive.poll(0.0):
+                mesh.advance(seconds)
+                if not receive.poll(0.0):
+                    return False
+        except CommunicationError:  # all others are gone
+            self._receive = None
+            mesh.advance(seconds)
+            return False
+        self._receive, source = None, receive.source
+        assert source is not None
+        self._heard[source] = self.now
+        self._actor.receive(source, receive.result)
+        return True
+
+    def _deaths(self) -> dict[int, str]:
+        """Return the peers whose connection has ended since the last call, and why."""
+        mesh = self._mesh
+        ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
+        return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
+
+
+class _Asked(Operation):
+    """A wait for an actor on its thread; ``silent`` says who has not been heard of."""
+
+    def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
+        self.where, self.timeout, self.silent = where, timeout, silent
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.result, self.error = value, error
+        self._over.set()
+
+    def wait(self) -> None:
+        if not self._over.wait(self.timeout):
+            raise DeadlineError(
+                f"{self.where()} did not complete within {self.timeout:g} s; {self.silent()} "
+                "Raise timeout= if it is only slow"
+            )
+        if isinstance(self.error, CommunicationError):
+            raise self.error
+        if self.error is not None:
+            raise CommunicationError(
+                f"{self.where()} failed on its own thread: {self.error!r}"
+            ) from self.error
+        self.done = True
+
+    def poll(self, seconds: float) -> bool:
+        if not self.done and self._over.wait(seconds):
+            self.wait()
+        return self.done

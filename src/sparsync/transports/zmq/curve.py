@@ -72,25 +72,25 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or no certificate, or two ranks share a key.
     """
-    directory = Path(directory)
-    publics = [_load(directory / f"rank-{r}.key")[0] for r in range(world_size)]
-    public, secret = _load(directory / f"rank-{rank}.key_secret")
+
+    def load(name: str) -> tuple[bytes, bytes | None]:
+        path = Path(directory) / name
+        try:
+            return zmq.auth.load_certificate(path)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path} is {'no certificate' if path.exists() else 'missing'}; make keys for all "
+                "ranks with 'sparsync keys DIR --ranks P' and copy them to every host"
+            ) from error
+
+    publics = [load(f"rank-{r}.key")[0] for r in range(world_size)]
+    public, secret = load(f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
         raise ConfigurationError(
             f"the keys in {directory} do not fit together (rank {rank}'s secret to its public key, "
             "one key per rank); make new keys"
         )
     return CurveKeys(rank, secret, publics)
-
-
-def _load(path: Path) -> tuple[bytes, bytes | None]:
-    try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} is {'no certificate' if path.exists() else 'missing'}; make keys for all ranks with "
-            "'sparsync keys DIR --ranks P' and copy them to every host"
-        ) from error
 
 
 @final
@@ -100,13 +100,12 @@ class Doorkeeper:
     A thread, because connections are made while the rank computes.  It ends when the context ends.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
+    def __init__(self, context: zmq.Context[Any], publics: Sequence[bytes]) -> None:
         socket = context.socket(zmq.REP)
-        socket.linger = 0
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
         self.thread = threading.Thread(
-            target=self._work, args=(socket, keys.publics), name="sparsync-zap", daemon=True
+            target=self._work, args=(socket, publics), name="sparsync-zap", daemon=True
         )
         self.thread.start()
 

@@ -1,4 +1,4 @@
-"""Progress: everything that is under way on the sockets of one rank."""
+"""The sockets of a rank, one that all others send to and a link to each of them, and their progress."""
 
 from __future__ import annotations
 
@@ -6,83 +6,244 @@ import os
 import secrets
 import time
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Final, final
 
 import torch
 import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.transports.zmq.curve import CurveKeys
-from sparsync.transports.zmq.messages import (
-    APART,
-    HEADER_BYTES,
-    HELLO,
-    Header,
-    Mailboxes,
-    Message,
-    pack,
-)
-from sparsync.transports.zmq.sockets import LINGER, TICK, Incoming, Link, ZmqSettings
+from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper
+from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header, Mailboxes
 
-__all__ = ["Mesh"]
+__all__ = ["Link", "Mesh", "Parcel", "ZmqSettings"]
 
+LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
+TICK: Final = 0.05  # seconds between looks at connections while a wait is on
 BUSY: Final = 10  # ticks between looks at connections while messages come
-# seconds of waiting for a rank, never heard of, before a link to it is opened, just to see whether it
-# lives; and between the loss of that link and giving up on it: its first message may be under way
-WATCH_AFTER: Final = 0.2
+# seconds of silence of a connection, asked for a sign of life, after which its other end is dead; a
+# death that the operating system reports is noticed at once
+HEARTBEAT: Final = 20.0
+# seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
+# first message may be under way
 GRACE: Final = 0.5
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
+WATCHED: Final = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+@dataclass(frozen=True)
+class ZmqSettings:
+    """Limits and buffers of the transport, all above zero.
+
+    Attributes:
+        high_water: messages per link that ZeroMQ queues on either side; above, the sender waits.
+        max_message: bytes of one payload; a peer that announces more is cut off.
+        max_unclaimed: bytes of messages that arrived before anybody asked for them.
+        inline: payloads up to this many bytes travel in the header's frame: one copy more, but a frame
+            less to pass to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of
+            7 ranks, a second frame took 13 us of the caller and 7 us of that thread; the copy 10 us).
+        zero_copy: payloads from this many bytes on are sent from the tensor's own memory, which costs
+            a thread's wake-up (a memcpy of 1 MiB takes as long).
+    """
+
+    high_water: int = 64
+    max_message: int = 2**31
+    max_unclaimed: int = 2**31
+    inline: int = 2**17
+    zero_copy: int = 2**20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | float) or not 0 < value < 2**62:
+                raise ConfigurationError(f"{field.name} is {value!r}; give a number above zero")
+
+
+@final
+class Parcel:
+    """A message to be sent: one frame with a short payload after its header, or two frames.
+
+    Attributes:
+        tracker: while it is not done, ZeroMQ reads the payload's memory.
+        accepted: ZeroMQ has taken the message.
+    """
+
+    def __init__(self, header: bytes, payload: Tensor, settings: ZmqSettings) -> None:
+        length, view = payload.numel(), payload.contiguous().numpy().data
+        self.frames: list[Any] = [header, view]
+        if length <= settings.inline:
+            self.frames = [header + view if length else header]
+        self.zero_copy = length >= settings.zero_copy
+        self.tracker: zmq.MessageTracker | None = None
+        self.accepted = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the payload may change."""
+        return self.accepted and (self.tracker is None or self.tracker.done)
+
+    def send(self, socket: zmq.Socket[Any]) -> bool:
+        """Give it to ZeroMQ without waiting; False: the queue is full.
+
+        Once the header is accepted the payload is too: the limit counts whole messages.
+        """
+        try:
+            if len(self.frames) == 1:
+                socket.send(self.frames[0], zmq.NOBLOCK)
+            else:
+                self.tracker = socket.send_multipart(
+                    self.frames, zmq.NOBLOCK, copy=not self.zero_copy, track=self.zero_copy
+                )
+        except zmq.Again:
+            return False
+        self.accepted = True
+        return True
+
+
+@final
+class Link:
+    """The outgoing socket to one peer, on which nobody else is accepted.
+
+    Attributes:
+        lost: why nothing can be sent any more; "" while the link is good.
+        lost_at: when that was seen, on the monotonic clock.
+        queue: parcels that ZeroMQ did not take yet, in order.
+    """
+
+    def __init__(self, mesh: Mesh, peer: int) -> None:
+        self.peer, endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
+        self.socket, self.events = _watched(mesh.context, zmq.PUSH, endpoint, mesh.settings)
+        if keys is not None:
+            self.socket.curve_serverkey = keys.publics[peer]
+            self.socket.curve_publickey = keys.publics[keys.rank]
+            self.socket.curve_secretkey = keys.secret
+        self.queue: deque[Parcel] = deque()
+        self.sequences: dict[int, int] = {}
+        self.lost, self.lost_at = "", 0.0
+        self.socket.connect(endpoint)
+
+    def next_sequence(self, tag: int) -> int:
+        """Return the number of the next message of a channel, and count it."""
+        number = self.sequences.get(tag, 0)
+        self.sequences[tag] = number + 1
+        return number
+
+    def send(self, parcel: Parcel) -> None:
+        """Send now, or queue after what waits."""
+        if self.queue or not parcel.send(self.socket):
+            self.queue.append(parcel)
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self.queue and self.queue[0].send(self.socket):
+            self.queue.popleft()
+
+    def look(self) -> None:
+        """Notice the end of the connection."""
+        for event, value in _happened(self.events):
+            if self.lost or event == zmq.EVENT_ACCEPTED:
+                continue
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.lost = f"rank {self.peer} refused this rank's key (status {value})"
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self.lost = (
+                    f"what listens for rank {self.peer} does not speak this rank's protocol; "
+                    "give all ranks the same curve_keys"
+                )
+            else:
+                self.lost = f"rank {self.peer} is gone (its connection ended)"
+            self.lost_at = time.monotonic()
 
 
 @final
 class Mesh:
-    """The links of one rank to all others, opened when first used.
+    """The sockets of one rank: an incoming one, bound to one interface, and a link to every other.
 
     Attributes:
+        endpoint: where the incoming socket listens.
         dropped: messages that were refused, by reason.
         lost: ranks that are gone, and why.
     """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        incoming: Incoming,
-        endpoints: Sequence[str],
         rank: int,
-        job: int,
+        world_size: int,
+        interface: str,
         settings: ZmqSettings,
         keys: CurveKeys | None,
     ) -> None:
-        self.context, self.incoming, self.endpoints = context, incoming, list(endpoints)
-        self.rank, self.job, self.settings, self.keys = rank, job, settings, keys
-        self.world_size = len(self.endpoints)
+        self.rank, self.world_size, self.settings, self.keys = rank, world_size, settings, keys
+        self.job, self.endpoints = 0, list[str]()
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
         self.mailboxes = Mailboxes(settings.max_unclaimed)
         self.dropped: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
+        self._connected: set[int] = set()  # file descriptors
+        self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
         self._heard: set[int] = set()
         self._ended: set[int] = set()
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
-        self._waiting_since: dict[int, float] = {}
-        self.close = weakref.finalize(self, _close, context, incoming, self.links, os.getpid())
 
-    # ---- sending -------------------------------------------------------------------------------
+        context: zmq.Context[Any] = zmq.Context()
+        context.max_sockets = 8 + 3 * world_size  # per link: a socket and its monitor's pair
+        context.linger = 0
+        context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
+        self.context = context
+        self.doorkeeper = None if keys is None else Doorkeeper(context, keys.publics)
+        address = f"tcp://[{interface}]:*" if ":" in interface else f"tcp://{interface}:*"
+        self.incoming, self._events = _watched(context, zmq.PULL, address, settings)
+        if keys is not None:  # accept encrypted connections only
+            self.incoming.curve_server = True
+            self.incoming.curve_secretkey = keys.secret
+        self.incoming.rcvtimeo = round(TICK * 1000)
+        sockets = self.incoming, self._events
+        self.close = weakref.finalize(
+            self, _close, context, sockets, self.links, self.doorkeeper, os.getpid()
+        )
+        try:
+            self.incoming.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(
+                f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
+                "name of an interface of this machine"
+            ) from error
+        self.endpoint = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
 
-    def link(self, peer: int) -> Link:
-        """Return the link to a peer, opened now if it is the first use."""
-        link = self.links.get(peer)
-        if link is None:
-            link = Link(self.context, peer, self.endpoints[peer], self.settings, self.keys)
-            self.links[peer] = link
-            hello = pack(HELLO, self.rank, self.job, 0, 0, 0, 0, 0)
-            link.socket.send(hello, zmq.NOBLOCK)
-        return link
+    def connect(self, job: int, endpoints: list[str]) -> None:
+        """Open the links, and tell the other ends who this is."""
+        self.job, self.endpoints = job, endpoints
+        hello = Header(HELLO, self.rank, job, 0, 0, 0, 0, 0).pack()
+        for shift in range(1, self.world_size):
+            peer = (self.rank + shift) % self.world_size
+            self.links[peer] = Link(self, peer)
+            self.links[peer].socket.send(hello, zmq.NOBLOCK)
+
+    def check_open(self) -> None:
+        """Refuse the use of a closed communicator."""
+        if not self.close.alive:
+            raise ConfigurationError(
+                f"rank {self.rank}: this communicator is closed; make a new one"
+            )
+
+    def refusals(self) -> dict[str, int]:
+        """Count what was refused, by reason: messages, and connections whose key is not listed."""
+        refused = 0 if self.doorkeeper is None else self.doorkeeper.refused
+        return {**self.dropped, **({"unlisted keys": refused} if refused else {})}
 
     # ---- progress ------------------------------------------------------------------------------
 
@@ -100,7 +261,7 @@ class Mesh:
             self._wait_for_room(min(seconds, TICK))
         elif seconds >= TICK:
             self._take_several(expected)  # sleeps inside ZeroMQ, for one tick
-        elif self.incoming.socket.poll(max(round(seconds * 1000), 1)):
+        elif self.incoming.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
         if self._busy:  # as long as messages come, looks are rarer: they ask every socket
@@ -123,7 +284,7 @@ class Mesh:
 
     def _wait_for_room(self, seconds: float) -> None:
         poller = zmq.Poller()
-        poller.register(self.incoming.socket, zmq.POLLIN)
+        poller.register(self.incoming, zmq.POLLIN)
         for link in self.links.values():
             if link.queue and not link.lost:
                 poller.register(link.socket, zmq.POLLOUT)
@@ -131,35 +292,36 @@ class Mesh:
         self.drain()
 
     def _look(self, now: float) -> None:
-        """Notice deaths: ended connections, and ranks that are waited for but never heard of."""
-        self._ended.update(self.incoming.look())
+        """Notice deaths: ended connections, and ranks that never spoke and take nothing."""
+        self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        if self._ended:
+        silent = [
+            rank
+            for rank, link in self.links.items()
+            if link.lost and now - link.lost_at >= GRACE and rank not in self.lost
+        ]
+        if self._ended or silent:
             self.drain()  # an end is reported after the last message
-            for rank in sorted(self._ended):
-                self.lose(rank, "its connection ended; it died, or it closed its communicator")
-            self._ended.clear()
-        wanted = self.mailboxes.waiting_for()
-        self._waiting_since = {r: self._waiting_since.get(r, now) for r in wanted}
-        for rank in wanted:
-            self._watch(rank, now)
+        for rank in sorted(self._ended):
+            self.lose(rank, "its connection ended; it died, or it closed its communicator")
+        self._ended.clear()
+        for rank in silent:
+            if rank not in self._ranks.values():
+                self.lose(rank, self.links[rank].lost)
+        for rank, reason in self.lost.items():
+            self.mailboxes.fail(rank, reason)
         if len(self.lost) == self.world_size - 1 and self.lost:
             self.mailboxes.fail(None, "all other ranks are gone")
 
-    def _watch(self, rank: int, now: float) -> None:
-        """Judge a rank that a receive waits for by the link to it, unless it has sent before."""
-        if rank in self.lost:
-            self.mailboxes.fail(rank, self.lost[rank])
-        elif rank in self.incoming.ranks.values():
-            return
-        elif rank not in self.links:
-            if now - self._waiting_since[rank] >= WATCH_AFTER:
-                self.link(rank)
-        elif self.links[rank].lost and now - self.links[rank].lost_at >= GRACE:
-            self.drain()
-            if rank not in self.incoming.ranks.values():
-                self.lose(rank, self.links[rank].lost)
+    def _look_at_incoming(self) -> None:
+        for event, descriptor in _happened(self._events):
+            if event == zmq.EVENT_ACCEPTED:
+                self._connected.add(descriptor)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connected.discard(descriptor)
+                if descriptor in self._ranks:
+                    self._ended.add(self._ranks.pop(descriptor))
 
     def lose(self, rank: int, reason: str) -> None:
         """Give up on a rank: receives that name it fail, and so does what is asked of it later."""
@@ -181,9 +343,9 @@ class Mesh:
 
     def _receive(self, flags: int) -> list[zmq.Frame]:
         """Receive one message, whatever it is."""
-        frames = [self.incoming.socket.recv(flags, copy=False)]
+        frames = [self.incoming.recv(flags, copy=False)]
         while frames[-1].more:
-            frames.append(self.incoming.socket.recv(copy=False))
+            frames.append(self.incoming.recv(copy=False))
         return frames
 
     def _take(self, frames: list[zmq.Frame]) -> None:
@@ -214,8 +376,7 @@ class Mesh:
                 body = frames[-1].buffer if apart else raw[HEADER_BYTES:]
                 if len(body) != header.length or len(frames) != 1 + apart or (apart and inline):
                     raise WireFormatError("the frames are not as long as the header says")
-                payload = _taken(body)
-                self._deliver(header, payload)
+                self._deliver(header, _taken(body))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
         source = header.source
@@ -226,9 +387,7 @@ class Mesh:
             self.lose(
                 source, f"its message {header.sequence} arrived where {due} was due: one is lost"
             )
-        elif not self.mailboxes.deliver(
-            Message(source, header.tag, header.step, header.phase, payload)
-        ):
+        elif not self.mailboxes.deliver(header, payload):
             self.lose(
                 source,
                 f"messages that nobody receives would take more than {self.settings.max_unclaimed} "
@@ -239,24 +398,35 @@ class Mesh:
         """Note which connection is whose: its end, in order after its messages, is a rank's end."""
         self._heard.add(source)
         descriptor = frame.get(zmq.SRCFD)
-        self._ended.update(self.incoming.look())
-        if descriptor in self.incoming.connected:
-            self.incoming.ranks[descriptor] = source
+        self._look_at_incoming()
+        if descriptor in self._connected:
+            self._ranks[descriptor] = source
         else:
             self._ended.add(source)  # it connected, spoke, and left
 
-    def refusals(self) -> dict[str, int]:
-        """Count what was refused, by reason: messages, and connections whose key is not listed."""
-        keeper = self.incoming.doorkeeper
-        refused = {} if keeper is None or not keeper.refused else {"unlisted keys": keeper.refused}
-        return {**self.dropped, **refused}
 
-    def check_open(self) -> None:
-        """Refuse the use of a closed communicator."""
-        if not self.close.alive:
-            raise ConfigurationError(
-                f"rank {self.rank}: this communicator is closed; make a new one"
-            )
+def _watched(
+    context: zmq.Context[Any], kind: int, address: str, settings: ZmqSettings
+) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+    """Return a socket for one end of connections, and the one that tells what happens to them.
+
+    No reconnection: a new connection after a death would hide it, and the loss of what was queued.
+    """
+    socket = context.socket(kind)
+    socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
+    socket.sndhwm = socket.rcvhwm = settings.high_water
+    socket.maxmsgsize = settings.max_message
+    socket.reconnect_ivl = -1
+    socket.heartbeat_timeout = socket.heartbeat_ttl = round(HEARTBEAT * 1000)
+    socket.heartbeat_ivl = socket.heartbeat_timeout // 4
+    return socket, socket.get_monitor_socket(WATCHED)
+
+
+def _happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
+    """Yield ``(event, value)`` of all that happened since the last call, in order."""
+    while events.poll(0):
+        message = recv_monitor_message(events)
+        yield int(message["event"]), int(message["value"])
 
 
 def _taken(raw: memoryview) -> Tensor:
@@ -274,8 +444,9 @@ def _taken(raw: memoryview) -> Tensor:
 
 def _close(
     context: zmq.Context[Any],
-    incoming: Incoming,
+    incoming: tuple[zmq.Socket[Any], zmq.Socket[Any]],
     links: dict[int, Link],
+    doorkeeper: Doorkeeper | None,
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
@@ -287,10 +458,15 @@ def _close(
             link.flush()
             link.socket.poll(10, zmq.POLLOUT)
             link.look()
+    linger = max(deadline - time.monotonic(), 0.01)
     for link in links.values():
         link.look()
-        link.close(max(deadline - time.monotonic(), 0.01))
-    incoming.close()
+        sent = link.sequences and not link.lost  # a greeting alone is not worth the time
+        link.socket.linger = round(1000 * linger) if sent else 0
+    for socket, events in [*((link.socket, link.events) for link in links.values()), incoming]:
+        socket.disable_monitor()
+        events.close()
+        socket.close()
     context.term()
-    if incoming.doorkeeper is not None:
-        incoming.doorkeeper.thread.join()
+    if doorkeeper is not None:
+        doorkeeper.thread.join()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError, WireFormatError
 
-__all__ = ["HEADER_BYTES", "TAGS", "Claim", "Header", "Mailboxes", "Message", "pack"]
+__all__ = ["HEADER_BYTES", "TAGS", "Claim", "Header", "Mailboxes"]
 
 MAGIC: Final = b"sz"
 VERSION: Final = 1
@@ -39,7 +39,7 @@ class Header(NamedTuple):
         length: bytes of payload.
 
     Example:
-        >>> raw = pack(0, 3, 7, 1, 9, 5, 0, 16)
+        >>> raw = Header(0, 3, 7, 1, 9, 5, 0, 16).pack()
         >>> len(raw), Header.parse(raw).source, Header.parse(raw).length
         (48, 3, 16)
     """
@@ -52,6 +52,10 @@ class Header(NamedTuple):
     step: int
     sequence: int
     length: int
+
+    def pack(self) -> bytes:
+        """Write the header."""
+        return LAYOUT.pack(MAGIC, VERSION, *self)
 
     @classmethod
     def parse(cls, frame: bytes | memoryview) -> Header:
@@ -73,38 +77,14 @@ class Header(NamedTuple):
         return cls(*rest)
 
 
-def pack(
-    flags: int, source: int, job: int, tag: int, phase: int, step: int, sequence: int, length: int
-) -> bytes:
-    """Write a header; the arguments are the attributes of ``Header``."""
-    return LAYOUT.pack(MAGIC, VERSION, flags, source, job, tag, phase, step, sequence, length)
-
-
-class Message(NamedTuple):
-    """One message that arrived.  ``step``, ``phase`` (a number): what its sender was doing."""
-
-    source: int
-    tag: int
-    step: int
-    phase: int
-    payload: Tensor
-
-
 @final
 @dataclass(eq=False)
 class Claim:
-    """A receive's place in the mailboxes.
+    """A receive, and what became of it.
 
     Attributes:
-        rank: who waits.
-        source: from whom; None: from anyone.
-        tag: channel.
-        step: the waiting rank's; a message of another step is refused (unless ``source`` is None).
-        phase: name.
-        capacity: bytes that the payload may have.
-        exact: it must have all of them.
-        message: what arrived.
-        error: why nothing will.
+        source: rank that it names; None: any, at any step.
+        capacity: bytes; ``exact``: neither more nor less.
     """
 
     rank: int
@@ -114,7 +94,8 @@ class Claim:
     phase: str
     capacity: int
     exact: bool
-    message: Message | None = None
+    sender: int | None = None
+    payload: Tensor | None = None
     error: CommunicationError | None = None
 
     def __str__(self) -> str:
@@ -135,7 +116,7 @@ class Mailboxes:
         self.unclaimed = 0  # bytes
         self.handed = 0  # messages that met a receive that waited
         self._phases: dict[int, str] = {}  # names that this rank has used, for errors
-        self._arrived: dict[tuple[int, int], deque[tuple[int, Message]]] = {}
+        self._arrived: dict[tuple[int, int], deque[tuple[int, Header, Tensor]]] = {}
         self._waiting: dict[tuple[int | None, int], deque[Claim]] = {}
         self._expected: dict[tuple[int, int], int] = {}
         self._count = 0
@@ -150,21 +131,20 @@ class Mailboxes:
         """Return the number that the next message of a source and channel must have."""
         return self._expected.get((source, tag), 0)
 
-    def deliver(self, message: Message) -> bool:
+    def deliver(self, header: Header, payload: Tensor) -> bool:
         """Hand a message to the receive that waits for it, or keep it; False: there is no room."""
-        key = message.source, message.tag
-        waiting = self._waiting.get(key) or self._waiting.get((None, message.tag))
-        nbytes = message.payload.numel()
+        key, nbytes = (header.source, header.tag), payload.numel()
+        waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
         if not waiting and self.unclaimed + nbytes > self.limit:
             return False
         self._expected[key] = self._expected.get(key, 0) + 1
         if waiting:
-            self._give(message, waiting.popleft())
+            self._give(header, payload, waiting.popleft())
             self.handed += 1
-            return True
-        self.unclaimed += nbytes
-        self._count += 1
-        self._arrived.setdefault(key, deque()).append((self._count, message))
+        else:
+            self.unclaimed += nbytes
+            self._count += 1
+            self._arrived.setdefault(key, deque()).append((self._count, header, payload))
         return True
 
     def post(self, claim: Claim) -> None:
@@ -178,15 +158,11 @@ class Mailboxes:
         else:
             box = self._arrived.get((claim.source, claim.tag))
         if box:
-            message = box.popleft()[1]
-            self.unclaimed -= message.payload.numel()
-            self._give(message, claim)
+            _, header, payload = box.popleft()
+            self.unclaimed -= payload.numel()
+            self._give(header, payload, claim)
         else:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
-
-    def waiting_for(self) -> set[int]:
-        """Return the ranks that receives name."""
-        return {s for (s, _), waiting in self._waiting.items() if waiting and s is not None}
 
     def fail(self, source: int | None, reason: str) -> None:
         """End every receive that names this source (None: those that take any) with an error."""
@@ -195,22 +171,22 @@ class Mailboxes:
                 claim = waiting.popleft()
                 claim.error = PeerError(f"{claim} will not come: {reason}")
 
-    def _give(self, message: Message, claim: Claim) -> None:
+    def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with the error that it does not fit."""
-        nbytes = message.payload.numel()
-        same_step = message.step == claim.step or claim.source is None
-        if message.phase != self.phase_number(claim.phase) or not same_step:
-            name = self._phases.get(message.phase)
-            phase = f"number {message.phase:#x}" if name is None else f"'{name}'"
+        nbytes = payload.numel()
+        same_step = header.step == claim.step or claim.source is None
+        if header.phase != self.phase_number(claim.phase) or not same_step:
+            name = self._phases.get(header.phase)
+            phase = f"number {header.phase:#x}" if name is None else f"'{name}'"
             claim.error = PeerError(
-                f"{claim}: rank {message.source} sent one of step {message.step}, phase {phase}; "
+                f"{claim}: rank {header.source} sent one of step {header.step}, phase {phase}; "
                 "the ranks are not in the same call"
             )
         elif nbytes > claim.capacity or (claim.exact and nbytes < claim.capacity):
             most = "exactly" if claim.exact else "at most"
             claim.error = PeerError(
-                f"{claim}: rank {message.source} sent {nbytes} bytes where {most} "
+                f"{claim}: rank {header.source} sent {nbytes} bytes where {most} "
                 f"{claim.capacity} can be; the ranks disagree on sizes"
             )
         else:
-            claim.message = message
+            claim.sender, claim.payload = header.source, payload

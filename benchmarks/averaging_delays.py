@@ -27,8 +27,8 @@ from sparsync.cli.launch import launch
 from sparsync.cli.output import progress
 from sparsync.cli.train.command import train
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import run
+from sparsync.transports.process_group import connect_group
 
 RANKS = 8
 SCHEMES = ("allreduce", "wagma", "local", "dpsgd", "sgp", "eager-solo", "eager-majority", "adpsgd")

@@ -16,9 +16,9 @@ from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, SoloCommunicator
-from sparsync.transports.connect import check_transport, connect_group
 from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.launchers import connect_mpi
+from sparsync.transports.process_group import check_transport, connect_group
 
 __all__ = ["allreduce", "connect", "iallreduce"]
 

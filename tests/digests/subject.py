@@ -39,8 +39,8 @@ from sparsync.selection import (
 )
 from sparsync.selection.base import reaching
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import run
+from sparsync.transports.process_group import connect_group
 from sparsync.units import plan_units
 from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
 from sparsync_papers.optimizers import UpdateSpaceAdamW, UpdateSpaceSGD

@@ -24,8 +24,8 @@ from sparsync.feedback.state import reducer_state
 from sparsync.presets import resolve
 from sparsync.testing.cases import digest
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import run
+from sparsync.transports.process_group import connect_group
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 

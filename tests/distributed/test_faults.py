@@ -15,8 +15,7 @@ from sparsync.averaging import Wagma
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.launch import launch
 from sparsync.presets import PRESETS
-from sparsync.transports.connect import connect_group
-from sparsync.transports.process_group import RollCall
+from sparsync.transports.process_group import RollCall, connect_group
 from tests.on_ranks import same_everywhere
 
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme

@@ -14,10 +14,9 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.reduction import OPERATIONS
 from sparsync.sparse import densify
 from sparsync.transports.actors import Actor
-from sparsync.transports.connect import connect_group
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.process_group import TorchCommunicator, connect_group
 from sparsync.transports.rendezvous import store_of
 from sparsync.transports.sim import simulate
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
@@ -70,13 +69,6 @@ def test_a_transport_keeps_the_contract(transport):
         check_algorithm(comm, "oktopk")
         if transport == "zmq":  # the store's host tells the interface
             assert comm.mesh.endpoints[comm.rank].startswith("tcp://127.0.0.1:")
-
-
-@on_ranks(3)
-def test_announced_lengths_change_no_bit():
-    comm = TorchCommunicator(timeout=30, announce_lengths=True)
-    run(testing.exercise_communicator(comm))
-    check_row(comm, "split-allgather")
 
 
 @on_ranks(3)

@@ -14,7 +14,7 @@ from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run
-from sparsync.transports.sim import Fault, Links, Pairwise, simulate
+from sparsync.transports.sim import Fault, Links, Route, Topology, simulate
 
 LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)
 SMALL = Probe(largest=1 << 16, visits=3)
@@ -96,8 +96,11 @@ def test_clocks_that_differ_are_compared_and_do_no_harm():
     ],
 )
 def test_what_is_half_as_fast_is_named(slow, said):
-    usual, half = Links(beta=8e-9), Links(beta=16e-9)
-    found = simulated(5, Pairwise(lambda s, d: half if slow(s, d) else usual)).results[0]
+    class Uneven(Topology):
+        def route(self, source, dest):
+            return Route(50e-6, 16e-9 if slow(source, dest) else 8e-9, source, dest)
+
+    found = simulated(5, Uneven()).results[0]
     notes = [check.what for check in check_links(found, [0.0] * 5) if check.level == "note"]
     assert len(notes) == 1 and notes[0].startswith(said)
 

@@ -5,7 +5,7 @@ import torch
 
 from sparsync import ConfigurationError, simulate
 from sparsync.transports.ledger import Raw
-from sparsync.transports.sim import Links, Pairwise, Prices, TwoLevel, Weight
+from sparsync.transports.sim import Links, Prices, Route, Topology, TwoLevel, Weight
 
 BYTES = Raw("value")
 OUTER = Links(alpha=1.0, beta=0.5)
@@ -44,8 +44,11 @@ def test_unlimited_ports_keep_the_order_of_a_channel():
 
 
 def test_every_pair_may_have_a_link_of_its_own():
-    slow = Pairwise(lambda source, dest: Links(2.0, 1.0) if source == 2 else OUTER)
-    assert simulate(all_to_one, 3, links=slow).results == [16.0, 6.0, 16.0]
+    class Uneven(Topology):
+        def route(self, source, dest):
+            return Route(*((2.0, 1.0) if source == 2 else (1.0, 0.5)), source, dest)
+
+    assert simulate(all_to_one, 3, links=Uneven()).results == [16.0, 6.0, 16.0]
 
 
 def test_the_ranks_of_a_node_share_its_card_and_not_their_inner_links():

@@ -15,9 +15,13 @@ from sparsync.cli.lab import Lab, ensure_privileges, parse_rate
 from sparsync.cli.launch import launch, launched
 from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator, check_timeout
-from sparsync.transports.connect import TRANSPORTS, check_transport, connect_group
 from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.process_group import (
+    TRANSPORTS,
+    TorchCommunicator,
+    check_transport,
+    connect_group,
+)
 from sparsync.transports.sim import Links
 
 __all__ = ["TRANSPORTS", "Connection", "parse_network", "transport_of"]

@@ -24,9 +24,8 @@ from sparsync.monitoring import sink_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import check_timeout
-from sparsync.transports.connect import check_transport, connect_group
 from sparsync.transports.driver import run
-from sparsync.transports.process_group import TorchCommunicator
+from sparsync.transports.process_group import TorchCommunicator, check_transport, connect_group
 from sparsync.units import Unit, output_parameters, plan_units
 
 __all__ = ["Compress", "Compression", "Monitoring", "Nonfinite", "Options", "Transport"]

@@ -21,9 +21,6 @@ from sparsync.transports.ledger import Framing, Ledger
 
 __all__ = ["MpiCommunicator", "load_mpi"]
 
-# channels below this use the native allreduce, each with an MPI communicator of its own, made at its
-# first one (MPICH has about 2,000 in all); the others go point to point
-_NATIVE_CHANNELS: Final = 32
 _NAP: Final = 0.125  # of the time waited so far, slept between looks: a wait ends at most that late
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only when it is called
 
@@ -86,7 +83,10 @@ class MpiCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self._session = _Session(mpi, mpi.COMM_NULL, self.rank, self.ledger, self.timeout, spin)
         self._tags = int(comm.Get_attr(mpi.TAG_UB))
-        self._session.comm = run(self._duplicate(comm, "all ranks to connect"))
+        made, request = comm.Idup()
+        _Request(self._session, 0, "wait for all ranks to connect", lambda: request).wait()
+        made.Set_errhandler(mpi.ERRORS_RETURN)
+        self._session.comm = made
 
     @classmethod
     def over(cls, comm: Communicator, *, timeout: float = 300.0) -> MpiCommunicator:
@@ -189,42 +189,29 @@ class MpiCommunicator(Communicator):
         to other transports' up to rounding.  MPI's max and min may lose a NaN: of floats they, and
         what MPI has no type for, go point to point.
         """
-        session, tag = self._session, self.tag
-        dtype = _native_type(session.mpi, tensor.dtype, op)
-        alone = self.world_size == 1 or tensor.numel() == 0
-        if dtype is None or alone or tag >= _NATIVE_CHANNELS:
+        session = self._session
+        mpi, dtype = session.mpi, _native_type(session.mpi, tensor.dtype, op)
+        if dtype is None or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op)
         result = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        native_op = {"sum": session.mpi.SUM, "max": session.mpi.MAX, "min": session.mpi.MIN}[op]
-        if tag not in session.contexts:
-            session.contexts[tag] = await self._duplicate(session.comm, "all ranks to begin")
-        context, buffer = session.contexts[tag], [result.numpy(), dtype]
+        buffer, native_op = (
+            [result.numpy(), dtype],
+            {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
+        )
         await _Request(
             session,
-            tag,
+            self.tag,
             f"allreduce in phase '{phase}'",
-            lambda: context.Iallreduce(session.mpi.IN_PLACE, buffer, native_op),
+            lambda: session.comm.Iallreduce(mpi.IN_PLACE, buffer, native_op[op]),
+            late=True,
         )
         self.ledger.reduced(phase, result, self.world_size)
         return result.to(tensor.device)
 
-    async def _duplicate(self, comm: Any, what: str) -> Any:
-        made: list[Any] = []
-
-        def start() -> Any:
-            twin, request = comm.Idup()
-            made.append(twin)
-            return request
-
-        where = f"wait for {what} on channel {self.tag}"
-        await _Request(self._session, self.tag, where, start, late=True)
-        made[0].Set_errhandler(self._session.mpi.ERRORS_RETURN)
-        return made[0]
-
     # ---- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the MPI communicators that were duplicated, of all channels.  MPI itself goes on."""
+        """Free the MPI communicator that was duplicated.  MPI itself goes on."""
         super().close()
         self._session.close()
 
@@ -253,7 +240,6 @@ class _Session:
         rank: this rank in it.
         ledger: of all channels.
         timeout: seconds that any wait may take.
-        contexts: per channel, a communicator for its native allreduce.
         pending: requests that MPI has not ended: it reads or writes their buffers until then.
         closed: nothing may be started any more.
     """
@@ -264,7 +250,6 @@ class _Session:
     ledger: Ledger
     timeout: float
     spin: float
-    contexts: dict[int, Any] = field(default_factory=dict)
     pending: dict[int, _Request] = field(default_factory=dict)
     closed: bool = False
 
@@ -274,7 +259,7 @@ class _Session:
         time.sleep(max(nap, 0.0))
 
     def close(self, linger: float = 1.0) -> None:
-        """Give what was sent ``linger`` seconds to leave, drop the receives, free the communicators."""
+        """Give what was sent ``linger`` seconds to leave, drop the receives, free the communicator."""
         if self.closed or self.mpi.Is_finalized():
             self.closed = True
             return
@@ -288,10 +273,8 @@ class _Session:
             self.rest(self.spin, until)
         if self.pending:  # MPI may use their buffers until it ends, so these must not be reused
             atexit.register(list, self.pending.values())
-        for comm in (*self.contexts.values(), self.comm):
-            if comm != self.mpi.COMM_NULL:
-                comm.Free()
-        self.contexts.clear()
+        if self.comm != self.mpi.COMM_NULL:
+            self.comm.Free()
 
 
 @final

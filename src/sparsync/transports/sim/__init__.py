@@ -2,12 +2,11 @@
 
 from sparsync.transports.sim.communicator import Prices, SimCommunicator, Simulation, simulate
 from sparsync.transports.sim.network import Fault, Port, Usage, Weight
-from sparsync.transports.sim.topology import Links, Pairwise, Ports, Route, Topology, TwoLevel
+from sparsync.transports.sim.topology import Links, Ports, Route, Topology, TwoLevel
 
 __all__ = [
     "Fault",
     "Links",
-    "Pairwise",
     "Port",
     "Ports",
     "Prices",

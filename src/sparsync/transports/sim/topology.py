@@ -7,13 +7,12 @@ of a node share those of its network card.  With ``ports="unlimited"`` nobody wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Links", "Pairwise", "PortName", "Ports", "Route", "Topology", "TwoLevel"]
+__all__ = ["Links", "PortName", "Ports", "Route", "Topology", "TwoLevel"]
 
 Ports = Literal["single", "unlimited"]
 PortName = int | str  # a rank, or "node 3"
@@ -82,33 +81,6 @@ class Links(Topology):
     def route(self, source: int, dest: int) -> Route:
         """Return the same for all, from the one's port to the other's."""
         return Route(self.alpha, self.beta, source, dest)
-
-
-@final
-@dataclass(frozen=True)
-class Pairwise(Topology):
-    """Links of a different kind between any two ranks.
-
-    Attributes:
-        between: the link from a rank to another one; a table, e.g. ``lambda s, d: table[s][d]``.  Its
-            gamma is not used.
-        gamma: seconds per byte reduced.
-        ports: "single" or "unlimited", for all.
-
-    Example:
-        >>> slow = Pairwise(lambda source, dest: Links(beta=80e-9 if 3 in (source, dest) else 8e-9))
-        >>> slow.route(0, 3).beta, slow.route(0, 1).beta
-        (8e-08, 8e-09)
-    """
-
-    between: Callable[[int, int], Links]
-    gamma: float = 0.0
-    ports: Ports = "single"
-
-    def route(self, source: int, dest: int) -> Route:
-        """Ask the function."""
-        link = self.between(source, dest)
-        return Route(link.alpha, link.beta, source, dest)
 
 
 @final

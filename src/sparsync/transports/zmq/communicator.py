@@ -382,13 +382,7 @@ def _staged(payload: Tensor) -> Tensor:
 
 
 def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
-    """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together.
-
-    Raises:
-        ConfigurationError: some encrypt and some do not, limits differ, or some rank is bound to
-            the loopback interface, which others cannot reach.
-        PeerError: a rank left something else than its card.
-    """
+    """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together."""
     cards = []
     for rank, text in enumerate(raw):
         try:

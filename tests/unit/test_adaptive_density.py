@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sparsync import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
-from sparsync.feedback.shares import SharesState, resized
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import Measured
 from sparsync.presets import oktopk, resolve
@@ -81,23 +80,6 @@ def test_signal_raises_and_noise_lowers_it(unit_bytes):
     strong, weak = (densities(signal, unit_bytes=unit_bytes) for signal in (3.0, 0.0))
     assert strong[-1] > 2 * RULE.at_equal and weak[-1] < RULE.at_equal / 2
     assert strong[0] == RULE.at_equal != strong[1] == strong[2] != strong[3]  # every second step
-
-
-def test_units_share_what_the_density_gives_them():
-    state = resized(SharesState((30, 10, 5), key=9), [0, 1], [10, 10, 3], [12, 99, 99])
-    assert state == SharesState((12, 8, 3), key=9)
-
-
-@pytest.mark.parametrize("algorithm", ["oktopk", "allgather", "halving", "gtopk"])
-def test_any_algorithm_takes_it(algorithm):
-    async def program(comm):
-        reducer = make(comm, algorithm=resolve(algorithm))
-        for step in range(8):
-            await step_of(reducer, step, 3.0)
-        return reducer.plan.density
-
-    found = simulate(program, 3).results
-    assert found[0] == found[1] == found[2] > RULE.at_equal
 
 
 def test_a_dense_warmup_comes_first():

@@ -97,13 +97,6 @@ def test_the_neutral_element_is_neutral(name, dtype):
     same(operation.apply(x, neutral), x)
 
 
-def test_disjoint_supports_one_behind_the_other_are_joined():
-    a = SparseVector(torch.tensor([0, 2]), torch.tensor([1.0, 2.0]), 9)
-    b = SparseVector(torch.tensor([5]), torch.tensor([3.0]), 9)
-    assert combine(a, b).indices.tolist() == [0, 2, 5]
-    assert combine(b, a).indices.tolist() == [0, 2, 5]  # these are merged
-
-
 def test_operands_keep_their_order():
     left = Reduction("left", lambda a, b: torch.where(a == 0, b, a), lambda dtype: 0, False)
     a, b = (SparseVector(torch.tensor([1]), torch.tensor([x]), 3) for x in (5.0, 7.0))

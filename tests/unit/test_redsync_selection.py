@@ -12,12 +12,12 @@ from torch import Tensor
 from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
 from sparsync.selection import (
     Blockwise,
-    Everything,
     Exact,
     ExactState,
     GaussianK,
+    Layered,
+    Reused,
     Sampled,
-    Selector,
     redsync,
 )
 from sparsync.selection.redsync import (
@@ -54,10 +54,11 @@ def check_promise(accumulated: Tensor, k: int, selected: SparseVector) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_trimmed_is_the_top_of_awkward_inputs(name, dtype):
+def test_selectors_keep_their_promise_on_awkward_inputs(name, dtype):
     accumulated = inputs(dtype)[name]
     for k in SOME_K:
         same_vector(Trimmed().select(accumulated, k, 0), largest(accumulated, k))
+        check_promise(accumulated, k, BinarySearch().select(accumulated, k, 0))
 
 
 @given(dense_tensors(max_size=60), st.integers(0, 80), st.sampled_from([0.001, 0.2, 0.3, 1.0]))
@@ -107,13 +108,6 @@ def test_trimmed_sorts_no_more_than_the_survivors_of_the_published_walk(name, k,
 # ---- by size --------------------------------------------------------------------------------------
 
 
-def test_sizes_of_section_5_4():
-    policy = BySize()
-    assert [policy.method(size) for size in (0, 128 * KIB - 1)] == ["dense", "dense"]
-    assert [policy.method(size) for size in (128 * KIB, 4 * MIB - 1)] == ["trimmed", "trimmed"]
-    assert policy.method(4 * MIB) == "binary-search"
-
-
 @pytest.mark.parametrize(
     ("name", "start"),
     [("dense", ()), ("exact", (0, MIB)), ("trimmed", (0, 0)), ("binary-search", (0, 0, 0))],
@@ -151,14 +145,6 @@ def test_bad_constants_are_refused(make, says):
 
 
 # ---- binary search ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_search_keeps_its_promise_on_awkward_inputs(name, dtype):
-    accumulated = inputs(dtype)[name]
-    for k in SOME_K:
-        check_promise(accumulated, k, BinarySearch().select(accumulated, k, 0))
 
 
 @given(dense_tensors(max_size=60), st.integers(0, 80), st.sampled_from([1e-9, 1e-3, 0.5]))
@@ -258,38 +244,7 @@ def test_reuse_searches_afresh_when_nothing_reaches(searches):
     assert len(searches) == 3
 
 
-def test_asking_for_nothing_leaves_the_count():
-    selector = settled(0.5)
-    assert selector.select(noise(), 0, 0).nnz == selector.select(torch.ones(0), 5, 0).nnz == 0
-    assert selector.state.served == 1
-
-
 # ---- one sign at a time -------------------------------------------------------------------------
-
-
-class Layers(Selector):
-    """A selector that asks for the layers, and says their sizes."""
-
-    def __init__(self, sizes=()):
-        self.sizes = sizes
-
-    def for_layers(self, sizes):
-        return Layers(tuple(sizes))
-
-    def methods(self, sizes):
-        return [f"of {size}" for size in self.sizes]
-
-    def select(self, accumulated, k, step, collected=None):
-        return SparseVector.from_dense(accumulated)
-
-
-class Reusing(Selector):
-    """A selector that says of itself that it reuses thresholds."""
-
-    reuses = True
-
-    def select(self, accumulated, k, step, collected=None):
-        raise AssertionError("never asked")
 
 
 def of_sign(accumulated, sign) -> SparseVector:
@@ -323,11 +278,6 @@ def test_every_call_takes_its_turn_an_empty_one_too():
     assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
     selector.select(torch.zeros(0), 1, 0)
     assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
-    everything = OneSigned(Everything())
-    assert [everything.select(accumulated, 1, 0).values.tolist() for _ in range(2)] == [
-        [1.0, 0.0],
-        [0.0, -1.0],
-    ]
 
 
 def test_a_refused_step_gives_the_turn_back_and_the_inner_state():
@@ -362,11 +312,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
 
 
 def test_a_selector_that_reuses_thresholds_is_refused():
-    with pytest.raises(ConfigurationError, match="Reusing reuses thresholds between steps"):
-        OneSigned(Reusing())
+    with pytest.raises(ConfigurationError, match="Reused reuses thresholds between steps"):
+        OneSigned(Reused())
 
 
 def test_the_selector_inside_learns_of_the_layers():
-    selector = OneSigned(Layers()).for_layers([3, 4])
-    assert isinstance(selector, OneSigned) and selector.methods([3, 4]) == ["of 3", "of 4"]
-    assert selector.select(torch.tensor([1.0, -1.0]), 1, 0).indices.tolist() == [0]
+    selector = OneSigned(Layered(Exact)).for_layers([3, 4])
+    assert isinstance(selector, OneSigned) and selector.methods([3, 4]) == ["Exact", "Exact"]

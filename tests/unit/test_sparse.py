@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, DenseVector, SparseVector
+from sparsync import ConfigurationError, SparseVector
 
 from .strategies import (
     boundaries_of,
@@ -53,13 +53,6 @@ def test_merge_within_leaves_out_what_is_elsewhere():
     assert SparseVector.merge(parts, within).values.tolist() == [10.0]
 
 
-def test_merge_leaves_its_parts_alone():
-    a, b = vector([0, 2], [1.0, 2.0], 4), vector([2, 3], [5.0, 6.0], 4)
-    SparseVector.merge([a, b])
-    same_vector(a, vector([0, 2], [1.0, 2.0], 4))
-    same_vector(b, vector([2, 3], [5.0, 6.0], 4))
-
-
 # ---- cutting and joining -------------------------------------------------------------------------
 
 
@@ -70,13 +63,6 @@ def test_split_then_embed_then_join_is_the_identity(data, whole):
     assert [p.check().size for p in parts] == [b - a for a, b in pairwise(boundaries)]
     placed = [p.embed(b, whole.size) for p, b in zip(parts, boundaries, strict=False)]
     same_vector(SparseVector.join(placed), whole)
-
-
-@given(st.data(), dense_tensors())
-def test_slice_is_the_slice_of_the_dense_vector(data, dense):
-    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(dense))] * 2)))
-    part = SparseVector.from_dense(dense).split([start, stop])[0].check()
-    same(part.to_dense(), dense[start:stop] + 0.0)
 
 
 def test_split_works_where_32_bits_end():
@@ -90,31 +76,7 @@ def test_split_works_where_32_bits_end():
 # ---- choosing entries ----------------------------------------------------------------------------
 
 
-@given(sparse_vectors(), st.sets(st.integers(0, 40)))
-def test_restrict_keeps_the_common_indices(whole, wanted):
-    kept = whole.restrict(torch.tensor(sorted(wanted), dtype=torch.int64)).check()
-    common = [i for i in whole.indices.tolist() if i in wanted]
-    assert kept.indices.tolist() == common
-    same(kept.values, whole.to_dense()[common])
-
-
-@pytest.mark.parametrize(
-    "which",
-    [torch.tensor([False, True, True]), torch.tensor([1, 2]), slice(1, 3)],
-    ids=["mask", "positions", "slice"],
-)
-def test_keep_takes_a_mask_or_positions_or_a_slice(which):
-    kept = vector([1, 4, 6], [1.0, 2.0, 3.0], 8).keep(which)
-    same_vector(kept, vector([4, 6], [2.0, 3.0], 8))
-
-
 # ---- arithmetic and checks -----------------------------------------------------------------------
-
-
-def test_isfinite_marks_nan_and_infinity():
-    values = [1.0, float("nan"), float("-inf"), 2.0]
-    assert vector([0, 1, 2, 3], values, 4).isfinite().tolist() == [True, False, False, True]
-    assert DenseVector(torch.tensor(values)).isfinite().tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -132,16 +94,6 @@ def test_isfinite_marks_nan_and_infinity():
 def test_check_says_what_is_wrong(broken, says):
     with pytest.raises(ConfigurationError, match=says):
         broken.check()
-
-
-def test_a_dense_vector_is_its_tensor():
-    values = torch.tensor([0.0, 2.0])
-    dense = DenseVector(values)
-    assert (dense.size, dense.nnz) == (2, 2)
-    assert dense.to_dense() is values
-    target = torch.tensor([5.0, 5.0])
-    dense.subtract_from_(target)
-    assert target.tolist() == [5.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
-from sparsync.units import Slot, plan_units
+from sparsync.units import plan_units
 
 
 def names(units) -> list[list[str]]:
@@ -28,20 +28,6 @@ def test_units_hold_every_parameter_once_in_order_and_without_gaps(sizes, unit_b
             assert unit.size * 4 >= unit_bytes > (unit.size - unit.slots[-1].size) * 4
 
 
-@pytest.mark.parametrize(
-    ("unit_bytes", "expected"),
-    [(1, [["a"], ["b"], ["c"]]), (24, [["a"], ["b", "c"]]), (25, [["a", "b"], ["c"]])],
-)
-def test_a_unit_is_closed_when_it_holds_unit_bytes(unit_bytes, expected):
-    parameters = [("a", torch.zeros(6)), ("b", torch.zeros(2)), ("c", torch.zeros(5))]
-    assert names(plan_units(parameters, unit_bytes)) == expected
-
-
-def test_the_whole_model_is_one_unit_by_default():
-    (unit,) = plan_units([("a", torch.zeros(2, 3)), ("b", torch.zeros(4))])
-    assert unit.slots == (Slot("a", 0, 6), Slot("b", 6, 4))
-
-
 def test_dtypes_are_kept_apart():
     parameters = [
         ("a", torch.zeros(2)),
@@ -51,10 +37,6 @@ def test_dtypes_are_kept_apart():
     units = plan_units(parameters)
     assert names(units) == [["a", "c"], ["b"]]
     assert [unit.dtype for unit in units] == [torch.float32, torch.float16]
-
-
-def test_no_parameters_make_no_units():
-    assert plan_units([]) == []
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))

@@ -209,12 +209,6 @@ def test_whole_rounds_to_its_dtype_and_keeps_finite_values_finite(dtype):
 # ---- sizes ------------------------------------------------------------------------------------------
 
 
-@given(messages((Coo, Packed, SparseQsgd, SignMean)), st.integers(0, 3000), st.integers(0, 1 << 32))
-def test_one_more_entry_never_takes_fewer_bytes(drawn, nnz, more):
-    codec, size = drawn[0], min(nnz + 1 + more, 1 << 32)
-    assert codec.nbytes(nnz, size) <= codec.nbytes(nnz + 1, size)
-
-
 def test_a_budget_below_an_empty_message_is_refused():
     with pytest.raises(ConfigurationError, match=r"15 bytes cannot hold .* takes 16"):
         Packed().entries_within(15, 100)

@@ -76,13 +76,7 @@ class SparseVector:
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
-        """Unite vectors of one size whose indices ascend from part to part (nothing is added).
-
-        Example:
-            >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0.0], [0.0, 2.0]))
-            >>> SparseVector.join([a, b]).to_dense().tolist()
-            [1.0, 2.0]
-        """
+        """Unite vectors of one size whose indices ascend from part to part (nothing is added)."""
         indices, values = (torch.cat([getattr(p, f) for p in parts]) for f in ("indices", "values"))
         return SparseVector(indices, values, parts[0].size)
 

@@ -140,11 +140,6 @@ def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
     clip = float(local.mean(0).norm())
     scales = [Correction(clip=clip).clip_scale(float(g.norm()), ranks) for g in local]
     assert all(0.97 < scale <= 1.0 for scale in scales)
-    published = Correction(clip=clip, as_published=True)
-    scales = [published.clip_scale(float(g.norm()), ranks) for g in local]
-    assert all(abs(scale * ranks - 1) < 0.03 for scale in scales)  # P times too short
-    scales = [published.clip_scale(float(g.norm()) / ranks, ranks) for g in local]
-    assert all(0.97 < scale <= 1.0 for scale in scales)  # right for gradients divided by N
 
 
 def corrector_of(correction, dtype=torch.float32):

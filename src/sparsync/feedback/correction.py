@@ -44,11 +44,10 @@ class Correction:
             independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
         clip_norm: "this": all gradients of the step are waited for, and nothing overlaps with the
             backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
-        as_published: clip local gradients to ``clip / sqrt(P)``, which is right for gradients that were
-            already divided by P; here they are not, and are clipped to ``clip sqrt(P)``.
 
     Differs from the paper: decay reaches the residual (Algorithm 4 adds it to a gradient that it then
-    does not use); Nesterov as torch has it; masking spares what is exchanged whole.
+    does not use); Nesterov as torch has it; masking spares what is exchanged whole; the clip of local
+    gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)`` is for those already divided by P).
 
     Example:
         >>> Correction(clip=1.0).clip_scale(norm=8.0, world_size=4)
@@ -61,7 +60,6 @@ class Correction:
     weight_decay: float = 0.0
     clip: float | None = None
     clip_norm: Literal["this", "previous"] = "this"
-    as_published: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -81,9 +79,7 @@ class Correction:
         """Return by what a local gradient of this norm is multiplied, at most 1."""
         if self.clip is None or not norm > 0:  # a NaN is not clipped away: the step is refused
             return 1.0
-        root = math.sqrt(world_size)
-        local = self.clip / root if self.as_published else self.clip * root
-        return min(1.0, local / norm)
+        return min(1.0, self.clip * math.sqrt(world_size) / norm)
 
 
 @final

@@ -107,12 +107,7 @@ class Sharing:
 
 
 def edges(key: int | None, dtype: torch.dtype) -> list[int]:
-    """Return ascending magnitude keys, the finer the nearer to ``key``; the first is 1.
-
-    Example:
-        >>> len(edges(None, torch.float32)), edges(None, torch.float32)[0]
-        (32, 1)
-    """
+    """Return ascending magnitude keys, the finer the nearer to ``key``; the first is 1."""
     stop, octave = kernels.key_range(dtype)
     if key is None:
         return [1, *(stop * i // _BINS for i in range(1, _BINS))]
@@ -195,12 +190,7 @@ def _between(counts: Sequence[int], position: float) -> float:
 def _apportion(
     wishes: Sequence[float], k: int, least: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Scale and round wishes to whole numbers that sum to k, within ``[least, sizes]``.
-
-    Example:
-        >>> _apportion([9.0, 1.0, 0.0], 5, [1, 1, 1], [3, 9, 9])
-        [3, 1, 1]
-    """
+    """Scale and round wishes to whole numbers that sum to k, within ``[least, sizes]``."""
     k = min(max(k, sum(least)), sum(sizes))
     low, high = 0.0, 2.0 * (k + 1) / max(min((w for w in wishes if w > 0), default=1.0), 1e-9)
 

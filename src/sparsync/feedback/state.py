@@ -61,10 +61,7 @@ _COUNTS: Final = ("world_size", "step", "skipped", "rank")
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
-    """Return everything that the next step depends on: plain tensors and numbers, one per rank.
-
-    Residuals are keyed by parameter name.  Loadable with ``torch.load(..., weights_only=True)``.
-    """
+    """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
@@ -144,9 +141,6 @@ async def apply_state(
         keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
             saved is brought to the reducer's.
         parts: the ranks that hold the other shards or stages of this replica; they call it as well.
-
-    Raises:
-        PeerError: the ranks' states are of different steps, or other ranks of a part's were.
     """
     saved, wanted, units = parsed.saved, reducer.scale, len(reducer.units)
     scale = float(saved["scale"])
@@ -317,17 +311,11 @@ def _check_scale(scale: object) -> float:
 def rescale_(reducer: Reducer, scale: float) -> None:
     """Bring a reducer to gradients that are multiplied by ``scale``, between two steps.
 
-    A factor that is no power of two rounds every element of the residual once, by at most 2^-24 of it.
-
     Where a residual or velocity would leave the range of float32, it stays as it is, and this rank's next
-    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.
+    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At a
+    scale <= 1 none is lower: ConfigurationError, and nothing is changed.
 
-    Raises:
-        ConfigurationError: no scale, or a residual or velocity overflows at a scale <= 1, where none is
-            lower: nothing is changed.
-
-    Cost: nothing if the scale is the present one; else a pass over the residual, and where it grows
-    another.
+    Cost: a pass over the residual, and where it grows another.
 
     Example:
         >>> from sparsync.presets import resolve
@@ -371,14 +359,7 @@ def rescale_(reducer: Reducer, scale: float) -> None:
 
 
 def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
-    """Return the key of a magnitude times ``factor``; 1, which stands for all but zero, stays.
-
-    Example:
-        >>> two, = kernels.magnitude_keys(torch.tensor([2.0])).tolist()
-        >>> half, = kernels.magnitude_keys(torch.tensor([0.5])).tolist()
-        >>> rescaled_key(two, 0.25, torch.float32) == half
-        True
-    """
+    """Return the key of a magnitude times ``factor``; 1, which stands for all but zero, stays."""
     if key <= 1:
         return key
     integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]

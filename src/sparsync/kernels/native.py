@@ -122,7 +122,6 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
 def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Run a pass over addresses and length, with room for ``limit`` entries per worker."""
     n = vectors[-1]
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
@@ -141,10 +140,7 @@ def _low(key: int) -> int:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for many elements, a reading of x and a selection among somewhat more than k.
-
-    Where the sample misled, or k is no small part of n, up to six readings.
-    """
+    """Cost: for large x a reading and a selection among about k; if the sample misled, six readings."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
@@ -312,7 +308,7 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
-    """Call a kernel that checks its arguments; what it refuses raises ConfigurationError."""
+    """Call a kernel that checks its arguments; what it refuses is a ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:

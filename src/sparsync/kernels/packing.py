@@ -1,7 +1,7 @@
 """Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
 
-``pack`` and ``unpack`` are the entry points, which dispatch to C++ (``native/packing.cpp``) or Triton.
-The other functions are the specification, in plain PyTorch on any device, to which both are bit-equal.
+``pack`` and ``unpack`` dispatch to C++ (``native/packing.cpp``) or Triton.  The other functions are the
+specification, in plain PyTorch on any device, to which both are bit-equal.
 
 Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
 as they are, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between
@@ -148,7 +148,7 @@ def _pack_natively(
 
 
 def miscounted(nnz: int, found: int) -> WireFormatError:
-    """Return the error of a message whose index stream does not hold one bit per entry."""
+    """Return the error of an index stream without one bit per entry."""
     return WireFormatError(
         f"a message of {nnz} entries has {found} bits set where its indices stand; it is corrupt"
     )
@@ -187,11 +187,7 @@ def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Unpack what ``pack_indices`` packed, and check every bit.
-
-    Raises:
-        WireFormatError: not ``nnz`` strictly ascending indices below ``size``, or padding is set.
-    """
+    """Unpack what ``pack_indices`` packed; WireFormatError unless every bit is as it packs them."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
     # padding counts as unary: a set bit there is one index too many, or one beyond the size

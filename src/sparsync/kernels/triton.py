@@ -106,7 +106,6 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Cost: two readings of x, one host synchronisation."""
     n, floor = x.numel(), max(key, 1)
     counts = x.new_empty(_blocks_of(n), dtype=torch.int32)
     _cover(_count_above, n, _bits(x), counts, n, floor)
@@ -128,10 +127,7 @@ def _collect(
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Find the k-th largest key by a radix select, digit by digit.
-
-    Cost: six readings of x, no sort; one host synchronisation.
-    """
+    """Cost: six readings of x, no sort; one host synchronisation."""
     n, k = x.numel(), max(min(k, x.numel()), 0)
     positions = x.new_empty(k, dtype=torch.int64)
     if k == 0:
@@ -187,7 +183,6 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """Cost: a memset and a launch."""
     return _add_at(dense.zero_(), indices, values, sign=0)
 
 

@@ -101,9 +101,8 @@ class Exact(Selector):
     """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
 
     All entries above the expected threshold less a gap are collected in the pass that accumulates, and
-    exact selection runs on them alone.  The gap adapts so that they number about 2 k.  Where the gradient
-    shrank by more than the gap, or grew so much that too many were to be collected, the step selects
-    among all n: it costs more and is as exact.
+    exact selection runs on them alone.  The gap adapts so that they number about 2 k.  Where too few or
+    too many were collected, the step selects among all n: it costs more and is as exact.
 
     Cost: n comparisons inside the pass that accumulates; a selection among about 2 k.
     State: ``ExactState``.
@@ -195,11 +194,6 @@ def room(k: int) -> int:
 
 
 def mixed_seed(seed: int, step: int) -> int:
-    """Return the seed of a step's draws; ``seed + step`` would shift one sequence from run to run.
-
-    Example:
-        >>> mixed_seed(0, 1) == mixed_seed(1, 0)
-        False
-    """
+    """Return the seed of a step's draws; ``seed + step`` would shift one sequence from run to run."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

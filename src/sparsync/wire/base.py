@@ -65,10 +65,8 @@ class Header(NamedTuple):
             >>> list(Header(1, torch.float32, 258).pack())
             [81, 1, 1, 0, 2, 1, 0, 0]
         """
-        if self.entries >= 1 << 32:
-            raise ConfigurationError(
-                f"{self.entries} entries exceed one message; use smaller units"
-            )
+        if self.entries >= _SIZE_LIMIT:
+            raise ConfigurationError(f"{self.entries} entries exceed a message; use smaller units")
         if self.dtype not in _CODE_OF:
             known = ", ".join(str(dtype) for dtype in _CODE_OF)
             raise ConfigurationError(f"values of {self.dtype} have no wire format; choose {known}")
@@ -179,11 +177,7 @@ class Codec(ABC, Generic[V]):
         return self.layout(self.read_header(buffer))
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``.
-
-        Raises:
-            ConfigurationError: not even the empty message fits.
-        """
+        """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``."""
         fitting = bisect_right(
             range(size + 1), nbytes, key=lambda nnz: self.nbytes(nnz, size, dtype)
         )

@@ -87,11 +87,7 @@ class _Quantised(Codec[V]):
         return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and codes, and what the receiver makes of them, in the dtype of ``values``.
-
-        NaN and Inf get a code of their own and leave the scale alone.  No decoded magnitude exceeds
-        the largest of the dtype.
-        """
+        """Return scales and codes, and what the receiver makes of them, in the dtype of ``values``."""
         single = packing.to_float32(values, packing.FP32)
         blocks = packing.in_blocks(single, self.block)
         finite = blocks.isfinite()

@@ -157,19 +157,6 @@ def test_a_forgotten_handle_ends_its_thread_and_its_sockets():
     assert files[2] == files[0], "open files"
 
 
-@on_ranks(3)
-def test_states_of_different_steps_are_refused():
-    ddp, states = ddp_model(), []
-    sync = attach(ddp)
-    for step in range(2):
-        train(ddp, range(step, step + 1))
-        states.append(sync.state_dict())
-    with refused("step of the saved state", error=PeerError):
-        sync.load_state_dict(states[dist.get_rank() == 0])
-    sync.close()
-    sync.close()  # closing twice is closing
-
-
 @pytest.mark.slow
 @on_ranks(3)
 def test_the_planner_chooses_alike_on_all_ranks():

@@ -8,7 +8,6 @@ import torch
 
 from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint import load, save
-from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.sim import simulate
@@ -134,12 +133,3 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     load(other, tmp_path)
     assert other.reducer.step == 2
     assert torch.equal(residual(other), before)
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "state.pt"
-    write_file(path, {"values": torch.ones(5)})
-    with pytest.raises(CheckpointError, match="cannot write"), small_disk():
-        write_file(path, {"values": torch.ones(5000)})
-    assert torch.equal(read_file(path)["values"], torch.ones(5))
-    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]

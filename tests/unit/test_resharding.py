@@ -94,7 +94,7 @@ def test_more_ranks_share_the_elements_evenly():
     assert held == [10] * 6
 
 
-@pytest.mark.parametrize("before, after", [(4, 3), (3, 4), (2, 1), (1, 3)])
+@pytest.mark.parametrize("before, after", [(4, 3), (1, 3)])
 @pytest.mark.parametrize("name", ["budgeted", "oktopk", "redsync", "auto", "sparcml"])
 def test_a_resharded_run_goes_on_under_the_law(name, before, after):
     algorithm = ALGORITHMS[name]

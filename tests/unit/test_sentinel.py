@@ -282,6 +282,9 @@ def test_the_optimizer_is_compared_too():
         ({"period": 1.5}, "period is 1.5"),
         ({"policy": "pray"}, "policy is 'pray'; choose one of raise, warn, heal"),
         ({"buffers": "positions"}, "give a list of names"),
+        ({"buffers": torch.float32}, "buffers is torch.float32"),
+        ({"buffers": [1]}, "give a list of names"),
+        ({"optimizer": "sgd"}, "give a torch.optim.Optimizer"),
     ],
 )
 def test_bad_settings_are_refused(settings, words):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = ("black", "#d95f02", "#1b6ca8", "#7a7a7a", "#1a7a4c", "#8e44ad", "#b5a000", "#444444")
-_DASHES = (1, 1), (6, 1, 1, 1, 1, 1), (8, 2), (3, 1, 1, 1)
+_DASHES = (6, 1, 1, 1, 1, 1), (1, 1), (8, 2), (3, 1, 1, 1)
 _LINES = ("-", "--", "-.", ":", *((0, dashes) for dashes in _DASHES))
 _FILLS = ("#e8e8e8", "#9fb8cc", "#f0b98d", "#8a8a8a", "#c8d8b8", "#d5bfe0", "#ffffff")
 _HATCHES = ("", "///", "...", "", "xxx", "\\\\\\", "++")

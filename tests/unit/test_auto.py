@@ -88,11 +88,6 @@ def test_who_waits_for_a_late_rank_does_not_blame_the_collective():
     assert factor < 3  # a second would be hundreds of times the exchange
 
 
-def test_without_checks_it_stays_with_its_plan():
-    names = train(SLOW, 12, machine=machine_of(FAST, select=1e-8), check_period=None)[0][0]
-    assert {step[0] for step in names[1:]} == {"dense"}
-
-
 def test_a_budget_rules_out_what_needs_more():
     loose = train(FAST, 3, machine=machine_of(FAST, select=1e-8))
     tight = train(FAST, 3, machine=machine_of(FAST, select=1e-8), budget=2000.0)

@@ -40,7 +40,7 @@ def test_dense_wins_on_fast_links(density):
     assert made.break_even_bandwidth < 1 / FAST.beta
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     size=st.integers(10**4, 10**9),
     world_size=st.integers(2, 512),

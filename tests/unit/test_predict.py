@@ -92,13 +92,6 @@ def test_a_layer_that_is_searched_sends_between_k_and_two_k(preset):
     assert 0.99 / 1.5 <= nbytes / predicted.bytes_sent <= 2.01 / 1.5
 
 
-def test_redsync_sends_a_message_per_fused_group():
-    one = predict("redsync", size=1 << 20, k=1000, world_size=4, machine=MACHINE)
-    ten = predict("redsync", size=10 << 20, k=10_000, world_size=4, machine=MACHINE)
-    assert (one.messages, ten.messages) == (2, 20)
-    assert ten.bytes_sent == 10 * one.bytes_sent
-
-
 @pytest.mark.parametrize(
     ("machine", "seconds"),
     [
@@ -191,13 +184,6 @@ def test_oktopk_lies_between_its_bounds(k, world_size):
     words = resolve("oktopk").make_collective().cost(job).words
     assert lower_bound_words(k, world_size) < words
     assert words < forms.bound_words(k, world_size, exchangeable=True)
-
-
-def test_a_collective_without_a_cost_is_refused_by_name():
-    candidate = resolve("auto")
-    with pytest.raises(ConfigurationError, match="no cost is known of 'auto'"):
-        predict_candidate(candidate, size=10, k=1, world_size=2, machine=MACHINE)
-    assert resolve("budgeted").predictable
 
 
 @given(k=st.integers(0, 300), size=st.integers(1, 300), ranks=st.integers(1, 40))

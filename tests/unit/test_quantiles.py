@@ -1,12 +1,11 @@
 from bisect import bisect_left
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import simulate
-from sparsync.collectives.regions import REFINING_BINS, Bracket, bins_for, quantiles
+from sparsync.collectives.regions import REFINING_BINS, Bracket, quantiles
 
 
 def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_at=None):
@@ -69,36 +68,15 @@ def problems(draw):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(problems())
 def test_brackets_hold_the_wanted_order_statistics(problem):
     shares, positions, options = problem
     bracket_on_all_ranks(shares, positions, **options)
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        [[], [], []],
-        [[7] * 40, [7] * 40],
-        [[0] * 9, [999] * 9],
-        [[999]],
-        [list(range(1000)), []],
-    ],
-    ids=["no keys", "all equal", "the two ends", "one key", "all on one rank"],
-)
-def test_degenerate_keys_are_bracketed_too(shares):
-    total = sum(map(len, shares))
-    bracket_on_all_ranks(shares, [0, total // 2, max(total - 1, 0), total], stop=1000)
-
-
 def test_a_vector_without_elements_has_no_keys():
     bracket_on_all_ranks([[], []], [0, 1], stop=0)
-
-
-def test_nothing_wanted_takes_one_histogram():
-    ledger = bracket_on_all_ranks([[1, 2], [3, 4]], [], stop=100).ledgers[0]
-    assert ledger.total().messages_sent == 2  # reduce-scatter and allgather among two ranks
 
 
 def test_equal_float_magnitudes_take_few_rounds():
@@ -114,7 +92,3 @@ def test_a_good_start_saves_rounds():
     searched = bracket_on_all_ranks(shares, [500], stop=1 << 31, bins=64)
     known = bracket_on_all_ranks(shares, [500], stop=1 << 31, bins=64, start_at=(250_000, 250_050))
     assert known.ledgers[0].total().sent < searched.ledgers[0].total().sent
-
-
-def test_bins_cost_little_beside_2k_words():
-    assert [bins_for(k) for k in (0, 512, 1600, 1 << 20)] == [32, 32, 100, 1024]

@@ -53,11 +53,6 @@ def test_schedule_gives_every_message_its_turn(world_size, rotate):
                 assert turns[dest][turn][1] == rank
 
 
-def test_without_rotation_all_ranks_start_with_rank_0():
-    firsts = [next(regions.schedule(r, 5, rotate=False)) for r in range(1, 5)]
-    assert firsts == [(0, 0)] * 4
-
-
 @given(counts_and_targets())
 def test_balance_plan_reaches_the_targets_and_keeps_the_order(drawn):
     counts, targets = drawn

@@ -1,4 +1,4 @@
-"""SparCML's collectives against a dense loop: operations, dtypes, degenerate inputs."""
+"""SparCML's collectives against a dense loop: operations, dtypes, rounding codecs."""
 
 import functools
 from functools import partial
@@ -12,7 +12,8 @@ from sparsync.collectives.sparcml import Dynamic, Ring
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify
-from sparsync.wire import Packed
+from sparsync.wire import Codec, Encoded, Packed, Whole
+from sparsync.wire.base import Header
 from sparsync.wire.streams import StreamCodec
 
 from .stream_collectives import FACTORIES, make_vectors, reduce_all
@@ -70,7 +71,7 @@ def test_any_operation_equals_the_dense_loop(name, drawn, factor):
 @each
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_in_every_dtype(name, dtype):
-    for world_size in (1, 2, 3, 5, 6, 7, 8, 12, 16):
+    for world_size in (1, 3, 6, 8):
         tensors = [v.to_dense() for v in make_vectors(world_size, dtype=dtype)]
         check(partial(FACTORIES[name], cap=None), tensors, OPERATIONS["sum"])
 
@@ -85,13 +86,6 @@ def test_neutral_entries_are_not_sent(name, op):
         run = reduce_all(partial(FACTORIES[name], op=op, cap=None), [vector] * 5)
         assert all(result.total.nnz == 0 for result in run.results)
         assert all(ledger.total().parts.value == 0 for ledger in run.ledgers)
-
-
-@each
-def test_vectors_without_elements_and_fewer_elements_than_ranks(name):
-    for size in (0, 1, 3):
-        tensors = [torch.arange(size, dtype=torch.float32) + rank for rank in range(6)]
-        check(partial(FACTORIES[name], cap=None), tensors, OPERATIONS["sum"])
 
 
 @pytest.mark.parametrize("name", ["recursive doubling", "split-allgather", "dynamic"])
@@ -109,21 +103,6 @@ def test_a_ring_refuses_what_does_not_commute():
 @each
 def test_one_rank_sends_nothing(name):
     assert reduce_all(FACTORIES[name], make_vectors(1), k=20).ledgers[0].total().sent == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "messages"),
-    [
-        ("recursive doubling", {2: 1, 4: 2, 6: 2 + 1, 7: 2 + 1, 8: 3, 16: 4}),
-        ("split-allgather", {2: 1 + 1, 4: 3 + 2, 6: 5 + 3, 16: 15 + 4}),
-        ("dynamic", {2: 1 + 1, 4: 3 + 2, 6: 5 + 3, 16: 15 + 4}),
-        ("ring", {2: 2, 6: 10, 16: 30}),
-    ],
-)
-def test_there_is_no_message_but_those_of_the_algorithm(name, messages):
-    for world_size, expected in messages.items():
-        run = reduce_all(FACTORIES[name], make_vectors(world_size), k=20)
-        assert max(ledger.total().messages_sent for ledger in run.ledgers) == expected
 
 
 @pytest.mark.parametrize("name", ["recursive doubling", "split-allgather", "dynamic", "ring"])
@@ -200,3 +179,61 @@ def test_refusals_say_what_to_do(name, arguments, dtype, words):
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+# ---- codecs that round: equal totals, and every error kept exactly once ----------------------------
+
+
+class Noisy(Codec):
+    """Shifts every value by up to two eighths, with a seed per message source and step."""
+
+    format = 250
+
+    def __init__(self, seed=0):
+        self.seed = seed
+
+    def seeded(self, rank, step):
+        return Noisy(seed=1000 * step + rank + 1)
+
+    def encode(self, vector):
+        generator = torch.Generator().manual_seed(self.seed)
+        rounded = vector.values + torch.randint(-2, 3, vector.values.shape, generator=generator) / 8
+        return Encoded(self.message(self.start(vector), rounded), DenseVector(rounded))
+
+    def decode(self, payload, size):
+        header, body = self.body(payload, size)
+        return DenseVector(body.clone().view(header.dtype))
+
+    def header(self, nnz, size, dtype):
+        return Header(self.format, dtype, size)
+
+    def layout(self, header):
+        return Whole().layout(header)
+
+
+@each
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 7, 8])
+def test_what_is_rounded_is_kept_once(name, world_size):
+    generator = torch.Generator().manual_seed(world_size)
+    # eighths: all sums and differences are exact
+    tensors = [torch.randint(-40, 40, (60,), generator=generator) / 8 for _ in range(world_size)]
+    make = partial(FACTORIES[name], StreamCodec(dense=Noisy(), factor=0.4), cap=None)
+    results = reduce_all(make, [DenseVector(t) for t in tensors]).results
+    totals = [r.total.to_dense() for r in results]
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert torch.equal(sum(r.delivered.to_dense() for r in results), totals[0])
+    dense_is_used = name != "split-allgather"
+    assert torch.equal(totals[0], sum(tensors)) != dense_is_used
+
+
+def test_the_owner_of_a_region_keeps_what_is_rounded_off_its_sum():
+    tensors = [torch.full((40,), 0.25) for _ in range(4)]
+    make = partial(Dynamic, StreamCodec(dense=Noisy()), cap=None, op="sum", always_dense=True)
+    tensors[0][::2] = 0.5
+    results = reduce_all(make, [DenseVector(t) for t in tensors]).results
+    for rank, result in enumerate(results):
+        error = result.delivered.to_dense() - tensors[rank]
+        owned = slice(10 * rank, 10 * rank + 10)
+        assert error[owned].count_nonzero() > 0
+        error[owned] = 0
+        assert error.count_nonzero() == 0

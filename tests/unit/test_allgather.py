@@ -5,15 +5,19 @@ from functools import partial
 import pytest
 import torch
 
-from sparsync import SparseVector
+from sparsync import DenseVector, SparseVector
 from sparsync.collectives.allgather import Allgather
-from sparsync.testing import check_collective
-from sparsync.wire import Coo, Packed
+from sparsync.errors import WireFormatError
+from sparsync.wire import Coo, Qsgd, Whole
+from sparsync.wire.quantised import Signs
 from sparsync.wire.sign_mean import SignMean
 
+from .strategies import FLOATS, same
 from .stream_collectives import reduce_all
+from .wire_messages import rounded
 
 SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
+SUM_SIGNS = partial(Allgather, Signs())
 
 
 def one_signed(rank: int) -> SparseVector:
@@ -63,19 +67,6 @@ def test_what_the_cap_cuts_off_is_neither_delivered_nor_lost():
         assert set(result.lost.indices.tolist()) <= set(mine.top(5).indices.tolist())
 
 
-def test_nothing_is_lost_where_the_codec_is_exact():
-    selected = [one_signed(rank) for rank in range(3)]
-    make = partial(Allgather, Coo(), keep_error=False)
-    assert [r.lost for r in reduce_all(make, selected, k=COUNT).results] == [None] * 3
-
-
-@pytest.mark.parametrize("codec", [SignMean("packed"), Packed("int8")])
-@pytest.mark.parametrize("options", [{}, {"keep_error": False}, {"keep_error": False, "cap": None}])
-def test_the_contract_holds(codec, options):
-    make = partial(Allgather, codec, **options)
-    check_collective(make, rounding=True, world_sizes=(1, 3))
-
-
 def test_for_layers_reaches_the_codec_and_keeps_the_rest():
     collective = Allgather(SignMean("packed"), 2.0, keep_error=False).for_layers(LAYERS)
     assert (collective.codec.indices, collective.codec.layers) == ("packed", LAYERS)
@@ -94,12 +85,71 @@ def test_layers_of_a_fused_group_have_a_mean_each():
     assert result.lost.to_dense().tolist() == [-1.0, 1.0, -10.0, 10.0]
 
 
-@pytest.mark.parametrize("form", ["coo", "packed"])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_the_bytes_received_are_the_messages_of_the_others(world_size, form):
-    codec = SignMean(form, LAYERS)
-    simulation = reduce_all(
-        partial(Allgather, codec), [one_signed(r) for r in range(world_size)], k=COUNT
-    )
-    received = (world_size - 1) * codec.nbytes(COUNT, SIZE)
-    assert [ledger.total().received for ledger in simulation.ledgers] == [received] * world_size
+# ---- whole vectors ----------------------------------------------------------------------------------
+
+
+def noise(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(1000, generator=generator).to(dtype)
+
+
+def fold(tensors) -> torch.Tensor:
+    """The left fold in rank order."""
+    total = torch.zeros_like(tensors[0])
+    for tensor in tensors:
+        total = total + tensor
+    return total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_total_is_the_fold_of_what_was_decoded(world_size, dtype):
+    tensors = [noise(rank, dtype=dtype) for rank in range(world_size)]
+    results = reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results
+    decoded = [rounded(Signs(), t) for t in tensors]
+    for rank, result in enumerate(results):
+        same(result.delivered.values, decoded[rank])
+        same(result.total.values, fold(decoded))
+        assert result.lost is None
+        assert not torch.equal(result.delivered.values, tensors[rank]), "not quantised"
+        result.total.values.zero_()  # the caller may: no memory is shared with what was delivered
+        same(result.delivered.values, decoded[rank])
+
+
+def test_a_sparse_vector_counts_with_its_zeros():
+    sparse = SparseVector(torch.tensor([1, 2]), torch.tensor([3.0, -5.0]), 4)
+    (result,) = reduce_all(SUM_SIGNS, [sparse]).results
+    assert result.total.values.tolist() == [2.0, 2.0, -2.0, 2.0]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(broken):
+    tensors = [noise(rank) for rank in range(3)]
+    tensors[1][300] = broken
+    for result in reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results:
+        assert result.total.isfinite().logical_not().nonzero()[:, 0].tolist() == [*range(256, 512)]
+
+
+def test_codecs_draw_for_the_rank_and_the_step():
+    codec = Qsgd(4, scale="max")
+    tensors = [noise(0)] * 2
+    make = partial(Allgather, codec)
+    results = reduce_all(make, [DenseVector(t) for t in tensors], step=3).results
+    for rank, result in enumerate(results):
+        same(result.delivered.values, rounded(codec.seeded(rank, 3), noise(0)))
+
+
+def test_with_an_exact_codec_all_is_delivered():
+    tensors = [noise(rank) for rank in range(3)]
+    make = partial(Allgather, Whole())
+    for mine, result in zip(
+        tensors, reduce_all(make, [DenseVector(t) for t in tensors]).results, strict=True
+    ):
+        assert result.delivered.values is mine  # the residual is empty then
+        same(result.total.values, fold(tensors))
+
+
+def test_ranks_of_different_sizes_are_refused():
+    vectors = [DenseVector(torch.ones(7)), DenseVector(torch.ones(8))]  # in as many bytes
+    with pytest.raises(WireFormatError, match=r"region of (7|8) elements, expected (8|7)"):
+        reduce_all(SUM_SIGNS, vectors)

@@ -13,7 +13,7 @@ from sparsync.algorithm import Algorithm
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import Plan, plan
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.sparse import Vector
 from sparsync.state import parse_parts
 from sparsync.transports.communicator import Communicator
@@ -118,8 +118,7 @@ class Auto(Collective):
             ("gain", gain, 0 <= gain < 1, "a part in [0, 1), e.g. 0.1"),
             ("patience", patience, patience >= 1, "at least 1 check"),
         ):
-            if not good:
-                raise ConfigurationError(f"auto: {name} is {value}; give {expected}")
+            require(good, f"auto: {name} is {value}; give {expected}")
         self.candidates = tuple(algorithm.name for algorithm in candidates)
         self.machine, self.budget, self.check_period = machine, budget, check_period
         self.gain, self.patience = gain, patience

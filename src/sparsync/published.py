@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Allgather, Dynamic, OkTopk
 from sparsync.collectives.costs import WORD_BYTES, Job
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.selection import Blockwise, BySize, Layered, OneSigned, Reused
 from sparsync.sparse import SparseVector
 from sparsync.wire import Qsgd, SignMean, SparseQsgd, StreamCodec
@@ -213,8 +213,7 @@ def sparcml(
     Raises:
         ConfigurationError: "reduced" with a quantiser whose kept error would explode.
     """
-    if quantize not in ("local", "reduced"):
-        raise ConfigurationError(f"quantize is {quantize!r}; choose local or reduced")
+    require(quantize in ("local", "reduced"), f"quantize is {quantize!r}; choose local or reduced")
     shrink = keep_error if quantize == "local" else False
     quantization_block = quantization_block or (1024 if quantize == "local" else 256)
     arguments: dict[str, Any] = {

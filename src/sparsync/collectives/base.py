@@ -12,7 +12,7 @@ import torch
 
 from sparsync import kernels
 from sparsync.collectives.costs import Cost, Job, Result
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
 from sparsync.transports.communicator import Communicator
@@ -116,8 +116,7 @@ def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
 
 def check_cap(cap: float | None, where: str) -> None:
     """Refuse a cap that is not a positive factor or None."""
-    if cap is not None and not cap > 0:
-        raise ConfigurationError(f"{where}: cap is {cap}; give a factor > 0 of k, or None")
+    require(cap is None or cap > 0, f"{where}: cap is {cap}; give a factor > 0 of k, or None")
 
 
 # ---- who drops or rounds, keeps ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
@@ -64,10 +64,10 @@ class Budgeted(Collective):
     result: Result = "top-k"
 
     def __init__(self, codec: Codec[SparseVector] | None = None, *, budget: float = 2.0) -> None:
-        if not (isinstance(budget, int | float) and 0 < budget < math.inf):
-            raise ConfigurationError(
-                f"Budgeted: budget is {budget!r}; give words per k (P - 1) / P, as 2.0"
-            )
+        require(
+            isinstance(budget, int | float) and 0 < budget < math.inf,
+            f"Budgeted: budget is {budget!r}; give words per k (P - 1) / P, as 2.0",
+        )
         self.codec, self.budget = codec or Packed(), float(budget)
 
     def cost(self, job: Job) -> Cost:
@@ -134,10 +134,10 @@ class Budgeted(Collective):
             return min(width, k, math.ceil(mean + 2 * _deviations(mean))), share
         nbytes = int(self.budget * WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)
-        if most == 0:
-            raise ConfigurationError(
-                f"Budgeted: a budget of {self.budget} words leaves no room for an entry; give more"
-            )
+        require(
+            most > 0,
+            f"Budgeted: a budget of {self.budget} words leaves no room for an entry; give more",
+        )
         return min(width, k, most), min(share, most)
 
 

@@ -23,7 +23,7 @@ from sparsync.collectives.costs import (
     allreduce,
     lower_bound_words,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Codec, MessageFraming
@@ -131,10 +131,8 @@ class OkTopk(Collective):
             ("boundaries", boundaries, ("histogram", "average")),
             ("global_threshold", global_threshold, ("histogram", "allgather")),
         ):
-            if choice not in known:
-                raise ConfigurationError(
-                    f"OkTopk: {name} is {choice!r}; choose one of {', '.join(known)}"
-                )
+            say = f"OkTopk: {name} is {choice!r}; choose one of {', '.join(known)}"
+            require(choice in known, say)
         for name, number in (
             ("repartition_period", repartition_period),
             ("repartition_trigger", repartition_trigger),
@@ -142,12 +140,11 @@ class OkTopk(Collective):
             ("window", window),
             ("balance_trigger", balance_trigger),
         ):
-            if number is not None and not number >= 1:
-                raise ConfigurationError(f"OkTopk: {name} is {number}; give at least 1")
+            fits = number is None or number >= 1
+            require(fits, f"OkTopk: {name} is {number}; give at least 1")
         check_cap(cap, "OkTopk")
         self.codec = codec or Coo()
-        if not self.codec.exact:
-            raise ConfigurationError("OkTopk: the codec rounds values; use an exact one, as coo")
+        require(self.codec.exact, "OkTopk: the codec rounds values; use an exact one, as coo")
         self.repartition_period, self.threshold_period = repartition_period, threshold_period
         self.boundaries, self.global_threshold, self.cap = boundaries, global_threshold, cap
         self.repartition_trigger = repartition_trigger

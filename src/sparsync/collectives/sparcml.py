@@ -17,7 +17,7 @@ from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
 from sparsync.collectives.regions import even_boundaries
 from sparsync.collectives.streams import Call, StreamCollective, relayed, stream_bytes
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.reduction import Reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, fold
 from sparsync.transports.communicator import Communicator
@@ -206,11 +206,10 @@ class Dynamic(StreamCollective):
         keep_error: bool = True,
     ) -> None:
         super().__init__(codec, op=op, cap=cap)
-        if local is not None and self.operation.name != "sum":
-            raise ConfigurationError(
-                f"Dynamic: local={local!r} rounds, as only sums may be, not '{self.operation.name}'; "
-                "omit it"
-            )
+        require(
+            local is None or self.operation.name == "sum",
+            f"Dynamic: local={local!r} rounds, as only sums may be, not '{self.operation.name}'; omit it",
+        )
         self.always_dense, self.keep_error = always_dense, keep_error
         self.local = None if local is None else StreamCodec(local, factor=None)
 
@@ -349,11 +348,11 @@ class Ring(StreamCollective):
         super().__init__(codec, op=op, cap=None if dense else cap)
         self.dense = dense
         self.result: Result = "whole" if dense else "sum"
-        if not self.operation.commutative:
-            raise ConfigurationError(
-                f"Ring: operation '{self.operation.name}' does not commute, but a ring reduces "
-                "in rotated order; use RecursiveDoubling or Dynamic"
-            )
+        require(
+            self.operation.commutative,
+            f"Ring: operation '{self.operation.name}' does not commute, but a ring reduces "
+            "in rotated order; use RecursiveDoubling or Dynamic",
+        )
 
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages to the next rank, of partial sums of regions, then of sums.

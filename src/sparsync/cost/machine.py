@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 
 __all__ = ["Machine"]
 
@@ -46,8 +46,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigurationError(f"Machine: {name} is {value!r}; give seconds >= 0")
+            fits = isinstance(value, int | float) and 0 <= value < math.inf
+            require(fits, f"Machine: {name} is {value!r}; give seconds >= 0")
 
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers."""
@@ -62,10 +62,7 @@ class Machine:
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ConfigurationError(
-                f"Machine has no {', '.join(unknown)}; it has {', '.join(known)}"
-            )
+        require(not unknown, f"Machine has no {', '.join(unknown)}; it has {', '.join(known)}")
         return cls(**given)
 
     @classmethod

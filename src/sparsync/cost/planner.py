@@ -39,7 +39,7 @@ from sparsync.cost.wording import (
     format_percent,
     format_seconds,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.selection import Everything
 
 __all__ = ["Plan", "Prediction", "bound_words", "plan", "predict"]
@@ -107,8 +107,7 @@ def predict(
         [833, 11]
     """
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
-        if value < least:
-            raise ConfigurationError(f"predict: {name} is {value}; give at least {least}")
+        require(value >= least, f"predict: {name} is {value}; give at least {least}")
     job, result = Job(size, min(k, size), world_size), algorithm.result
     alone = world_size == 1 or size == 0
     cost = Cost(0, 0) if alone else algorithm.cost(job)
@@ -220,12 +219,9 @@ def plan(
         ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes > 0, "more than 0"),
         ("compute", compute, compute is None or 0 <= compute < math.inf, "seconds >= 0"),
     ):
-        if not good:
-            raise ConfigurationError(f"plan: {name} is {value}; give {expected}")
-    if density is not None and k is not None:
-        raise ConfigurationError("plan: density and k were both given; give one of them")
-    if not candidates:
-        raise ConfigurationError("plan: no candidates; give algorithms to choose from")
+        require(good, f"plan: {name} is {value}; give {expected}")
+    require(density is None or k is None, "plan: density and k were both given; give one of them")
+    require(bool(candidates), "plan: no candidates; give algorithms to choose from")
 
     def predicted(algorithm: Algorithm, entries: int, on: Machine = machine) -> Prediction:
         made = predict(algorithm, size=size, k=entries, world_size=world_size, machine=on)
@@ -310,35 +306,22 @@ def _why(
 
     ``partners``: 1: one rank is alone; 0: there is nothing to exchange.
     """
-    best = table[0]
+    best, *others = table
+    won = f"{best.collective} wins here: "
     if partners <= 1:
-        reason = (
-            "one rank has nobody to exchange with" if partners else "there is nothing to exchange"
-        )
-        return f"{best.collective} wins here: {reason}"
+        alone = "one rank has nobody to exchange with"
+        return won + (alone if partners else "there is nothing to exchange")
+    won += format_seconds(best.seconds)
+    if best.collective == "dense" and not others:
+        return f"{won}, and nothing else was asked for"
     if best.collective == "dense":
-        rival = next(iter(table[1:]), None)
-        if rival is None:
-            return (
-                f"dense wins here: {format_seconds(best.seconds)}, and nothing else was asked for"
-            )
-        versus = f"{format_seconds(rival.seconds)} of {rival.collective}, the next best"
-        return f"dense wins here: {format_seconds(best.seconds)} against {versus}" + _limits(
-            "; sparse would win below", bandwidth, density
-        )
-    if all(entry.collective != "dense" for entry in table):  # over the budget, or not asked for
-        times = [
-            f"{format_seconds(p.seconds)} and {format_bytes(p.bytes_sent)}" for p in (best, dense)
-        ]
-        return f"{best.collective} wins here: {times[0]} against dense's {times[1]}"
-    versus = f"{format_seconds(best.seconds)} against dense's {format_seconds(dense.seconds)}"
-    return f"{best.collective} wins here: {versus}" + _limits(
-        "; dense would win above", bandwidth, density
-    )
-
-
-def _limits(start: str, bandwidth: float | None, density: float | None) -> str:
-    """Name the limits that there are."""
-    named = [format_bandwidth(bandwidth)] if bandwidth else []
-    named += [f"a density of {format_percent(density)}"] if density else []
-    return f"{start} {' or '.join(named)}" if named else ""
+        rival = f"{format_seconds(others[0].seconds)} of {others[0].collective}, the next best"
+        beyond = "sparse would win below"
+    elif any(entry.collective == "dense" for entry in others):
+        rival, beyond = f"dense's {format_seconds(dense.seconds)}", "dense would win above"
+    else:  # over the budget, or not asked for
+        needed = f"dense's {format_seconds(dense.seconds)} and {format_bytes(dense.bytes_sent)}"
+        return f"{won} and {format_bytes(best.bytes_sent)} against {needed}"
+    limits = [format_bandwidth(bandwidth)] if bandwidth else []
+    limits += [f"a density of {format_percent(density)}"] if density else []
+    return f"{won} against {rival}" + (f"; {beyond} {' or '.join(limits)}" if limits else "")

@@ -372,10 +372,10 @@ def test_rounding_to_16_bits_is_no_move():
     [
         ({"period": 0}, "period is 0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
-        ({"residual": "shared"}, "choose apart or weights"),
+        ({"residual": "shared"}, "give 'apart' or 'weights'"),
         ({"outer_lr": math.nan}, "outer_lr is nan"),
         ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"nesterov": True}, "needs a momentum"),
+        ({"nesterov": True}, "give a momentum"),
         ({"residual_decay": 1.1}, "residual_decay is 1.1"),
         ({"density": 0}, "density is 0"),
         ({"algorithm": "topk"}, "unknown algorithm"),

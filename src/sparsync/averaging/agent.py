@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from sparsync.averaging.companion import Companion
+from sparsync.averaging.base import Companion
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, Subgroup
 from sparsync.transports.driver import Finished, Operation, Task

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
-from sparsync.averaging.companion import Accompanied
+from sparsync.averaging.base import Accompanied
 from sparsync.errors import require
 from sparsync.transports.communicator import Communicator
 

@@ -10,8 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.base import Averager, mean
-from sparsync.averaging.companion import Accompanied, Companion
+from sparsync.averaging.base import Accompanied, Averager, Companion, mean
 from sparsync.errors import require
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -53,14 +52,13 @@ class OuterStep(Averager):
 
     With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
     residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
-    this is what keeps up with dense training (``benchmarks/adam.md``): exchanging sparse gradients breaks
-    its second moment, and exchanging updates of shared weights makes them stale.
+    this is what keeps up with dense training (``benchmarks/adam.md``).
 
     Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
 
     When NaN or Inf is in the sum, no rank applies it: all return to their weights after the last
     exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
-    A second time in a row raises.
+    A second time in a row raises ``NonFiniteGradientError``.
 
     Args:
         model: its parameters are the units' names, without it there is one unit.
@@ -69,23 +67,18 @@ class OuterStep(Averager):
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
             every element, the number at which the bytes per step are those of pairs at this density.
         warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
-            ranks do alone costs most while weights move fast (as DGC's ramp of densities).
-        residual: "apart": all ranks continue from equal weights, as the papers have it; "weights".
+            ranks do alone costs most while weights move fast.
+        residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
         outer_lr: the outer learning rate, > 0; 1 is averaging.
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
-        residual_decay: of the residual at every exchange, in [0, 1]; below 1 the law holds for what is
-            left of it.
+        residual_decay: of the residual at every exchange, in [0, 1].
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
-    State: in ``memory`` the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer:
-    residuals, thresholds and boundaries of the algorithm.
+    State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
     Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
     residuals and a period that it falls into.
-
-    Raises:
-        NonFiniteGradientError: from ``step``, for the second exchange in a row.
 
     Example:
         >>> from sparsync import simulate
@@ -117,27 +110,16 @@ class OuterStep(Averager):
         residual_decay: float = 1.0,
         **binding: Any,
     ) -> None:
-        require(
-            period is None or (type(period) is int and period >= 1),
-            f"OuterStep: period is {period!r}; give at least 1 step, or None",
-        )
-        require(
-            residual in ("apart", "weights"),
-            f"OuterStep: residual is {residual!r}; choose apart or weights",
-        )
-        require(0 < outer_lr < math.inf, f"OuterStep: outer_lr is {outer_lr}; give a rate > 0")
-        require(
-            momentum is None or 0 <= momentum < 1,
-            f"OuterStep: momentum is {momentum}; give one in [0, 1), or None",
-        )
-        require(
-            not nesterov or momentum != 0,
-            "OuterStep: nesterov=True needs a momentum > 0, e.g. 0.9",
-        )
-        require(
-            0 <= residual_decay <= 1,
-            f"OuterStep: residual_decay is {residual_decay}; give a factor in [0, 1]",
-        )
+        counted = period is None or (type(period) is int and period >= 1)
+        for name, value, fits, cure in (
+            ("period", period, counted, "at least 1 step, or None"),
+            ("residual", residual, residual in ("apart", "weights"), "'apart' or 'weights'"),
+            ("outer_lr", outer_lr, 0 < outer_lr < math.inf, "a rate > 0"),
+            ("momentum", momentum, momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
+            ("nesterov", nesterov, not nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
+            ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
+        ):
+            require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
         self._chosen = replace(resolve(algorithm), average=True)
         self.algorithm = f"{self._chosen.name} {self._chosen.options}"  # ranks compare it
@@ -163,21 +145,17 @@ class OuterStep(Averager):
             f"{vector.numel()}; load it into the model that it was saved with",
         )
         self._parameters = {"model": vector} if self._binding is None else self._binding.trained
-        sizes = [parameter.numel() for parameter in self._parameters.values()]
-        ends = list(accumulate(sizes))
-        named = zip(self._parameters, sizes, ends, strict=True)
-        self._spans = {name: slice(end - size, end) for name, size, end in named}
-        units = [
-            (name, vector[span].view(self._parameters[name].shape))
-            for name, span in self._spans.items()
-        ]
-        self._end = sum(sizes)
+        self._spans, self._end, named = dict[str, slice](), 0, list[tuple[str, Tensor]]()
+        for name, parameter in self._parameters.items():
+            start, self._end = self._end, self._end + parameter.numel()
+            self._spans[name] = slice(start, self._end)
+            named.append((name, vector[start : self._end].view(parameter.shape)))
         if self._end < vector.numel():
-            self._spans[_REST] = slice(self._end, vector.numel())
-            units.append((_REST, vector[self._end :]))
+            self._spans[_REST] = slice(self._end, None)
+            named.append((_REST, vector[self._end :]))
         compress = self._chosen.compress
         planned = plan_units(
-            units,
+            named,
             self._chosen.unit_bytes,
             lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
             output_parameters(self._binding.model) if self._chosen.output and self._binding else (),
@@ -268,11 +246,7 @@ class OuterStep(Averager):
         return {**super().state_dict(), "reducer": saved}
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed.
-
-        Raises:
-            ConfigurationError: the state is of another set-up.
-        """
+        """Check on this rank alone that a saved state fits; nothing is changed."""
         self.check_place(state)
         return parse_state(self.reducer, state["reducer"])
 
@@ -329,8 +303,9 @@ class OuterStep(Averager):
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite."""
-        optimizer = None if self._binding is None else self._binding.optimizer
-        for state in optimizer.state.values() if optimizer is not None else ():
+        if self._binding is None or self._binding.optimizer is None:
+            return
+        for state in self._binding.optimizer.state.values():
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 state.clear()
@@ -360,28 +335,19 @@ _CHUNK: Final = 4096
 _ENTRIES: Final = 64  # of a chunk; SparseLoCo: chunks of 64 x 64; 1.6 %, of its 1 to 3 %
 
 
-def sparseloco(*, bits: int = 4) -> Algorithm:
+def sparseloco() -> Algorithm:
     """SparseLoCo's exchange: chunk-wise top-k, quantised, collected by all ranks.
 
     Its quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive without
-    shrinking values to 2 / 9, so 4 are the default; with Elias-Fano indices an entry then takes 12.5
-    bits, where 2 and a position in its chunk are 14.
-
-    Args:
-        bits: of a value: 2, 4 or 8; one scale per chunk.
-
-    Example:
-        >>> sparseloco().name, sparseloco(bits=2).options
-        ('sparseloco', (('bits', 2),))
+    shrinking values to 2 / 9, so this takes 4; with Elias-Fano indices an entry then has 12.5 bits,
+    where 2 and a position in its chunk are 14.
     """
-    codec = SparseQsgd(bits, block=_ENTRIES, scale="max")
-    if not codec.contractive:
-        codec = SparseQsgd(bits, block=_ENTRIES, scale="max", shrink=True)
+    codec = SparseQsgd(4, block=_ENTRIES, scale="max")
     return Algorithm(
         "sparseloco",
         lambda: Blockwise(block=_CHUNK),
         lambda: Allgather(codec),
-        options=(("bits", bits),),
+        options=(("bits", 4),),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging import groups
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
-from sparsync.averaging.companion import Accompanied
+from sparsync.averaging.base import Accompanied
 from sparsync.errors import require
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator, Subgroup

@@ -139,29 +139,6 @@ def test_all_begin_from_the_same_vector_though_they_have_stepped():
     together(program, 2)
 
 
-def test_it_trains_as_one_process_with_all_batches():
-    """Plain SGD from equal models: averaging models is averaging gradients."""
-
-    def program(comm):
-        model = linear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        with allreduce(model, comm=comm) as averager:
-            train_(model, optimizer, comm.rank, 5, averager)
-        return model.weight.detach()
-
-    found = together(program, 3)
-    assert all(torch.equal(found[0], other) for other in found)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for step in range(5):
-        optimizer.zero_grad()
-        for rank in range(3):
-            generator = torch.Generator().manual_seed(100 * rank + step)
-            (model(torch.randn(8, 2, generator=generator)).square().sum() / 3).backward()
-        optimizer.step()
-    torch.testing.assert_close(found[0], model.weight)
-
-
 # ---- what is compared at the start -----------------------------------------------------------------
 
 

@@ -52,15 +52,6 @@ def test_the_exponential_graph_reaches_all_from_all_in_log_p_steps(world_size, c
     assert (matrix > 0).all()
 
 
-def test_exponential_neighbours():
-    graph = Exponential(2)
-    assert [graph.neighbours(6, 8, step) for step in range(4)] == [[7, 0], [2, 7], [0, 2], [7, 0]]
-    assert graph.neighbours(0, 3, 5) == [1, 2]
-    assert Exponential(9).neighbours(0, 5, 0) == [1, 2, 4]
-    assert graph.neighbours(1, 2, 7) == [0]
-    assert graph.neighbours(0, 1, 0) == []
-
-
 # ---- against the papers' equations -----------------------------------------------------------------
 
 

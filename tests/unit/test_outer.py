@@ -114,44 +114,6 @@ def test_nothing_is_lost(algorithm, decay, density, seed):
     torch.testing.assert_close(shared[-1], shared[-2] - over_ranks(kept, 5) / WORLD_SIZE)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_the_outer_step_is_that_of_torch(nesterov):
-    moving = {"momentum": 0.9, "nesterov": nesterov}
-    models = on_all_ranks(
-        lambda: OuterStep(algorithm="dense", density=1.0, period=2, outer_lr=0.7, **moving), 8
-    )
-    weights = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
-    optimizer = torch.optim.SGD([weights], lr=0.7, **moving)
-    for step in range(1, 8, 2):
-        moves = [update(rank, s) for rank in range(WORLD_SIZE) for s in (step - 1, step)]
-        weights.grad = -sum(moves) / WORLD_SIZE
-        optimizer.step()
-        torch.testing.assert_close(models[step, 0], weights.detach())
-    torch.testing.assert_close(models[8], models[7])  # nothing was missing: no momentum either
-
-
-def test_a_quadratic_is_solved_at_a_tenth_of_the_volume():
-    """Ranks pull to points of their own; a tenth of the entries leads to the mean of the points."""
-    points = torch.stack([update(rank, 99) for rank in range(WORLD_SIZE)])
-
-    def distance(**chosen):
-        async def program(comm):
-            averager, vector = OuterStep(**chosen), torch.zeros(SIZE, dtype=torch.float64)
-            await averager.begin(comm, vector, 0)
-            for step in range(600):
-                vector = vector + 2 / (step + 100) * (points[comm.rank] - vector)
-                vector = await averager.average(comm, vector, step)
-            return vector
-
-        vector = simulate(program, WORLD_SIZE).results[0]
-        return float((vector - points.mean(0)).norm() / points.mean(0).norm())
-
-    assert distance(algorithm="dense", density=1.0, period=4) < 0.03
-    assert distance(density=0.1, period=4) < 0.04
-    assert distance(algorithm=sparseloco(), density=0.1, period=4) < 0.04
-    assert distance(density=0.1, period=4, residual_decay=0.0) > 0.6  # no error feedback
-
-
 @pytest.mark.parametrize("algorithm", ["oktopk-paper", "budgeted", sparseloco()])
 @pytest.mark.parametrize("reload_at", [4, 5])
 def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
@@ -226,27 +188,6 @@ def test_units_follow_the_names_of_a_model():
     torch.testing.assert_close(flat(net), before - kept)
     averager.finish()
     assert torch.equal(flat(net), shared)
-
-
-@pytest.mark.parametrize(
-    "options", [{"density": 0.1, "momentum": 0.5}, {"algorithm": "signs", "residual": "weights"}]
-)
-def test_a_model_resumes_bit_for_bit_within_a_period(options):
-    def make(net):
-        return OuterStep(net, period=4, **options), LocalAdamW(net.parameters(), 4, lr=0.01)
-
-    through, resumed = model(), model()
-    averager, optimizer = make(through)
-    train(through, averager, range(10), optimizer)
-    saved = through_a_file([part.state_dict() for part in (through, averager, optimizer)])
-    train(through, averager, range(10, 22), optimizer)
-    second, fresh = make(resumed)
-    for part, state in zip((resumed, second, fresh), saved, strict=True):
-        part.load_state_dict(state)
-    train(resumed, second, range(10, 22), fresh)
-    assert torch.equal(flat(resumed), flat(through))
-    averager.finish(), second.finish()
-    assert torch.equal(flat(resumed), flat(through))
 
 
 # ---- the residual in the weights ------------------------------------------------------------------

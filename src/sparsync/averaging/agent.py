@@ -277,16 +277,16 @@ class Agent(Companion):
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
         """Take this rank's model; ``reply`` gets the ``Answer``: a round >= ``version``, or a return."""
+        self._waiting = version, reply
         if self._welcome is not None:
-            welcome, self._welcome = self._welcome, None
-            self._answer(reply, welcome, resumes=True)
+            self._answer(self._welcome)
             return
         self._published = version
         self.rounds.publish(version, vector)
         if version <= self._last.version:
-            self._answer(reply, self._last)
+            self._answer(self._last)
             return
-        self._arrived, self._waiting = version, (version, reply)
+        self._arrived = version
         self.version = min(self.version, version)  # ``finish``: the round before a step's
         alone = self._waits_for_all(version) or self._called >= version
         if not alone and self.rounds.activates(version, self.host.rank):
@@ -294,7 +294,11 @@ class Agent(Companion):
             self._tell(version, self.host.rank)
         self._advance()
 
-    def _answer(self, reply: Reply, result: Round, *, resumes: bool = False) -> None:
+    def _answer(self, result: Round) -> None:
+        """Give the rank that waits a result."""
+        assert self._waiting is not None, "it has arrived"
+        (_, reply), self._waiting = self._waiting, None
+        resumes, self._welcome = self._welcome is not None, None
         result = self.rounds.collected(result)
         self.answer(reply, Answer(result, resumes, tuple(self.left_out), self.present))
 
@@ -310,9 +314,8 @@ class Agent(Companion):
             return
         match header.kind:
             case Kind.ACTIVATE:
-                self._tell(
-                    header.version, header.number
-                )  # also of a round that this rank has ended
+                # also of a round that this rank has ended
+                self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
                 self._repeat(source, header.version)  # begun again by the sender, ended here
@@ -416,8 +419,7 @@ class Agent(Companion):
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] > result.version}
         self._told = {v: told for v, told in self._told.items() if v > result.version - _REMEMBERED}
         if self._waiting is not None and result.version >= self._waiting[0]:
-            (_, reply), self._waiting = self._waiting, None
-            self._answer(reply, result)
+            self._answer(result)
 
     def _drop(self) -> None:
         """Give up the round under way; it may be begun again."""
@@ -511,10 +513,8 @@ class Agent(Companion):
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] > before}
         self._restart(result)
         self.rounds.restart(before, result.total / result.models)
-        if self._waiting is None:
-            self._welcome = result
-        else:
-            (_, reply), self._waiting = self._waiting, None
-            self._answer(reply, result, resumes=True)
+        self._welcome = result
+        if self._waiting is not None:
+            self._answer(result)
         self._merge(generations)
         self._advance()

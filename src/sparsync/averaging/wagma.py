@@ -68,14 +68,13 @@ class Wagma(Accompanied):
         group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
             differ by one rank; 1: only global averages, which is local SGD.
         sync_period: tau, in steps; None: no global average before ``finish``.
-        grouping: "wait-avoiding" (alpha of section 4), or "synchronous" (beta: a group waits for its
-            members).
+        grouping: a late rank's group goes on, "wait-avoiding", or waits for it, "synchronous".
         dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
         values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; what rounding
             takes away is contributed later.  Global averages are never rounded.
-        deadline: seconds of silence after which a rank that others wait for is left out and reported;
-            training goes on.  When it is heard again it is given the last global average and goes on
-            with the others' step (``resume_at``).  None: it is waited for.
+        deadline: seconds of silence after which a rank that others wait for is left out and reported.
+            When it is heard again it goes on with the last global average and the others' step
+            (``resume_at``).  None: it is waited for.
 
     Raises:
         DeadlineError: a rank does not come to a global average within the communicator's timeout.

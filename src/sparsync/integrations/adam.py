@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 
 __all__ = ["LocalAdamW", "check_adam"]
 
@@ -24,15 +24,8 @@ class LocalAdamW(torch.optim.Optimizer):
         w = w - lr (m / (sqrt(v') + eps) + weight_decay w)      with m, v corrected for bias
 
     A local gradient is noisier than the average: with its own second moment, steps are up to sqrt(P)
-    times shorter than those of dense training at the same learning rate.  P = 1 is torch's AdamW.
-
-    Args:
-        params: parameters, or groups of them.
-        world_size: number of ranks P whose updates are averaged.
-        lr: learning rate.
-        betas: b1 and b2.
-        eps: added to the root.
-        weight_decay: decoupled.
+    times shorter than those of dense training at the same learning rate.  P = 1 is torch's AdamW, whose
+    arguments the others are.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -50,8 +43,7 @@ class LocalAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"world_size is {world_size}; give at least 1 rank")
+        require(world_size >= 1, f"world_size is {world_size}; give at least 1 rank")
         check_adam(lr, betas, eps, weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -91,9 +83,9 @@ class LocalAdamW(torch.optim.Optimizer):
 
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuse what Adam cannot work with."""
-    if isinstance(lr, bool) or not lr >= 0:
-        raise ConfigurationError(f"lr is {lr}; give a learning rate >= 0")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigurationError(f"betas are {betas}; give two factors in [0, 1)")
-    if not eps >= 0 or not weight_decay >= 0:
-        raise ConfigurationError(f"eps is {eps} and weight_decay {weight_decay}; give numbers >= 0")
+    require(not isinstance(lr, bool) and lr >= 0, f"lr is {lr}; give a learning rate >= 0")
+    require(all(0 <= beta < 1 for beta in betas), f"betas are {betas}; give two factors in [0, 1)")
+    require(
+        eps >= 0 and weight_decay >= 0,
+        f"eps is {eps} and weight_decay {weight_decay}; give numbers >= 0",
+    )

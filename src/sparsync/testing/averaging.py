@@ -13,8 +13,6 @@ from sparsync.transports.sim import SimCommunicator, simulate
 
 __all__ = ["check_averager"]
 
-Late = Callable[[int, int], float]
-
 
 def check_averager(
     make: Callable[[], Averager],
@@ -22,7 +20,7 @@ def check_averager(
     world_sizes: Sequence[int] = WORLD_SIZES,
     steps: int = 24,
     preserves_mean: bool = True,
-    late: Late | None = None,
+    late: Callable[[int, int], float] | None = None,
 ) -> float:
     """Check an averager: ``conclude`` leaves all models equal, and their mean is preserved.
 
@@ -40,17 +38,15 @@ def check_averager(
     Returns:
         The largest drift of the mean at any step, relative to the largest magnitude in the models.
     """
-    return max(
-        _largest_drift(make, world_size, steps, preserves_mean, late) for world_size in world_sizes
-    )
+    return max(_drift(make, size, steps, preserves_mean, late) for size in world_sizes)
 
 
-def _largest_drift(
+def _drift(
     make: Callable[[], Averager],
     world_size: int,
     steps: int,
     preserves_mean: bool,
-    late: Late | None,
+    late: Callable[[int, int], float] | None,
 ) -> float:
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))

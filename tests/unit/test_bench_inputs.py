@@ -51,11 +51,6 @@ def test_one_rank_dominates():
     assert norms[1] > 50 * max(norms[:1] + norms[2:])
 
 
-def test_unknown_inputs_are_refused():
-    with pytest.raises(ConfigurationError, match=r"unknown input 'x'; choose one of uniform"):
-        gradient("x", Draw(1, 1, 0, 0, 0))
-
-
 # ---- networks -------------------------------------------------------------------------------------
 
 

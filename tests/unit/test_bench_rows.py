@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sparsync.cli.bench.cases import Case, Verdict
-from sparsync.cli.bench.measure import Measured, Outcome, Pace, verified_in_full
+from sparsync.cli.bench.measure import Measured, Outcome, Pace
 from sparsync.cli.bench.rows import bound_words_per_k, entry, ratios, summarize, tables
 from sparsync.presets import PRESETS
 
@@ -80,13 +80,6 @@ def test_what_passes_with_the_burst_has_no_wire_time():
     assert ratios(row, [row])["exchange_over_wire"] is None
 
 
-def test_a_row_without_any_full_verification_says_so():
-    timed = [outcome(1.0, 1.0, verdict=Verdict(0, 0.0, 1.0), in_full=False)]
-    case = Case("oktopk", 4, 10_000, 0.01)
-    row = summarize(case, Measured("sim", timed, timed, timed, 0))
-    assert row.law_error_max is None and row.steps_verified == 0 and row.correct
-
-
 def test_the_tables_show_ratios_first_and_fit_a_terminal():
     rows = [row_of("dense", 1.0, 0.8, 1_000_000), row_of("oktopk-paper", 0.010, 0.004, 150_000)]
     console = Console(width=80)
@@ -114,11 +107,6 @@ def test_the_bound_depends_on_the_input():
 # ---- how long, and what is verified -------------------------------------------------------------------
 
 
-def test_what_is_given_is_what_is_done():
-    pace = Pace(steps=7, warmup=0)
-    assert pace.warm([]) and pace.timed([]) == pace.timed([100.0]) == 7
-
-
 @given(st.lists(st.floats(1e-6, 1e3), min_size=5, max_size=5))
 def test_a_row_ends(durations):
     pace = Pace(None, None)
@@ -126,11 +114,3 @@ def test_a_row_ends(durations):
     steps = pace.timed(durations)
     assert pace.least <= steps <= pace.most
     assert steps == pace.least or 2 * steps * min(durations) <= pace.row_seconds
-
-
-def test_large_vectors_are_verified_at_their_ends():
-    assert verified_in_full("auto", 2**21, 8) == (True, True)
-    assert verified_in_full("auto", 2**21 + 1, 8) == (False, True)
-    assert verified_in_full("every", 10**9, 8) == (True, True)
-    assert verified_in_full("ends", 10, 2) == (False, True)
-    assert verified_in_full("digest", 10, 2) == (False, False)

@@ -29,7 +29,7 @@ from sparsync.averaging.binding import Binding
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 

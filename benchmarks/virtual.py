@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.cli.output import progress
-from sparsync.cli.workloads import Draw, Workload, make_workload
+from sparsync.cli.workloads import make_workload
+from sparsync.cli.workloads.base import Draw, Workload
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.presets import Algorithm

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsync import kernels
-from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact

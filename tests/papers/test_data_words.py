@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparsync.cli.workloads import PADDING, Draw, make_workload, outputs_of
+from sparsync.cli.workloads import make_workload
+from sparsync.cli.workloads.base import PADDING, Draw, outputs_of
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.pairs import (
     END,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.base import Draw
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.presets import resolve
 from sparsync_papers.reproduce import Settings

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads import (
-    Draw,
-    Evaluation,
-    make_workload,
-    outputs_of,
-    workload_class,
-    workload_names,
-)
+from sparsync.cli.workloads import make_workload, workload_class, workload_names
+from sparsync.cli.workloads.base import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError
 
 from .data_files import WRITERS, write_cifar10_binary

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.errors import ConfigurationError
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsync.cli.workloads import (
+from sparsync.cli.workloads import make_workload, workload_class, workload_names
+from sparsync.cli.workloads.base import (
     PADDING,
+    CrossEntropy,
     Draw,
     Evaluation,
+    Mean,
+    Perplexity,
     is_hidden_matrix,
-    make_workload,
-    workload_class,
-    workload_names,
 )
-from sparsync.cli.workloads.base import CrossEntropy, Mean, Perplexity
 from sparsync.cli.workloads.text import ByteText, standard_library_files
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads import Draw, Evaluation, Workload
+from sparsync.cli.workloads.base import Draw, Evaluation, Workload
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
 from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
 from sparsync.feedback.correction import Correction

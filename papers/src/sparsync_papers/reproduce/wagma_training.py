@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from sparsync.cli.workloads import Draw
+from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact

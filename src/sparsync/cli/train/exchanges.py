@@ -18,7 +18,7 @@ from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads import is_hidden_matrix
+from sparsync.cli.workloads.base import is_hidden_matrix
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach

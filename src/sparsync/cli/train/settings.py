@@ -24,7 +24,8 @@ from sparsync.cli.options import (
     option,
     ranks_option,
 )
-from sparsync.cli.workloads import Workload, make_workload, workload_class, workload_names
+from sparsync.cli.workloads import make_workload, workload_class, workload_names
+from sparsync.cli.workloads.base import Workload
 from sparsync.cli.workloads.delays import Persistent, parse_delay
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction

@@ -9,48 +9,30 @@ from __future__ import annotations
 from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 
-from sparsync.cli.workloads.base import (
-    PADDING,
-    Defaults,
-    Draw,
-    Evaluation,
-    Workload,
-    is_hidden_matrix,
-    outputs_of,
-)
+from sparsync.cli.workloads.base import Workload
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
 from sparsync.errors import ConfigurationError
 
-__all__ = [
-    "PADDING",
-    "Defaults",
-    "Draw",
-    "Evaluation",
-    "Workload",
-    "is_hidden_matrix",
-    "make_workload",
-    "outputs_of",
-    "workload_class",
-    "workload_names",
-]
+__all__ = ["make_workload", "workload_class", "workload_names"]
 
 _GROUP = "sparsync.workloads"
-_OWN: tuple[type[Workload], ...] = (BytesWorkload, DigitsWorkload, LstmWorkload)
+_OWN: MappingProxyType[str, type[Workload]] = MappingProxyType(
+    {kind.name: kind for kind in (BytesWorkload, DigitsWorkload, LstmWorkload)}
+)
 
 
 def workload_names() -> list[str]:
     """List the names of all workloads, this package's first."""
-    added = sorted(point.name for point in entry_points(group=_GROUP))
-    return [kind.name for kind in _OWN] + added
+    return [*_OWN, *sorted(point.name for point in entry_points(group=_GROUP))]
 
 
 def workload_class(name: str) -> type[Workload]:
     """Return the class of a name, or refuse it."""
-    for kind in _OWN:
-        if kind.name == name:
-            return kind
+    if name in _OWN:
+        return _OWN[name]
     for point in entry_points(group=_GROUP, name=name):
         added: type[Workload] = point.load()
         return added

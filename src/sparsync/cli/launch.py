@@ -40,7 +40,6 @@ __all__ = [
     "StartLine",
     "gather",
     "launch",
-    "launched",
     "launched_ranks",
     "leads",
     "machine",
@@ -56,11 +55,6 @@ _NANOSECONDS = 1e9
 
 class RankError(CommunicationError):
     """One or more local ranks failed; lists what each of them said."""
-
-
-def launched() -> bool:
-    """Tell whether torchrun, mpiexec or srun started this process as one of several ranks."""
-    return detect() is not None
 
 
 def launched_ranks(default: int) -> int:
@@ -115,7 +109,7 @@ def launch(
     if world_size < 1:
         raise ConfigurationError(f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
-    if lab is not None and launched():
+    if lab is not None and detect():
         raise ConfigurationError(
             "a lab inside a launcher's rank; start one process, the lab's ranks are made by it"
         )
@@ -123,7 +117,7 @@ def launch(
         raise ConfigurationError(
             f"a lab of {lab.ranks} ranks for {world_size} processes; give both the same number"
         )
-    if launched():
+    if detect():
         present = launched_ranks(world_size)
         if present != world_size:
             raise ConfigurationError(
@@ -213,7 +207,7 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
 
         try:
             while len(pipes) < world_size and process.poll() is None:
-                with suppress(TimeoutError, EOFError):
+                with suppress(TimeoutError, ConnectionError, EOFError):
                     pipe = Connection(server.accept()[0].detach())
                     pipes[pipe.recv()] = pipe
                     pipe.send((sys.path, world_size))  # before the call, which needs the path

@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsync.cli.lab import Lab, ensure_privileges, parse_rate
-from sparsync.cli.launch import launch, launched
+from sparsync.cli.launch import launch
 from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.launchers import detect
 from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import (
     TRANSPORTS,
@@ -141,12 +142,12 @@ class Connection:
             ConfigurationError: the kernel does not allow a lab, or a launcher started this process.
         """
         if self.lab is not None:
-            if launched():
+            if detect():
                 raise ConfigurationError(
                     "--lab starts its own ranks; start it as one process, no launcher"
                 )
             ensure_privileges()
-        if self.simulated and launched():
+        if self.simulated and detect():
             raise ConfigurationError("--transport sim needs no launcher; start it as one process")
 
     def start(self, function: Callable[..., Any], ranks: int, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
+from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
@@ -30,32 +31,29 @@ __all__ = ["as_json", "command", "read_machine"]
 
 
 def command(
-    ranks: Annotated[int, Option(help="World size.")],
-    model_size: Annotated[int, Option(help="Trained elements: parameters of the model.")],
+    ranks: Annotated[int, option("World size.")],
+    model_size: Annotated[int, option("Trained elements: parameters of the model.")],
     density: Annotated[
-        float | None,
-        Option(help="k / n to exchange.", show_default="0.01, or what the budget allows"),
+        float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
     network: Annotated[
-        str | None,
-        Option(help="bandwidth,latency, e.g. 10gbit,20us.", show_default="the machine's"),
+        str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")
     ] = None,
     compute: Annotated[
-        float | None,
-        Option(help="Seconds of a forward and backward pass, which hides dense buckets."),
+        float | None, option("Seconds of a forward and backward pass, which hides dense buckets.")
     ] = None,
     machine: Annotated[
         Path | None,
-        Option(help="Measurements of sparsync doctor --json; --network overrides its links."),
+        option("Measurements of sparsync doctor --json; --network overrides its links."),
     ] = None,
     budget: Annotated[
-        float | None, Option(help="Most bytes that a rank sends or receives per step.")
+        float | None, option("Most bytes that a rank sends or receives per step.")
     ] = None,
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
     ] = False,
     json: Annotated[
-        Path | None, Option(help="Write the plan here; -: to standard output, alone.")
+        Path | None, option("Write the plan here; -: to standard output, alone.")
     ] = None,
 ) -> None:
     """Predict which collective is fastest, and from which bandwidth and density on dense is.

@@ -42,6 +42,7 @@ from sparsync.cli.options import (
     check_at_least,
     names,
     numbers,
+    option,
     ranks_option,
     takes,
 )
@@ -62,23 +63,21 @@ class BenchSettings:
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
     steps: Annotated[
-        int | None,
-        Option(help="Steps that are timed.", show_default="20; real ranks: 3 to 20, by speed"),
+        int | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
     ] = None
     warmup: Annotated[
         int | None,
-        Option(
-            help="Steps before: not timed, but their volume counts.",
-            show_default="5; real ranks: 1 to 5, by speed",
+        option(
+            "Steps before: not timed, but their volume counts.", "5; real ranks: 1 to 5, by speed"
         ),
     ] = None
     input: Annotated[
         str,
-        Option(
-            help=f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
+        option(
+            f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
         ),
     ] = "uniform"
-    seed: Annotated[int, Option(help="Of the gradients.")] = 0
+    seed: Annotated[int, option("Of the gradients.")] = 0
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)
     timeout: Timeout = 300.0
@@ -86,8 +85,8 @@ class BenchSettings:
     curve_keys: CurveKeys = None
     verify: Annotated[
         str,
-        Option(
-            help="What is verified in full (the sum and the law): every step; its ends, first and "
+        option(
+            "What is verified in full (the sum and the law): every step; its ends, first and "
             "last; digest, none: ranks' totals are compared, as on all steps. auto: every step of "
             "small vectors, the ends for large ones."
         ),
@@ -132,14 +131,14 @@ class BenchSettings:
 @takes(BenchSettings)
 def command(
     collectives: Annotated[
-        str, Option(help=f"With commas: {', '.join(sorted(presets()))}.")
+        str, option(f"With commas: {', '.join(sorted(presets()))}.")
     ] = "dense,allgather,oktopk,budgeted,halving",
-    size: Annotated[str, Option(help="Elements of the vector; several, with commas.")] = "1000000",
+    size: Annotated[str, option("Elements of the vector; several, with commas.")] = "1000000",
     density: Annotated[
         str | None,
-        Option(
-            help="k / n in (0, 1]; several, with commas (one of --selectors).",
-            show_default="0.01; --selectors: 0.001",
+        option(
+            "k / n in (0, 1]; several, with commas (one of --selectors).",
+            "0.01; --selectors: 0.001",
         ),
     ] = None,
     network: Network = "1gbit,50us",
@@ -151,9 +150,9 @@ def command(
         bool, Option("--selectors", help="Measure the selectors instead, over sizes of residuals.")
     ] = False,
     sizes: Annotated[
-        str, Option(help="Of --selectors: bytes of the residual, with commas.")
+        str, option("Of --selectors: bytes of the residual, with commas.")
     ] = DEFAULT_SIZES,
-    device: Annotated[str, Option(help="Of --kernels and --selectors: cpu or cuda.")] = "cpu",
+    device: Annotated[str, option("Of --kernels and --selectors: cpu or cuda.")] = "cpu",
     json: Json = None,
     plot: Plot = None,
     **fields: Any,

@@ -13,7 +13,7 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Plot, names, takes
+from sparsync.cli.options import Plot, names, option, takes
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradients import load_gradients
@@ -35,35 +35,31 @@ _MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases",
 @takes(SimulationSettings)
 def command(
     algorithm: Annotated[
-        str, Option(help=f"With commas: {', '.join(sorted(presets()))}.")
+        str, option(f"With commas: {', '.join(sorted(presets()))}.")
     ] = "oktopk,budgeted",
     model_size: Annotated[
-        int | None,
-        Option(help="Elements of the model.", show_default="133547324, or the recorded ones'"),
+        int | None, option("Elements of the model.", "133547324, or the recorded ones'")
     ] = None,
     network: Annotated[
-        str | None,
-        Option(help="bandwidth,latency.", show_default="10gbit,20us, or the machine's"),
+        str | None, option("bandwidth,latency.", "10gbit,20us, or the machine's")
     ] = None,
     nodes: Annotated[
-        int | None, Option(help="Nodes of this many ranks, which share a network card.")
+        int | None, option("Nodes of this many ranks, which share a network card.")
     ] = None,
     inner_network: Annotated[
-        str | None,
-        Option(help="Of ranks in one node: bandwidth,latency.", show_default="80gbit,5us"),
+        str | None, option("Of ranks in one node: bandwidth,latency.", "80gbit,5us")
     ] = None,
     ports: Annotated[
-        str, Option(help="single: one message at a time each way; unlimited: nobody waits.")
+        str, option("single: one message at a time each way; unlimited: nobody waits.")
     ] = "single",
     compute: Annotated[
-        str, Option(help="SEC[,spread]: forward and backward pass, and its standard deviation.")
+        str, option("SEC[,spread]: forward and backward pass, and its standard deviation.")
     ] = "0",
     straggler: Annotated[
-        list[str] | None,
-        Option(help="RANK:FACTOR: a rank that computes slower; may be repeated."),
+        list[str] | None, option("RANK:FACTOR: a rank that computes slower; may be repeated.")
     ] = None,
     machine: Annotated[
-        Path | None, Option(help='What work costs: a file of "sparsync doctor --json".')
+        Path | None, option('What work costs: a file of "sparsync doctor --json".')
     ] = None,
     *,
     json: Annotated[bool, Option("--json", help="Print JSON, for machines.")] = False,

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from sparsync.cli.bench.inputs import INPUTS
-from sparsync.cli.options import check, check_at_least
+from sparsync.cli.options import check, check_at_least, option
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm, check_density, resolve
@@ -43,9 +43,9 @@ class SimulationSettings:
     """A training step of some algorithms on virtual ranks; fields with a help are options."""
 
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
-    ranks: Annotated[int, Option(help="World size.")] = 32
+    ranks: Annotated[int, option("World size.")] = 32
     model_size: int = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
-    density: Annotated[float, Option(help="k / n in (0, 1].")] = 0.01
+    density: Annotated[float, option("k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
     compute: float = 0.0  # seconds of a rank's forward and backward pass
     spread: float = 0.0  # its standard deviation over ranks and steps, in seconds
@@ -53,30 +53,27 @@ class SimulationSettings:
     overlap: Annotated[
         bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
     ] = False
-    buckets: Annotated[
-        int | None, Option(help="Of equal size.", show_default="1; with --overlap of 25 MiB")
-    ] = None
+    buckets: Annotated[int | None, option("Of equal size.", "1; with --overlap of 25 MiB")] = None
     # cost of selecting, packing, unpacking and summing; its alpha and beta are not used
     machine: Machine = field(default_factory=Machine)
     scale: Annotated[
-        float | None,
-        Option(help="C: n / C and k / C stand for n and k.", show_default="as small as 2 GB allow"),
+        float | None, option("C: n / C and k / C stand for n and k.", "as small as 2 GB allow")
     ] = None
-    steps: Annotated[int, Option(help="Steps that are reported.")] = 2
-    warmup: Annotated[int, Option(help="Steps before: those that are exact and cut regions.")] = 1
+    steps: Annotated[int, option("Steps that are reported.")] = 2
+    warmup: Annotated[int, option("Steps before: those that are exact and cut regions.")] = 1
     inputs: Annotated[
         str,
-        Option(
-            help=f"{SPREAD}: sparse, in cells; {', '.join(INPUTS)}: all elements, which takes memory; "
+        option(
+            f"{SPREAD}: sparse, in cells; {', '.join(INPUTS)}: all elements, which takes memory; "
             "or a file of gradients [rows, n], .npy or torch.save's."
         ),
     ] = SPREAD
     # the fill-in of Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM
     shared: Annotated[
-        float, Option(help=f"Part of the entries at the same places on all ranks ({SPREAD}).")
+        float, option(f"Part of the entries at the same places on all ranks ({SPREAD}).")
     ] = 0.25
     baselines: bool = True  # add "Dense" and "DenseOvlp"
-    seed: Annotated[int, Option(help="Of gradients and computation times.")] = 0
+    seed: Annotated[int, option("Of gradients and computation times.")] = 0
     memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:

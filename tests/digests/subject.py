@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsync import Correction, LocalAdamW, OuterStep, simulate
+from sparsync import Correction, simulate
 from sparsync.api import _prepare
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.cli.launch import launch, mpiexec_command
 from sparsync.cost.machine import Machine
-from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
@@ -39,12 +37,8 @@ from sparsync.selection import (
 )
 from sparsync.selection.base import reaching
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.driver import run
-from sparsync.transports.process_group import connect_group
 from sparsync.units import plan_units
 from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
-from sparsync_papers.optimizers import UpdateSpaceAdamW, UpdateSpaceSGD
-from tests.attaching import attach
 
 SELECTORS: Mapping[str, Callable[[], Any]] = {
     "everything": Everything,

@@ -49,13 +49,6 @@ class Monitor:
 
     A sink costs a pass over every residual; on a GPU the end of the step waits for it.
 
-    Args:
-        comm: of the reducer.
-        units: of the reducer.
-        sink: takes the numbers of every step; None: nobody.
-        xi_period: steps between measurements of xi; None: never.
-        start: the first step that may be measured: none is while all is exchanged whole.
-
     Attributes:
         selected: by every unit, in the open step.
         xi: the probe.
@@ -85,12 +78,7 @@ class Monitor:
     ) -> None:
         """Note a step that was applied or, if nothing is reduced, skipped; the ledger is still at it.
 
-        Args:
-            step: its number.
-            reduced: of every unit, as are the others.
-            residuals: after the step; None stands for zeros.
-            quotas: k.
-            measured: of xi, if it was.
+        Residuals are those after the step; None stands for zeros.
         """
         selected = [self.selected[unit] for unit in range(len(reduced))]
         self.selected.clear()

@@ -61,12 +61,8 @@ def attach_wrapped(
 ) -> Sync:
     """Attach to the module that a framework wrapped, and maybe compiled, for training.
 
-    Args:
-        model: as the framework calls it.
-        optimizers: the framework's; a single one is checked as ``attach`` checks its ``optimizer``.
-        options: of ``sparsync.attach``; they go first.
-        how: what makes this framework start several processes, for the error.
-        scaler: the framework's GradScaler, if it has one.
+    A single optimizer is checked as ``attach`` checks its own; ``options`` go before the framework's
+    ``scaler``; ``how`` says what makes the framework start several processes.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
     alone = not dist.is_initialized() or dist.get_world_size() == 1

@@ -43,14 +43,8 @@ def nodes_of(
 ) -> tuple[list[int], list[int]]:
     """Return the global ranks of this rank's node, and those of the same place in every node.
 
-    Args:
-        hierarchy: "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or
-            a mesh of two dimensions, (nodes, ranks of a node).
-        ranks: global ranks of the model's process group.
-        environ: environment variables.
-
-    Raises:
-        ConfigurationError: neither of them, or nodes of different sizes, or of other ranks.
+    "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or a mesh of two
+    dimensions, (nodes, ranks of a node).
 
     Example:
         >>> nodes_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "4"})
@@ -86,21 +80,13 @@ def nodes_of(
 class NodeReducer:
     """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
 
-    Args:
-        options: of ``attach``.
-        ranks: global ranks of the model's process group, all of which construct this.
-        units: the whole units.
-        groups: makes the groups inside and between nodes.
+    All ranks of the model's process group construct it.
 
     Attributes:
         reducer: of this rank's part of every unit, over the nodes.
         node: the ranks of this node; its ledger counts what they send each other: what a ring would.
         consensus: theirs, on every step.
         pieces: which part of every parameter this rank exchanges.
-
-    Raises:
-        ConfigurationError: the correction clips.
-        PeerError: ranks disagree.
 
     Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
     """

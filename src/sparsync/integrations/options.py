@@ -195,16 +195,10 @@ class Options:
         consensus: Consensus = Proposal.broken,
         **agreed: object,
     ) -> Reducer:
-        """Connect the ranks of a group, which agree on everything, and build their reducer.
+        """Connect the ranks of a group of its own, which agree on everything, and build their reducer.
 
-        Args:
-            group: a group of its own.
-            units: what is exchanged.
-            consensus: of the ranks that hold other parts of this replica.
-            agreed: more settings that must be equal on all ranks.
-
-        Raises:
-            PeerError: ranks disagree; no sockets are left behind.
+        The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
+        settings that must be equal.
         """
         watched, carried, keys = self.monitoring, self.transport, self.transport.curve_keys
         # first of all, and over gloo: ranks that differ here may not even compare the same

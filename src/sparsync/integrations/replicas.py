@@ -139,15 +139,7 @@ class _GradientHook:
 class ReplicaSync(Sync):
     """The handle of a model without DDP, which keeps it, as DDP keeps its own.
 
-    Args:
-        model: the module.
-        reducer: over the replicas.
-        shards: the parameters.
-        fsdp: the switches of FSDP2.
-        consensus: of the ranks that hold the other shards and stages of this replica.
-        groups: made for it.
-        options: of ``attach``.
-        schedule: of a pipeline: backward passes per step, and the factor of its gradients.
+    The ``schedule`` of a pipeline: backward passes per step, and the factor of its gradients.
     """
 
     def __init__(
@@ -207,7 +199,6 @@ class ReplicaSync(Sync):
         Exchanges what has not been, waits for the rest, and puts averages into ``parameter.grad``.
 
         Raises:
-            ConfigurationError: without ``schedule=``, when ``backward()`` itself closes the step.
             NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
             CommunicationError: a peer is gone, or took longer than the timeout.
         """

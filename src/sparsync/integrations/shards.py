@@ -1,10 +1,9 @@
 """The parameters that this rank holds a part of: local tensors, their pieces, and FSDP2's switches.
 
 ``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients
-and calls the parameters' own hooks.  The all-reduce hook is not the place to exchange: its flat tensor
-has padding between uneven shards, does not say which parameters took part, still has to be divided where
-it is float16, and it is called after ``set_requires_all_reduce(False)``, too.  The parameters' hooks see
-exactly this rank's shards, in the parameters' dtype, averaged over the shards.
+and calls the parameters' own hooks, which see exactly this rank's shards, averaged over the shards.  The
+all-reduce hook is not the place to exchange: its flat tensor has padding between uneven shards, does not
+say which parameters took part, and may still have to be divided.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -57,15 +58,9 @@ class Step:
 class Sync(ABC):
     """The state, the thread and the groups of one model; as a context manager it closes itself.
 
-    Args:
-        model: the plain module, which is not kept alive.
-        reducer: of what this rank exchanges.
-        groups: made for it; ``close`` ends them.
-        monitoring: what is watched.
-        ignored: names of parameters and buffers that may differ between ranks.
-        consensus: of the ranks that hold the other shards or stages of this replica, if there are any.
-        pieces: the part of each parameter that this rank exchanges; of those left out: all of it.
-        nodes: exchanges whole units, of which the reducer has this rank's part.
+    ``ignored`` are parameters and buffers that may differ between ranks.  Where a replica is divided,
+    ``consensus`` asks the ranks that hold its other parts, and ``pieces`` are this rank's; ``nodes``
+    exchanges whole units, of which the reducer has this rank's part.
 
     Attributes:
         on_close: callbacks that undo what an integration changed; ``close`` runs them.
@@ -127,7 +122,7 @@ class Sync(ABC):
         if self._engine.running:
             self._discard()
         state = reducer_state(self.reducer)
-        return {**state, "pieces": self._pieces} if self._pieces else state
+        return {**state, "pieces": copy.deepcopy(self._pieces)} if self._pieces else state
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed.

@@ -374,9 +374,6 @@ class Groups:
         """Return the numbers of every rank of the world, in the order of ranks.
 
         They meet through the store: gloo would not say which rank is missing.
-
-        Raises:
-            DeadlineError: names the ranks that have not come here in time.
         """
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
         card = json.dumps(list(numbers)).encode()

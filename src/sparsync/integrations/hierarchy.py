@@ -26,8 +26,6 @@ from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.agree import agree
-from sparsync.transports.driver import run
 from sparsync.transports.ledger import Parts
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Piece, Slot, Unit
@@ -94,15 +92,10 @@ class NodeReducer:
     def __init__(
         self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
     ) -> None:
-        if options.correction and options.correction.clip is not None:
-            raise ConfigurationError(
-                "Correction(clip=...) needs the norm of a rank's whole gradient, but with hierarchy= "
-                "each rank holds a part of its node's; clip the averages: torch.nn.utils.clip_grad_norm_"
-            )
         inner, outer = nodes_of(options.transport.hierarchy, ranks)
         group = groups.make(inner, backend=None)  # NCCL, where DDP has it
         self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
-        run(agree(node, options.facts))
+        options.agree_with(node)
         self.units = list(units)
         runs, self.pieces = _divide(units, node.rank, node.world_size)
         self.consensus = PartsConsensus(node)

@@ -23,7 +23,7 @@ from sparsync.integrations.sentinel import Sentinel
 from sparsync.monitoring import sink_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
-from sparsync.transports.communicator import check_timeout
+from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import TorchCommunicator, check_transport, connect_group
 from sparsync.units import Unit, output_parameters, plan_units
@@ -165,21 +165,29 @@ class Options:
     transport: Transport
     monitoring: Monitoring
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """Settings that must be equal on ranks that hold other parts of the model."""
+    def agree_with(self, parts: Communicator) -> None:
+        """Compare what must be equal on ranks that hold other parts of a replica.
+
+        Raises:
+            ConfigurationError: the correction clips.
+            PeerError: parts were told different things.
+        """
         watched = self.monitoring
-        return {
+        facts = {
             "the algorithm": (self.algorithm.name, self.algorithm.options),
             "density": self.density,
             "nonfinite": watched.policy,
             "the warm-up": self.compression.warmup(),
             "the correction": self.correction,
-            "the sentinel and whether there is a scaler": (
-                watched.sentinel,
-                watched.scaler is not None,
-            ),
+            "the sentinel": watched.sentinel,
+            "whether there is a scaler": watched.scaler is not None,
         }
+        run(agree(parts, facts))
+        if parts.world_size > 1 and self.correction and self.correction.clip is not None:
+            raise ConfigurationError(
+                "Correction(clip=...) needs the norm of whole local gradients, but each rank holds a "
+                "part of them; omit it and clip the averages with torch.nn.utils.clip_grad_norm_"
+            )
 
     def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
         """Plan the units of a plain module's parameters, or of this rank's shards of them."""

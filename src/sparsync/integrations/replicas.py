@@ -25,9 +25,7 @@ from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
-from sparsync.transports.agree import agree, check_equal_parameters
-from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import run
+from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Unit, check_same_parameters, local_of
 
@@ -58,7 +56,8 @@ def attach_replicas(
         places = zip(world, groups.gathered(place), strict=True)
         inner = groups.make([rank for rank, its in places if its == place])
         parts = TorchCommunicator(inner, timeout=options.transport.timeout)
-        options = _for_parts(options, parts, shards)
+        options.agree_with(parts)
+        options = _for_parts(options, shards)
         units = _units(options, model, shards)
         consensus = PartsConsensus(parts, keys_of(shards))
         reducer = options.reducer(
@@ -86,14 +85,8 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
     return count, 1 / count if scales else 1.0
 
 
-def _for_parts(options: Options, parts: Communicator, shards: Sequence[Shard]) -> Options:
-    """Agree with the other parts, and leave what differs from part to part out of common decisions."""
-    run(agree(parts, options.facts))
-    if parts.world_size > 1 and options.correction and options.correction.clip is not None:
-        raise ConfigurationError(
-            "Correction(clip=...) needs the norm of whole local gradients, but each rank holds a shard "
-            "or a stage; omit it and clip the averages with torch.nn.utils.clip_grad_norm_"
-        )
+def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
+    """Leave what differs from part to part out of common decisions, or refuse."""
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging.gossip import Graph
-from sparsync.averaging.groups import partition
+from sparsync.averaging.groups import group_of
 
-__all__ = ["group_mixing_matrix", "mixing_matrix", "mixing_steps", "spectral_gap"]
+__all__ = ["group_mixing_matrix", "mixing_matrix", "mixing_steps", "partition", "spectral_gap"]
+
+
+def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ...]]:
+    """Return the groups of a step."""
+    return sorted({group_of(rank, world_size, group_size, step) for rank in range(world_size)})
 
 
 def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sparsync.averaging.groups import group_of, partition
+from sparsync.averaging.groups import group_of
 from tests.mixing import group_mixing_matrix as mixing_matrix
-from tests.mixing import mixing_steps
+from tests.mixing import mixing_steps, partition
 
 POWERS = [
     (1 << global_phases, 1 << group_phases)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
-from sparsync.averaging.groups import default_group_size, group_of, partition
-from tests.mixing import mixing_steps
+from sparsync.averaging.groups import default_group_size, group_of
+from tests.mixing import mixing_steps, partition
 
 
 @st.composite
@@ -79,10 +79,10 @@ def test_the_default_group_size_by_table():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partition(0, 1, 0), "world_size is 0; give the number of ranks, at least 1"),
-        (lambda: partition(8, 0, 0), "group_size is 0; give 1 to 8, the number of ranks"),
+        (lambda: group_of(0, 0, 1, 0), "world_size is 0; give the number of ranks, at least 1"),
+        (lambda: group_of(0, 8, 0, 0), "group_size is 0; give 1 to 8, the number of ranks"),
         (lambda: group_of(0, 8, 9, 0), "group_size is 9; give 1 to 8, the number of ranks"),
-        (lambda: partition(8, 4, -1), "step is -1; steps count from 0"),
+        (lambda: group_of(0, 8, 4, -1), "step is -1; steps count from 0"),
         (lambda: group_of(8, 8, 4, 0), "rank is 8; with 8 ranks give 0 to 7"),
         (lambda: default_group_size(0), "world_size is 0"),
     ],

@@ -75,12 +75,12 @@ def test_an_old_model_of_a_late_rank_owes_nothing_and_what_was_owed_stays():
     async def program(comm):
         base = torch.zeros(size, dtype=torch.float64)
         rounds = ModelRounds(base, 2, None, codec=CODECS["bf16"])
-        rounds.publish(1, models[comm.rank][0])
+        rounds.publish(models[comm.rank][0])
         await rounds.reduce(comm, 1, 1)
         owed, newest = rounds.error, 1
         if comm.rank == 0:  # rank 1 is late
             newest = 3
-            rounds.publish(newest, models[0][1])
+            rounds.publish(models[0][1])
         sent = rounds._vector
         return owed, sent, await rounds.reduce(comm, 3, newest), rounds.error
 

@@ -12,7 +12,7 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple, cast, final
@@ -124,27 +124,27 @@ class Answer(NamedTuple):
 
 
 class Rounds(ABC):
-    """The rounds of an algorithm; the agent calls, one call at a time."""
+    """The rounds of an algorithm; by default all take part, and whoever arrives first begins."""
 
     def synchronous(self, version: int) -> bool:
         """Tell whether a rank takes part only when it has arrived itself."""
         return False
 
     def activates(self, version: int, rank: int) -> bool:
-        """Tell whether this rank's arrival starts the round for all: by default any rank's does."""
+        """Tell whether this rank's arrival starts the round for all."""
         return True
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return this rank's group among those present, ascending: by default all of them."""
+        """Return this rank's group among those present, ascending."""
         return present
 
     @abstractmethod
-    def publish(self, version: int, vector: Tensor) -> None:
+    def publish(self, vector: Tensor) -> None:
         """Take what this rank contributes from now on."""
 
-    def restart(self, version: int, model: Tensor) -> None:
+    def restart(self, model: Tensor) -> None:
         """Publish a model that all ranks have, in the place of this rank's own."""
-        self.publish(version, model)
+        self.publish(model)
 
     @abstractmethod
     def reduce(
@@ -167,22 +167,16 @@ class Rounds(ABC):
 class _AgentComm(Communicator):
     """Messages between agents, as a round's collective sends and receives them."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        post: Callable[[int, Tensor], None],
-        mail: Callable[[int], deque[Tensor]],
-    ) -> None:
-        super().__init__(rank, world_size, torch.device("cpu"))
-        self.post, self.mail = post, mail
+    def __init__(self, agent: Agent, version: int, view: int) -> None:
+        super().__init__(agent.host.rank, agent.host.world_size, torch.device("cpu"))
+        self.agent, self.version, self.view = agent, version, view
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        self.post(dest, payload)
+        self.agent.post(dest, Header(Kind.DATA, 0, self.version, self.view).pack(), payload)
         return Finished()
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        return _Delivery(source, self.mail(source))
+        return _Delivery(source, self.agent.mail_of(self.version, self.view, source))
 
 
 @final
@@ -249,7 +243,7 @@ class Agent(Companion):
         self._attempt: _Attempt | None = None
         self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # by version, view and source
         self._restart(Round(2 * step, model, 1, 2 * step))
-        rounds.publish(2 * step, model)
+        rounds.publish(model)
         self._called = 2 * step
         self._waiting: tuple[int, Reply] | None = None  # version, and what waits for it
         self._told: dict[int, set[int]] = {}  # version -> whom this rank has told
@@ -282,7 +276,7 @@ class Agent(Companion):
             self._answer(self._welcome)
             return
         self._published = version
-        self.rounds.publish(version, vector)
+        self.rounds.publish(vector)
         if version <= self._last.version:
             self._answer(self._last)
             return
@@ -320,7 +314,7 @@ class Agent(Companion):
             case Kind.DATA if header.version <= self._last.version:
                 self._repeat(source, header.version)  # begun again by the sender, ended here
             case Kind.DATA:
-                self._mail_of(header.version, header.view, source).append(body)
+                self.mail_of(header.version, header.view, source).append(body)
                 self._take_part(header.version)
             case Kind.RESULT if header.version == self.version and self._attempt is not None:
                 contributed = self._attempt.contributed
@@ -338,7 +332,8 @@ class Agent(Companion):
     def _values(self, body: Tensor) -> Tensor:
         return body.clone().view(self._common.total.dtype)  # a body may start at any byte
 
-    def _mail_of(self, version: int, view: int, source: int) -> deque[Tensor]:
+    def mail_of(self, version: int, view: int, source: int) -> deque[Tensor]:
+        """Return the messages of a round that a rank has sent, in order."""
         return self._mail.setdefault((version, view, source), deque())
 
     def _take_part(self, version: int) -> None:
@@ -348,8 +343,7 @@ class Agent(Companion):
     def _repeat(self, source: int, version: int) -> None:
         """Send the result of a round that has ended here, or of a later one."""
         result = self._common if self._common.version == version else self._last
-        header = Header(Kind.RESULT, result.models, version)
-        self.post(source, header.pack(), result.total)
+        self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
 
     def _tell(self, version: int, root: int) -> None:
         """Pass the word on down the tree of ``root``, to whom this rank has not told yet."""
@@ -393,18 +387,11 @@ class Agent(Companion):
         return (self._arrived if whole else self._called) >= self.version
 
     def _begin(self) -> _Attempt:
-        version, view, rank = self.version, self._view, self.host.rank
-        members = self.present
+        version, members = self.version, self.present
         if version % 2:
-            members = list(self.rounds.members(version, members, rank))
-        head = Header(Kind.DATA, 0, version, view).pack()
-        comm = _AgentComm(
-            rank,
-            self.host.world_size,
-            post=lambda dest, body: self.post(dest, head, body),
-            mail=lambda source: self._mail_of(version, view, source),
-        )
-        task = Task(self.rounds.reduce(Subgroup(comm, members), version, self._published))
+            members = list(self.rounds.members(version, members, self.host.rank))
+        comm = Subgroup(_AgentComm(self, version, self._view), members)
+        task = Task(self.rounds.reduce(comm, version, self._published))
         task.resume()
         return _Attempt(len(members), self._published, task, self.host.now)
 
@@ -512,7 +499,7 @@ class Agent(Companion):
         result = Round(before, self._values(body[cut:]), header.number, before)
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] > before}
         self._restart(result)
-        self.rounds.restart(before, result.total / result.models)
+        self.rounds.restart(result.total / result.models)
         self._welcome = result
         if self._waiting is not None:
             self._answer(result)

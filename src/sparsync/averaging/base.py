@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar, final
 
 import torch
@@ -47,9 +46,8 @@ class Averager(Stateful):
         optimizer: whose state ``moments`` is about.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
-            whenever an average is taken (SlowMo's three strategies).  Step counts never travel.
-        nonfinite: a rank whose parameters hold NaN or Inf does "raise" an error before it hands them to
-            others, or lets them "spread".
+            whenever an average is taken.  Step counts never travel.
+        nonfinite: NaN or Inf in a rank's parameters "raise" an error there, or "spread" to others.
 
     Attributes:
         steps: local steps done; the next ``step()`` has this number, 0-based.
@@ -58,7 +56,6 @@ class Averager(Stateful):
 
     Raises:
         ConfigurationError: a DDP or FSDP model; later: a model that is no longer the same.
-        NonFiniteGradientError: NaN or Inf in the parameters, under "raise".
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
 
@@ -142,9 +139,6 @@ class Averager(Stateful):
         """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
 
         Load model and optimizer, too, in any order; ranks' models need not be equal then.
-
-        Raises:
-            ConfigurationError: the state of another scheme, rank or world size, or none at all.
         """
         self.check_place(state)
         super().load_state_dict(state["state"])
@@ -183,12 +177,7 @@ class Averager(Stateful):
     def __enter__(self: A) -> A:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish, unless an error is on its way; close."""
         try:
             if kind is None:

@@ -66,12 +66,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector.
-
-        Raises:
-            ConfigurationError: what travels has changed since the binding was made.
-            NonFiniteGradientError: NaN or Inf in what trains, unless that may spread.
-        """
+        """Return a new vector; NaN or Inf in what trains is an error, unless that may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         pieces = [torch.zeros(0, dtype=self._dtype, device=device)]  # of a model without parameters
@@ -107,10 +102,7 @@ class Binding:
         """Compare models with all ranks, and return the vector that all of them start from.
 
         That is ``initial``; moments that were not there yet are zero.  Or the model as it is now.
-
-        Raises:
-            PeerError: names the first tensor that differs: in name, shape, dtype or rule, or in its
-                initial values.
+        A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """

@@ -99,7 +99,7 @@ class EagerRounds(Rounds):
             return True
         return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
 
-    def publish(self, version: int, vector: Tensor) -> None:
+    def publish(self, vector: Tensor) -> None:
         """Add an update to what waits."""
         self._waiting = self._waiting + vector
 

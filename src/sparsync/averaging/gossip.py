@@ -52,10 +52,8 @@ class Exponential(Graph):
     everybody then has exactly the mean.
 
     Example:
-        >>> [Exponential().neighbours(0, 8, step) for step in range(4)]
-        [[1], [2], [4], [1]]
-        >>> Exponential(2).sources(0, 8, step=0)
-        [7, 6]
+        >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
+        ([[1], [2], [4], [1]], [7, 6])
 
     References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
     ICML 2019, appendix A.
@@ -110,12 +108,7 @@ class Dpsgd(Averager):
     Differs from the paper: always averages after the update; the paper allows either order.
 
     Example:
-        >>> import torch; from sparsync import simulate
-        >>> async def program(comm):
-        ...     model = torch.tensor([3.0 * comm.rank])
-        ...     return (await Dpsgd().average(comm, model, step=0)).item()
-        >>> simulate(program, world_size=4).results
-        [4.0, 3.0, 6.0, 5.0]
+        >>> with Dpsgd(nn.Linear(2, 1), mixing_steps=2) as averager: averager.step()
 
     References: Lian et al., `D-PSGD <https://arxiv.org/abs/1705.09056>`_, NeurIPS 2017.
     """
@@ -154,8 +147,7 @@ class Sgp(Averager):
         graph: another graph in its place, any that stays connected.
 
     Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
-    State: ``weight``; in ``memory`` the last model z while w is not 1 (on the exponential graph it is
-    1, to rounding, on every step).
+    State: ``weight``; in ``memory`` the last model z while w is not 1 (never on the exponential graph).
     Differs from the paper: nothing is overlapped.
 
     Example:

@@ -14,17 +14,18 @@ from math import gcd, sqrt
 
 from sparsync.errors import require
 
-__all__ = ["default_group_size", "group_of", "partition"]
+__all__ = ["default_group_size", "group_of"]
 
 
-def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ...]]:
-    """Return the groups of a step: every rank is in one, members ascend.
+def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
+    """Return the members of a rank's group, ascending, itself among them.
 
     If S divides P, all groups have S members.  Else their sizes differ by one, as close to S as an
     equal share allows; nobody stays alone (unless S = 1).  With more than one group of more than
     one, the groups of no two consecutive steps are the same.
 
     Args:
+        rank: 0 to P - 1.
         world_size: P >= 1.
         group_size: S, from 1 (nobody averages) to P (everybody with everybody).
         step: 0-based local step; equal on all ranks.
@@ -32,27 +33,16 @@ def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ..
     Raises:
         ConfigurationError: a number out of its range.
 
-    Example:
-        >>> partition(8, 4, step=0), partition(8, 4, step=1)
-        ([(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 1, 4, 5), (2, 3, 6, 7)])
-        >>> partition(5, 2, step=0), partition(5, 2, step=1)
-        ([(0, 1, 2), (3, 4)], [(0, 2, 4), (1, 3)])
-
-    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
-    printed, a mask that is already shifted is shifted again; the paper's examples come out so).
-    """
-    _check(world_size, group_size, step)
-    return sorted({group_of(rank, world_size, group_size, step) for rank in range(world_size)})
-
-
-def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
-    """Return the members of a rank's group, ascending, itself among them; as in ``partition``.
-
     Cost: that of sorting the group, whatever P is.
 
     Example:
-        >>> group_of(5, 8, 4, step=1)
-        (0, 1, 4, 5)
+        >>> group_of(5, 8, 4, step=0), group_of(5, 8, 4, step=1)
+        ((4, 5, 6, 7), (0, 1, 4, 5))
+        >>> group_of(0, 5, 2, step=0), group_of(0, 5, 2, step=1)
+        ((0, 1, 2), (0, 2, 4))
+
+    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
+    printed, a mask that is already shifted is shifted again; the paper's examples come out so).
     """
     _check(world_size, group_size, step)
     require(

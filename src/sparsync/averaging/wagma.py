@@ -1,8 +1,7 @@
 """WAGMA-SGD: average within changing groups without waiting for late ranks, and globally now and then.
 
 Whoever arrives first starts the average for all.  A rank that is late takes part with the last model
-that it published, and finds the result when it arrives.  A published vector is handed over and never
-changes, so nothing that is being sent is torn.
+that it published, and finds the result when it arrives.
 """
 
 from __future__ import annotations
@@ -219,11 +218,11 @@ class ModelRounds(Rounds):
         size = min(self.group_size, count)
         return [present[i] for i in groups.group_of(present.index(rank), count, size, step)]
 
-    def publish(self, version: int, vector: Tensor) -> None:
+    def publish(self, vector: Tensor) -> None:
         """Contribute ``vector`` from now on; nobody changes it."""
         self._vector = vector if self.error is None else vector + self.error
 
-    def restart(self, version: int, model: Tensor) -> None:
+    def restart(self, model: Tensor) -> None:
         """Differ from this model from now on; the error belonged to the one that is given up."""
         self._vector, self._base, self.error = model, model, None
 
@@ -247,8 +246,7 @@ class ModelRounds(Rounds):
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
     """Sum over a group, by the cheaper way; equal on all its members.
 
-    Cost: recursive doubling, log2 S messages of n; or reduce-scatter and allgather,
-    2 ceil(log2 S) messages and 2 n (S - 1) / S elements.
+    Cost: recursive doubling, log2 S messages of n; or that of ``comm.allreduce``.
     """
     size = comm.world_size
     hops = (size - 1).bit_length()

@@ -193,7 +193,7 @@ def one_rank_fails(dies):
     run(comm.barrier())
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_that_fails_ends_the_job(dies):
     with pytest.raises(RankError) as caught:
         launch(one_rank_fails, 2, dies, timeout=30.0, grace=10.0, mpi=True)

@@ -43,37 +43,6 @@ def test_a_receiver_takes_one_message_after_the_other():
     assert simulate(program, 4, links=LINKS).results == [16.0, 6.0, 11.0, 16.0]
 
 
-def test_a_sender_sends_one_message_after_the_other():
-    async def program(comm):
-        if comm.rank == 0:
-            for operation in [comm.isend(payload(10), dest, "p", BYTES) for dest in (1, 2)]:
-                await operation
-        else:
-            await comm.irecv(0, 10, "p", BYTES)
-        return comm.now
-
-    assert simulate(program, 3, links=LINKS).results == [11.0, 6.0, 11.0]
-
-
-def test_a_port_sends_while_it_receives():
-    async def program(comm):
-        sending = comm.isend(payload(10), 1 - comm.rank, "p", BYTES)
-        await comm.irecv(1 - comm.rank, 10, "p", BYTES)
-        await sending
-
-    assert simulate(program, 2, links=LINKS).seconds == 6.0
-
-
-def test_disjoint_pairs_do_not_meet():
-    async def program(comm):
-        if comm.rank % 2 == 0:
-            await comm.isend(payload(10), comm.rank + 1, "p", BYTES)
-        else:
-            await comm.irecv(comm.rank - 1, 10, "p", BYTES)
-
-    assert simulate(program, 6, links=LINKS).seconds == 6.0
-
-
 def test_computation_and_reduction_take_their_time():
     async def program(comm):
         await comm.compute(2.0)

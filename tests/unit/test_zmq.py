@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, simulate, testing
+from sparsync import ConfigurationError, testing
 from sparsync.transports.driver import run
 from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
 from sparsync.transports.zmq.communicator import _staged
-from tests.contracts.table import COLLECTIVES
 
 from .zmq_group import RAW, UP_TO, meet, message, together
 
@@ -19,31 +18,6 @@ from .zmq_group import RAW, UP_TO, meet, message, together
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_the_contract_of_a_communicator_holds(world_size):
     together(lambda comm: run(testing.exercise_communicator(comm)), world_size)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "split-allgather",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("oktopk", "oktopk, always balanced")),
-    ],
-)
-def test_every_collective_equals_the_simulator_bit_for_bit(name):
-    async def program(comm):
-        return await testing.exercise_collective(comm, COLLECTIVES[name])
-
-    assert together(lambda comm: run(program(comm)), 3) == simulate(program, 3).results
-
-
-def test_ledgers_equal_the_simulators():
-    async def program(comm):
-        await testing.exercise_communicator(comm)
-        return comm.ledger.total().as_dict()
-
-    ours, simulated = together(lambda comm: run(program(comm)), 3), simulate(program, 3).results
-    assert [(r["sent"], r["received"]) for r in ours] == [
-        (r["sent"], r["received"]) for r in simulated
-    ]
 
 
 @settings(max_examples=20)

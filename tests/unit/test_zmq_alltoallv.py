@@ -77,16 +77,6 @@ def test_a_missing_message_runs_into_the_deadline_and_names_its_rank():
     together(program, 3)
 
 
-def test_a_message_of_another_step_is_refused():
-    def program(comm):
-        comm.ledger.begin_step(comm.rank)
-        with pytest.raises(PeerError, match=r"sent one of step [01].*not in the same call"):
-            run(comm.alltoallv([message(1)] * 2, [1] * 2, "p", RAW))
-        return meet(comm)
-
-    together(program, 2)
-
-
 def test_a_death_is_noticed_although_others_keep_sending():
     def program(comm):
         if comm.rank == 2:

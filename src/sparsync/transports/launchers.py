@@ -55,11 +55,8 @@ class Placement:
     """One process among the ranks of its job.
 
     Attributes:
-        rank: in ``[0, world_size)``.
-        world_size: number of ranks P.
         local_rank: among the ranks of this host; 0 where the launcher does not tell.
         host: rank 0's, where the environment tells (MASTER_ADDR, or Slurm's first host).
-        launcher: the one that started it.
     """
 
     rank: int
@@ -74,9 +71,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
 
     The innermost launcher counts: torchrun's ranks may be started by srun or mpiexec, and mpiexec's
     by srun.  The batch script of Slurm itself is no rank; what ``srun`` starts in it is.
-
-    Args:
-        environ: default ``os.environ``.
 
     Returns:
         None when no launcher started it.
@@ -133,9 +127,6 @@ def first_host(nodes: str) -> str:
 
 def connect_mpi(timeout: float = 300.0) -> Communicator:
     """Connect the ranks of an mpiexec (or of an srun that starts MPI), without ``torch.distributed``.
-
-    Args:
-        timeout: seconds that any wait may take.
 
     Raises:
         ConfigurationError: mpi4py or MPI is missing, or does not know the ranks of the launcher.
@@ -233,11 +224,7 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
 
 
 def _mpi_knows(here: Placement) -> bool:
-    """Tell whether mpi4py sees the ranks that the environment tells of.
-
-    It does not where mpi4py is missing, or uses another MPI than the launcher's: every process is
-    then a world of its own.
-    """
+    """Tell whether mpi4py is there and uses the launcher's MPI: else each process is its own world."""
     try:
         world = load_mpi().COMM_WORLD
     except ConfigurationError:
@@ -245,16 +232,14 @@ def _mpi_knows(here: Placement) -> bool:
     return bool(world.Get_rank() == here.rank and world.Get_size() == here.world_size)
 
 
-def slurm_port(environ: Mapping[str, str], *, first: int = 20_000, ports: int = 10_000) -> int:
+def slurm_port(environ: Mapping[str, str]) -> int:
     """Return the port of a job step: the same in all its tasks, another in the next job's.
 
-    Args:
-        environ: with SLURM_JOB_ID, and the number of the step.
-        first: lowest port; the system gives out those from 32,768 on by itself.
-        ports: number of ports to choose from.
+    The system gives out ports from 32,768 on by itself.
     """
     step = environ.get("SLURM_STEP_ID", "0")
-    return first + (_number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)) % ports
+    number = _number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)
+    return 20_000 + number % 10_000
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -218,16 +218,16 @@ class MpiCommunicator(Communicator):
 
 def _native_type(mpi: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
     """Return the type by which MPI reduces a dtype; None where its own reduction does not do."""
-    integers = {
+    if dtype in (torch.float32, torch.float64):  # its max and min may lose a NaN
+        native = mpi.FLOAT if dtype == torch.float32 else mpi.DOUBLE
+        return native if op == "sum" else None
+    return {
         torch.uint8: mpi.UINT8_T,
         torch.int8: mpi.INT8_T,
         torch.int16: mpi.INT16_T,
         torch.int32: mpi.INT32_T,
         torch.int64: mpi.INT64_T,
-    }
-    # its max and min may lose a NaN
-    floats = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE} if op == "sum" else {}
-    return {**integers, **floats}.get(dtype)
+    }.get(dtype)
 
 
 @dataclass(eq=False)
@@ -237,11 +237,7 @@ class _Session:
     Attributes:
         mpi: the module ``mpi4py.MPI``.
         comm: a communicator of the library's own, so that no message meets the caller's.
-        rank: this rank in it.
-        ledger: of all channels.
-        timeout: seconds that any wait may take.
         pending: requests that MPI has not ended: it reads or writes their buffers until then.
-        closed: nothing may be started any more.
     """
 
     mpi: Any
@@ -270,7 +266,7 @@ class _Session:
         while self.pending and time.monotonic() < until:
             for request in list(self.pending.values()):
                 request.drain()
-            self.rest(self.spin, until)
+            self.rest(self.spin, until - time.monotonic())
         if self.pending:  # MPI may use their buffers until it ends, so these must not be reused
             atexit.register(list, self.pending.values())
         if self.comm != self.mpi.COMM_NULL:
@@ -284,7 +280,7 @@ class _Request(Operation):
     Args:
         session: of the communicator.
         tag: the channel.
-        where: what it is, for errors: "message from rank 3 in phase 'split'".
+        where: for errors: "message from rank 3 in phase 'split'".
         start: calls MPI; the request that it returns keeps the buffers.
         finish: takes the status, returns the result; None: there is none.
         receiving: it may be cancelled.

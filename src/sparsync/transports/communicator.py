@@ -54,15 +54,6 @@ class Closeable(Protocol):
         """End it."""
 
 
-def _combine(op: ReduceOp) -> Callable[..., Tensor]:
-    operations: dict[ReduceOp, Callable[..., Tensor]] = {
-        "sum": torch.add,
-        "max": torch.maximum,
-        "min": torch.minimum,
-    }
-    return operations[op]
-
-
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
 
@@ -199,7 +190,9 @@ class Communicator(ABC):
         A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
         """
         world_size, size = self.world_size, tensor.numel()
-        combine = _combine(op)
+        operations: dict[ReduceOp, Callable[..., Tensor]]
+        operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+        combine = operations[op]
         width = -(-size // world_size)
         padded = tensor.new_zeros(width * world_size)
         padded[:size] = tensor.flatten()
@@ -351,9 +344,9 @@ class SoloCommunicator(Communicator):
         return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: there is no rank to send to (``isend`` refuses first)."""
+        """Never reached: ``isend`` refuses first."""
         raise AssertionError("a world of one sends nothing")
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: there is no rank to receive from (``irecv`` refuses first)."""
+        """Never reached: ``irecv`` refuses first."""
         raise AssertionError("a world of one receives nothing")

@@ -229,10 +229,8 @@ class TorchCommunicator(Communicator):
 def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> Iterator[None]:
     """Turn an error of torch into one that names rank, phase and step.
 
-    Args:
-        comm: of this rank.
-        where: what was under way, and with which rank.
-        among_all: with all of them: those that are missing are asked for.
+    ``where`` says what was under way, and with which rank; ``among_all``: with all of them, so those
+    that are missing are asked for.
     """
     started = time.monotonic()
     try:
@@ -266,10 +264,9 @@ class _Call(Operation):
 
     Args:
         comm: of this rank.
-        where: for errors.
+        where: as for ``_named``, and ``among_all``, too.
         start: returns the request; None: there is nothing to wait for.
         finish: called at the end for the result.
-        among_all: an error names the ranks that are missing.
         started: ``start`` only returns what is under way, which may be asked.
     """
 
@@ -307,14 +304,8 @@ class _Call(Operation):
 class RollCall:
     """Finds out who is missing when a native collective has failed, which gloo does not say.
 
-    Ranks whose exchange has failed say so in the group's store; who is dead or stuck does not.
-
-    A rank that is alive may be late with its word: those that are named hold the one that failed.
-
-    Args:
-        group: whose ranks are called; None for the default one.
-        rank: this one.
-        world_size: number of ranks.
+    Ranks whose exchange has failed say so in the group's store; who is dead or stuck does not.  A rank
+    that is alive may be late with its word: those that are named hold the one that failed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:

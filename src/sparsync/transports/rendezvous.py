@@ -47,13 +47,7 @@ def meet(
 
     Rank 0, which may serve the store, returns when all have read.
 
-    Args:
-        store: of these ranks.
-        rank: this one.
-        world_size: number of ranks.
-        card: the bytes that this rank tells the others; UTF-8.
-        timeout: seconds.
-        phase: named in errors.
+    A card is what a rank tells the others, in UTF-8; ``phase`` is named in errors.
 
     Raises:
         DeadlineError: names the ranks that are missing after ``timeout`` seconds.

@@ -90,7 +90,7 @@ class SimCommunicator(Communicator):
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
         """Run a coroutine of this rank next to the present one; await what is returned for its end."""
-        return self.network.start(self.rank, program)
+        return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on this virtual rank."""

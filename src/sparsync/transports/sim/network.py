@@ -127,14 +127,12 @@ class Port:
     """
 
     free: float = 0.0
-    phases: dict[str, Usage] = field(default_factory=dict)
+    phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
 
     def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
         """Be busy for some time with one message."""
         self.free = since + seconds
-        usage = self.phases.get(phase)
-        if usage is None:
-            usage = self.phases[phase] = Usage()
+        usage = self.phases[phase]
         usage.messages += 1
         usage.nbytes += nbytes
         usage.seconds += seconds
@@ -208,14 +206,9 @@ class Network(Generic[T]):
     ) -> SimOperation:
         """Put a copy of ``payload`` on its way, once the source's work is done."""
         operation = SimOperation("send to rank", dest, phase)
+        weight = weight or Weight(payload.numel())
         # a copy: the sender may change its buffer once the operation is done
-        message = Message(
-            (source, dest, tag),
-            payload.clone(),
-            phase,
-            weight or Weight(payload.numel()),
-            operation,
-        )
+        message = Message((source, dest, tag), payload.clone(), phase, weight, operation)
         ready = self._busy_until[source]
         if ready > self.now:
             self._at(ready, self._leave, message)
@@ -243,15 +236,11 @@ class Network(Generic[T]):
         """Do something on a rank at a time, or when the rank can again."""
         self._at(time, self._happen, (rank, event))
 
-    def start(self, rank: int, program: Coroutine[Operation, None, Any]) -> SimOperation:
-        """Run a coroutine of a rank next to its others; the operation is done at its end."""
-        return self._begin(rank, program).end
-
     # ---- the event loop --------------------------------------------------------------------------
 
     def run(self, programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
         """Run one coroutine per rank to its end; return their results in rank order."""
-        mains = [self._begin(rank, program, main=True) for rank, program in enumerate(programs)]
+        mains = [self.start(rank, program, main=True) for rank, program in enumerate(programs)]
         self._open = len(mains)
         for fault in self.faults:
             if fault.end == math.inf:
@@ -272,9 +261,10 @@ class Network(Generic[T]):
                 task.program.close()
         return [task.result for task in mains]
 
-    def _begin(
+    def start(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
     ) -> RankTask:
+        """Run a coroutine of a rank next to its others; its ``end`` is an operation."""
         task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
@@ -285,8 +275,7 @@ class Network(Generic[T]):
         if id(task) not in self._tasks:
             return
         rank = task.rank
-        later = self._busy_until[rank]
-        later = self._frozen_until(rank) or later
+        later = self._frozen_until(rank) or self._busy_until[rank]
         if later == math.inf:
             self._kill(rank)
             return

@@ -1,16 +1,12 @@
 """Ok-Topk, section 3.1.2 and Figure 7b: balance before the allgatherv, and not when it is not needed."""
 
 import pytest
-import torch
 
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.oktopk import gather_cost
-from sparsync.collectives.regions import balance_and_allgatherv
 from sparsync.presets import oktopk
-from sparsync.sparse import SparseVector
-from sparsync.transports.sim import Links, simulate
-from sparsync.wire import Coo
-from sparsync.wire.base import MessageFraming
+from sparsync.transports.sim import Links
+from sparsync_papers.reproduce.oktopk_balance import gathered
 
 from .measured import (
     EXCHANGEABLE,
@@ -27,36 +23,17 @@ from .measured import (
     words,
 )
 
-WIDTH = 20_000  # elements per region
 
-
-def gathered(counts, trigger):
+def balanced(counts):
     """Balance and allgatherv of this many entries per rank."""
-    world_size = len(counts)
-    boundaries = [WIDTH * rank for rank in range(world_size + 1)]
-
-    async def program(comm):
-        count = counts[comm.rank]
-        kept = SparseVector(torch.arange(count), torch.full((count,), 1.0 + comm.rank), WIDTH)
-        return await balance_and_allgatherv(
-            comm, kept, counts, boundaries, Coo(), balance_trigger=trigger
-        )
-
-    simulation = simulate(program, world_size)
+    simulation = gathered(counts, balance=True, links=Links())
     assert all(total.nnz == sum(counts) for total in simulation.results)
     return simulation
 
 
 def direct(counts):
     """The allgatherv by recursive doubling, as it is."""
-
-    async def program(comm):
-        ones = SparseVector(torch.arange(counts[comm.rank]), torch.ones(counts[comm.rank]), WIDTH)
-        lengths = [Coo().nbytes(count, WIDTH) for count in counts]
-        payload = Coo().encode(ones).payload
-        return await comm.allgatherv(payload, lengths, "allgatherv", MessageFraming(Coo()))
-
-    return simulate(program, len(counts))
+    return gathered(counts, balance=False, links=Links())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +48,7 @@ def direct(counts):
     ],
 )
 def test_balances_if_the_largest_is_more_than_four_times_the_average(counts, balances):
-    simulation = gathered(counts, trigger=4.0)
+    simulation = balanced(counts)
     assert (max(counts) * len(counts) > 4 * sum(counts)) == balances
     assert ("balance" in phases(simulation)) == balances
 
@@ -102,7 +79,7 @@ def test_balance_and_allgatherv_stay_below_4k(world_size):
     k = 8192
     counts = [0] * world_size
     counts[world_size // 2] = k
-    simulation = gathered(counts, trigger=4.0)
+    simulation = balanced(counts)
     form = gather_cost(k, world_size, balanced=True)
     assert words(simulation) == pytest.approx(form.words, rel=0.001)
     assert words(simulation) < 4 * k * (world_size - 1) / world_size
@@ -114,7 +91,7 @@ def test_several_overfull_ranks_stay_below_4k(holders):
     world_size, k = 16, 9000
     counts = [k // holders if rank % 5 == 0 and rank < 5 * holders else 0 for rank in range(16)]
     assert sum(counts) == k
-    simulation = gathered(counts, trigger=4.0)
+    simulation = balanced(counts)
     assert "balance" in phases(simulation)
     assert words(simulation) <= 4 * k * (world_size - 1) / world_size
 
@@ -124,7 +101,7 @@ def test_balancing_is_faster_than_the_direct_allgatherv():
     gains = []
     for world_size in (8, 16, 32):
         counts = [8192] + [0] * (world_size - 1)
-        gains.append(direct(counts).seconds / gathered(counts, trigger=4.0).seconds)
+        gains.append(direct(counts).seconds / balanced(counts).seconds)
     assert gains == sorted(gains)
     assert gains[0] > 1.12
     assert gains[-1] > 1.43

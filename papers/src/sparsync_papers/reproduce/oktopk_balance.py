@@ -9,8 +9,8 @@ import torch
 from sparsync import kernels
 from sparsync.collectives.oktopk import averaged_cuts_cost
 from sparsync.collectives.regions import balance_and_allgatherv, even_boundaries, split_reduce
-from sparsync.sparse import SparseVector
-from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync.sparse import SparseVector, Vector
+from sparsync.transports.sim import Links, SimCommunicator, Simulation, simulate
 from sparsync.wire import Coo
 from sparsync.wire.base import MessageFraming
 from sparsync_papers.reproduce import ARIES, Comparison, Outcome, Panel, Settings, Table, artifact
@@ -51,24 +51,26 @@ def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[in
     return [0, *cuts.double().mean(0).long().tolist(), size]
 
 
-def _gather_seconds(counts: Sequence[int], *, balance: bool) -> float:
-    """Return the virtual seconds of collecting ``counts`` entries of the ranks."""
-    width = max(counts)
+def gathered(
+    counts: Sequence[int], *, balance: bool, links: Links = ARIES
+) -> Simulation[Vector | None]:
+    """Collect this many entries of every rank, with balancing or by the allgatherv as it is."""
+    width = max(*counts, 1)
 
-    async def program(comm: SimCommunicator) -> None:
+    async def program(comm: SimCommunicator) -> Vector | None:
         count = counts[comm.rank]
         kept = SparseVector(torch.arange(count), torch.ones(count), width)
         if balance:
             boundaries = [width * rank for rank in range(comm.world_size + 1)]
-            await balance_and_allgatherv(
+            return await balance_and_allgatherv(
                 comm, kept, counts, boundaries, Coo(), balance_trigger=_TRIGGER
             )
-            return
         lengths = [Coo().nbytes(count, width) for count in counts]
         payload = Coo().encode(kept).payload
         await comm.allgatherv(payload, lengths, "allgatherv", MessageFraming(Coo()))
+        return None
 
-    return simulate(program, len(counts), links=ARIES).seconds
+    return simulate(program, len(counts), links=links)
 
 
 @artifact("oktopk-fig7", "both balancings pay, by more on more GPUs", minutes=1.0)
@@ -96,7 +98,7 @@ def figure_7(settings: Settings) -> Outcome:
         add("split and reduce", p, naive, balanced + agreement / _PERIOD)
         for holders, name in ((1, "one rank holds all"), (max(p // 6, 1), "a sixth hold all")):
             counts = [_K // holders if rank < holders else 0 for rank in range(p)]
-            direct, even = (_gather_seconds(counts, balance=balance) for balance in (False, True))
+            direct, even = (gathered(counts, balance=b).seconds for b in (False, True))
             add(f"allgatherv, {name}", p, direct, even)
     gains = rows.curves("P", "gain", "phase")
     comparisons = []

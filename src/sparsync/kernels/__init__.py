@@ -49,18 +49,20 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return the module that takes these tensors: ``native``, ``triton`` or ``reference``.
 
     Args:
-        tensors: at least one.
+        tensors: those that decide; of none, ``reference``.
         dtype: the only one that compiled kernels take here.
     """
-    devices = {tensor.device.type for tensor in tensors}
-    if any(tensor.dtype is not dtype for tensor in tensors) or len(devices) > 1:
-        return reference
-    if devices == {"cpu"}:
+    on_cpu, on_cuda = bool(tensors), bool(tensors)
+    for tensor in tensors:  # dozens of times per step: properties, and no sets
+        if tensor.dtype is not dtype:
+            return reference
+        on_cpu, on_cuda = on_cpu and tensor.is_cpu, on_cuda and tensor.is_cuda
+    if on_cpu:
         if native.chosen() != "torch":
             return native
         if native.EXTENSION is None and tensors[0].numel() >= _LARGE:
             _warn_that_kernels_are_slow()
-    elif devices == {"cuda"}:
+    elif on_cuda:
         return _triton() or reference
     return reference
 
@@ -87,13 +89,13 @@ def _dispatched(
     dtype: torch.dtype = torch.float32,
 ) -> Callable[P, R]:
     """Return the function that runs a specification, or the backend of its ``deciding`` tensors."""
-    name = specification.__name__
+    name, in_place = specification.__name__, specification.__name__.endswith("_")
 
     @functools.wraps(specification)
     def dispatch(*arguments: Any, **named: Any) -> Any:
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
-        if name.endswith("_") and not all(tensor.is_contiguous() for tensor in tensors):
+        if in_place and not all(tensor.is_contiguous() for tensor in tensors):
             return getattr(reference, name)(*arguments, **named)  # not in place of a copy
         return getattr(backend, name)(*map(_contiguous, arguments), **named)
 

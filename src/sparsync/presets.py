@@ -122,11 +122,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def preset(name: object) -> Preset:
-    """Return the row of a name.
-
-    Raises:
-        ConfigurationError: unknown name (lists the known ones).
-    """
+    """Return the row of a name; an unknown one is refused with the known ones."""
     if isinstance(name, str) and name in PRESETS:  # before asking installed packages
         return PRESETS[name]
     if not isinstance(name, str) or name not in presets():

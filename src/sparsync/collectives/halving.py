@@ -114,7 +114,10 @@ class _Walk:
         comm, phase, framing = self.comm, "reduce-scatter", MessageFraming(self.codec)
         for skip, count in rounds(comm.world_size):
             span = self.width * count
-            joined = self._join(self.blocks[skip : skip + count])
+            passed = self.blocks[skip : skip + count]
+            joined = SparseVector.join(
+                [block.embed(self.width * i, span) for i, block in enumerate(passed)]
+            )
             encoded = self.codec.encode(joined)
             self._note_rounding(joined, encoded.decoded, first=skip)
             source, dest = (
@@ -177,10 +180,3 @@ class _Walk:
                 "the sender is corrupt or hostile"
             )
         return SparseVector(indices, block.values, self.mine.size)
-
-    def _join(self, blocks: list[SparseVector]) -> SparseVector:
-        """Put blocks one after the other."""
-        size = self.width * len(blocks)
-        return SparseVector.join(
-            [block.embed(self.width * i, size) for i, block in enumerate(blocks)]
-        )

@@ -53,7 +53,7 @@ class OkTopkState:
 
     Attributes:
         boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and when they were crowded.
-        threshold_key: the last global threshold as a magnitude key; None while there is none.
+        threshold_key: the last global threshold as a magnitude key.
     """
 
     boundaries: tuple[int, ...] | None = None
@@ -348,12 +348,9 @@ class OkTopk(Collective):
 
 
 class _Kept(NamedTuple):
-    """The outcome of a global selection, known to all ranks.
+    """How many entries of its region each rank keeps, the largest; known to all ranks.
 
-    Attributes:
-        counts: how many entries of its region each rank keeps, the largest.
-        threshold_key: magnitude of the smallest kept entry or a bound of it, as a key.
-        loads: entries that each rank summed; empty where nobody asked.
+    ``loads``: entries that each rank summed; empty where nobody asked.
     """
 
     counts: Sequence[int]

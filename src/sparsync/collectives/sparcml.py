@@ -405,12 +405,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """Entries seen in earlier calls, from which the next result is estimated.
-
-    Attributes:
-        entries: of the last total; None before the first call.
-        most: entries of any rank in the first call; None before it.
-    """
+    """Entries of the last total, and the most of any rank in the first call; None before it."""
 
     entries: int | None = None
     most: float | None = None
@@ -420,10 +415,9 @@ class SparcmlAutoState:
 class SparcmlAuto(Collective):
     """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
 
-    Where SparCML asks the user for "some rough idea" of the result's size K, it is learned here: from
-    the number of entries of the last total, which all ranks know from its headers.  On the first call
-    it is the expectation of appendix B for uniformly random supports, which has the most fill-in, with
-    the largest k of any rank.  Rounds are weighed against bytes as on gigabit Ethernet.
+    Where SparCML asks the user for "some rough idea" of the result's size K, it is learned here from the
+    last total, whose entries all ranks know.  On the first call it is the expectation of appendix B for
+    uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
 
     Args:
         codec: of all three; its dense switch decides what "dense" means.

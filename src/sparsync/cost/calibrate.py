@@ -69,11 +69,7 @@ class Calibration:
     sizes: tuple[int, ...] = ()
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
-        """Return the links that take this many times the median's seconds per byte, slowest first.
-
-        Args:
-            factor: between 1 and the 2 of a link that is half as fast.
-        """
+        """Return the links that take this many times the median's seconds per byte, slowest first."""
         if not self.links:
             return []
         limit = factor * median(link.beta for link in self.links)
@@ -93,9 +89,9 @@ async def calibrate(
 ) -> Calibration:
     """Measure the links and the work of a group's ranks; all of them call it together.
 
-    Alpha and beta are what a message takes where every rank sends and receives at once; they are
-    fitted to medians over rounds of several sizes, as large as the time allows.  In the simulator
-    they are those of its ``Links``, and work takes no time.  At last whole exchanges are rehearsed.
+    Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
+    simulator they are those of its ``Links``, and work takes no time.  At last whole exchanges are
+    rehearsed.
 
     Args:
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.

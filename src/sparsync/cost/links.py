@@ -83,11 +83,6 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 
     Args:
         samples: per size in bytes, independent times in seconds; at least two sizes, none empty.
-
-    Example:
-        >>> fitted = fit_with_intervals({0: [1.0, 1.1, 0.9], 10: [2.0, 2.1, 1.9]})
-        >>> [(name, value) for name, (value, _) in fitted.items()]
-        [('alpha', 1.0), ('beta', 0.1)]
     """
     draw = random.Random(0)
     lines = [
@@ -107,10 +102,6 @@ def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
 
     Args:
         batches: seconds that each took, and the units that were done in it.
-
-    Example:
-        >>> fit_pace([(1.0, 10), (3.0, 10)])
-        (0.2, (0.1, 0.3))
     """
 
     def pace(drawn: Sequence[tuple[float, float]]) -> float:
@@ -133,12 +124,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock stands to rank 0's.
-
-    Attributes:
-        ahead: seconds that it shows more.
-        uncertainty: the true one differs by at most this: half of the fastest round trip.
-    """
+    """Seconds that a rank's clock shows more than rank 0's, to within half of the fastest round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -146,14 +132,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks.
-
-    Attributes:
-        source: rank that sends.
-        dest: rank that receives.
-        alpha: seconds per message, one way; wrong by as much as the two ranks' clocks are.
-        beta: seconds per byte.
-    """
+    """One direction between two ranks; alpha is wrong by as much as the two ranks' clocks are."""
 
     source: int
     dest: int
@@ -187,12 +166,10 @@ async def measure_links(
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow while they fit ``probe.budget`` of the time, as the size before foretells; then they take
-    turns.
+    Sizes grow while they fit ``probe.budget`` of the time; then they take turns.
 
     Returns:
-        "alpha" and "beta" of all links together, at the pace of rounds; each link by itself; every
-        rank's clock; the bytes of the messages.
+        "alpha" and "beta" of all links together; each link by itself; every rank's clock; the sizes.
 
     Raises:
         ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.

@@ -89,22 +89,8 @@ def predict(
 ) -> Prediction:
     """Predict what one step costs.
 
-    Args:
-        algorithm: with its options.
-        size: number of elements n.
-        k: entries asked for; more than n are n.
-        world_size: number of ranks P.
-        machine: seconds per message, byte, element and entry.
-
     Raises:
         ConfigurationError: the algorithm has no cost, or a number makes no sense.
-
-    Example:
-        >>> from sparsync.presets import resolve
-        >>> job = dict(size=14_728_266, k=147_283, world_size=8, machine=Machine())
-        >>> made = [predict(resolve(name), **job) for name in ("dense", "budgeted")]
-        >>> [round(1e3 * prediction.seconds_exchange) for prediction in made]
-        [833, 11]
     """
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
         require(value >= least, f"predict: {name} is {value}; give at least {least}")

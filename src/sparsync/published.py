@@ -123,7 +123,7 @@ def redsync(
         lambda: Allgather(codec, cap),
         shared=False,
         unit_bytes=fusion_bytes,
-        compress=lambda name, parameter: _nbytes(parameter) >= compress_thd,
+        compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
         calls=_fused,
     )
 
@@ -151,20 +151,16 @@ def redsync_quantized(
         keep_error: what the mean rounds away stays in the residual; False, as published: it is lost.
         fusion_bytes: as in "redsync".
     """
-    return Algorithm(
-        "redsync-quantized",
-        lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
-        lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
-        shared=False,
-        unit_bytes=fusion_bytes,
-        compress=lambda name, parameter: _nbytes(parameter) >= compress_thd,
-        output=redsync(thsd1=thsd1, thsd2=thsd2, cap=cap),
-        calls=_fused,
+    plain = redsync(
+        compress_thd=compress_thd, thsd1=thsd1, thsd2=thsd2, cap=cap, fusion_bytes=fusion_bytes
     )
-
-
-def _nbytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    return replace(
+        plain,
+        name="redsync-quantized",
+        make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
+        make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
+        output=plain,
+    )
 
 
 def _fused(job: Job) -> tuple[int, Job]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from sparsync.sparse import DenseVector, SparseVector, Vector, combine, delta
+from sparsync.sparse import DenseVector, SparseVector, Vector, combine
 from sparsync.wire import StreamCodec
 
 SIZE = 1_000_000
@@ -25,8 +25,13 @@ RATES = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 REPEATS = 7
 
 
+def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
+    """Return the most entries for which sparse takes no more bytes than dense: ``N i / (c + i)``."""
+    return size * value_bytes // (index_bytes + value_bytes)
+
+
 def operand(nnz: int, seed: int) -> SparseVector:
-    """Return a vector with so many entries at random places."""
+    """Return a vector with this many entries at random places."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randperm(SIZE, generator=generator)[:nnz].sort().values
     return SparseVector(indices, torch.randn(nnz, generator=generator), SIZE)

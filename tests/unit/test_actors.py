@@ -6,7 +6,7 @@ from torch.distributed import HashStore
 from sparsync.errors import PeerError
 from sparsync.transports.actors import Actor
 from sparsync.transports.zmq import ZmqCommunicator
-from sparsync.transports.zmq.communicator import ZmqHost
+from sparsync.transports.zmq.host import ZmqHost
 
 
 class Idle(Actor):
@@ -41,7 +41,7 @@ class Racing(ZmqHost):
 
 def test_a_failure_while_a_wait_begins_ends_the_wait():
     comm = ZmqCommunicator(0, 1, store=HashStore())
-    host = Racing(Idle(), comm)
+    host = Racing(Idle(), comm, comm.mesh, comm.irecv_any)
     waiting = host.ask(lambda reply: None, lambda: "rank 0, step 0: phase 'average'")
     with pytest.raises(PeerError, match="the actor failed"):
         waiting.poll(0)

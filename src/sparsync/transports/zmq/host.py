@@ -1,0 +1,193 @@
+"""Run an actor on a thread of its own, over a mesh of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+import zmq
+from torch import Tensor
+
+from sparsync.errors import CommunicationError, DeadlineError
+from sparsync.transports.actors import Actor, Host, Reply
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Operation
+from sparsync.transports.ledger import Framing, Raw
+from sparsync.transports.zmq.mesh import Mesh
+
+__all__ = ["ZmqHost"]
+
+_WAKE: Final = "inproc://wake"  # of an actor's own context
+_NAP: Final = 0.5  # seconds between looks at deaths while nothing comes and nothing is due
+_NAMED: Final = 4  # ranks in a message, those first that have been silent for longest
+_WHOLE: Final = Raw("value", variable=True)
+
+
+class ZmqHost(Host):
+    """Runs an actor on a daemon thread.
+
+    The rank hands work over through a queue and waits on an event: it never holds a lock that the
+    actor needs, nor the other way round.  A peer whose connection ends is dead, one that is silent is
+    not.
+
+    Args:
+        actor: to run.
+        comm: used by nobody else; closed at the end.
+        mesh: its sockets.
+        receive: its ``irecv_any``.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        comm: Communicator,
+        mesh: Mesh,
+        receive: Callable[[int, str, Framing], Any],
+    ) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self._actor, self._comm, self._mesh, self._irecv_any = actor, comm, mesh, receive
+        self._calls: deque[Callable[[], None]] = deque()
+        self._asked: list[_Asked] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._gone: dict[int, str] = {}
+        self._heard = {r: self.now for r in range(comm.world_size) if r != comm.rank}
+        self._receive: Any = None  # under way
+        self._mesh.incoming.bind(_WAKE)
+        self._waker = self._mesh.context.socket(zmq.PUSH)
+        self._waker.connect(_WAKE)
+        self._lock = threading.Lock()  # of the waker: a ZeroMQ socket is for one thread at a time
+        actor.host = self
+        self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
+        self._thread.start()
+
+    # ---- called by the rank
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Queue a function, and wake the thread."""
+        self._calls.append(function)
+        # refused: it has been woken often enough, or the line is closed
+        with self._lock, suppress(zmq.ZMQError):
+            self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
+
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
+        asked = _Asked(where, self._comm.timeout, self._silent)
+        # known to the thread before its error is looked at: a failure in between ends the wait, too
+        self._asked = [*(one for one in self._asked if not one.done), asked]
+        if self._error is not None:
+            asked.end(error=self._error)
+        self.call(partial(function, asked.end))
+        return asked
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = True
+        if self._thread.is_alive():
+            self.call(lambda: None)
+            self._thread.join()
+
+    def _silent(self) -> str:
+        """Say which ranks are gone, or how long each has been silent."""
+        gone = [f"rank {peer} is gone ({reason})" for peer, reason in list(self._gone.items())]
+        since = sorted((heard, peer) for peer, heard in list(self._heard.items()))
+        ages = [f"rank {peer} for {self.now - heard:.1f} s" for heard, peer in since]
+        return ", ".join(gone[:_NAMED]) + "." if gone else f"silent: {', '.join(ages[:_NAMED])}."
+
+    # ---- the thread
+
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Send, unless the peer is gone."""
+        if dest not in self._gone:
+            self._comm.isend(payload, dest, "actor", _WHOLE)
+
+    def _work(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self._error = error
+            for asked in self._asked:
+                asked.end(error=error)
+        finally:
+            with self._lock:
+                self._waker.close()
+            self._comm.close()
+
+    def _turn(self) -> None:
+        """Do what is there, then wait for the next message, at most until a tick is due."""
+        while self._calls:
+            self._calls.popleft()()
+        due = self._actor.due
+        self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
+        deaths = self._deaths()
+        self._gone.update(deaths)
+        while deaths and self._take(0.0):
+            pass  # the last words of the dead come first
+        for peer, reason in deaths.items():
+            self._actor.lose(peer, reason)
+        due = self._actor.due
+        if due is not None and self.now >= due:
+            self._actor.tick()
+
+    def _take(self, seconds: float) -> bool:
+        """Give the actor the next message, if one comes before ``seconds`` have passed or a call."""
+        mesh = self._mesh
+        try:
+            if self._receive is None:
+                self._receive = self._irecv_any(mesh.settings.max_message, "actor", _WHOLE)
+            receive = self._receive
+            if not receive.poll(0.0):
+                mesh.advance(seconds)
+                if not receive.poll(0.0):
+                    return False
+        except CommunicationError:  # all others are gone
+            self._receive = None
+            mesh.advance(seconds)
+            return False
+        self._receive, source = None, receive.source
+        self._heard[source] = self.now
+        self._actor.receive(source, receive.result)
+        return True
+
+    def _deaths(self) -> dict[int, str]:
+        """Return the peers whose connection has ended since the last call, and why."""
+        mesh = self._mesh
+        ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
+        return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
+
+
+class _Asked(Operation):
+    """A wait for an actor on its thread; ``silent`` says who has not been heard of."""
+
+    def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
+        self.where, self.timeout, self.silent = where, timeout, silent
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.result, self.error = value, error
+        self._over.set()
+
+    def wait(self) -> None:
+        if not self._over.wait(self.timeout):
+            raise DeadlineError(
+                f"{self.where()} did not complete within {self.timeout:g} s; {self.silent()} "
+                "Raise timeout= if it is only slow"
+            )
+        if isinstance(self.error, CommunicationError):
+            raise self.error
+        if self.error is not None:
+            raise CommunicationError(
+                f"{self.where()} failed on its own thread: {self.error!r}"
+            ) from self.error
+        self.done = True
+
+    def poll(self, seconds: float) -> bool:
+        if not self.done and self._over.wait(seconds):
+            self.wait()
+        return self.done

@@ -22,4 +22,4 @@ def test_errors_are_caught_by_their_own_and_by_the_usual_names(name, parents):
 
 
 def test_the_drawn_tree_names_every_error():
-    assert all(name in errors.__doc__ for name in errors.__all__)
+    assert all(name in errors.__doc__ for name in errors.__all__ if name.endswith("Error"))

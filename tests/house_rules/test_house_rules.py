@@ -15,7 +15,7 @@ MAX_FILE_LINES = 600
 
 # Lines of Python, docstrings included; the library is ``src/sparsync`` without ``cli``.  These only ever
 # fall: the aims are 22,000, 6,500, 8,000 and 25,000.
-BUDGETS = {"library": 28_000, "cli": 8_900, "papers": 8_600, "tests": 31_000}
+BUDGETS = {"library": 24_600, "cli": 7_650, "papers": 8_000, "tests": 28_500}
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (

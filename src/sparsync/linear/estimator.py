@@ -35,7 +35,9 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         l1: factor of the L1 penalty.
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
         epochs: passes over the data.
-        batch_size, lr, schedule: see ``Sgd``.
+        batch_size: see ``Sgd``.
+        lr: see ``Sgd``.
+        schedule: see ``Sgd``.
         coordinates: see ``Scd``.
         fit_intercept: the model has an intercept, not penalised.
         exchange: among ranks; one of ``EXCHANGES``.

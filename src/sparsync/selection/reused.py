@@ -41,7 +41,8 @@ class Reused(Selector):
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap, floor: of k, on steps that reuse; None: as published.
+        cap: most entries over k, on steps that reuse; None: as published.
+        floor: fewest entries over k, likewise.
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
     "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.

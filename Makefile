@@ -20,7 +20,7 @@ ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_parcels.py \
   $(wildcard tests/unit/test_packed*.py) tests/unit/test_wire_hostile.py
 
-ONE_PROCESS := $(filter-out tests/distributed/ tests/semantics/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src
+AT_ONCE := $(filter-out tests/distributed/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src
 
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
@@ -53,13 +53,13 @@ demo: $(INSTALLED)
 	@echo '$(DEMO) --lab $(DEMO_RATE)'; $(DEMO) --lab $(DEMO_RATE) || { test $$? -eq 2 && \
 	  echo 'No slow links on this machine: now without them, so that dense is not held up.' && $(DEMO); }
 
-# those that start ranks or measure links one after the other, the others two at a time
+# those that measure links, or end ranks, one after the other; the others two at a time
 test: check
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile $(ONE_PROCESS)
-	$(BIN)/pytest -m "not slow" tests/distributed tests/semantics
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile $(AT_ONCE)
+	$(BIN)/pytest -m "not slow" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m slow -n 2 --dist loadfile $(ONE_PROCESS)
+	$(BIN)/pytest -m slow -n 2 --dist loadfile $(AT_ONCE)
 	$(BIN)/pytest -m slow tests/distributed
 
 # libstdc++ is loaded early as well: the sanitizer must find what throws exceptions before it is used

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError, PeerError
-from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings, mesh
 
 from .zmq_group import RAW, meet, message, together
 
@@ -85,6 +85,24 @@ def test_close_twice_and_use_after_close():
         ):
             with pytest.raises(ConfigurationError, match="this communicator is closed"):
                 use()
+
+    together(program, 2)
+
+
+def test_a_peer_that_leaves_while_this_rank_still_connects(monkeypatch):
+    connect = mesh.Link.__init__
+
+    def slowly(link, owner, peer):
+        connect(link, owner, peer)
+        if owner.rank == 0:
+            time.sleep(0.3)  # rank 1 has closed by now: the greeting of rank 0 has nowhere to go
+
+    monkeypatch.setattr(mesh.Link, "__init__", slowly)
+
+    def program(comm):
+        if comm.rank == 0:
+            with pytest.raises(PeerError, match="rank 1 is gone"):
+                comm.irecv(1, 1, "p", RAW).wait()
 
     together(program, 2)
 

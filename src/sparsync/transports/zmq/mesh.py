@@ -228,10 +228,11 @@ class Mesh:
         """Open the links, and tell the other ends who this is."""
         self.job, self.endpoints = job, endpoints
         hello = Header(HELLO, self.rank, job, 0, 0, 0, 0, 0).pack()
+        nothing = torch.empty(0, dtype=torch.uint8)
         for shift in range(1, self.world_size):
             peer = (self.rank + shift) % self.world_size
-            self.links[peer] = Link(self, peer)
-            self.links[peer].socket.send(hello, zmq.NOBLOCK)
+            self.links[peer] = link = Link(self, peer)
+            link.send(Parcel(hello, nothing, self.settings))  # a peer may be gone again already
 
     def check_open(self) -> None:
         """Refuse the use of a closed communicator."""

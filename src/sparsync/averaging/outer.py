@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,14 @@ from sparsync.feedback.state import ParsedState, parse_state, reducer_state, res
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Blockwise
 from sparsync.transports.communicator import Communicator
-from sparsync.units import output_parameters, plan_units
+from sparsync.transports.driver import Operation
+from sparsync.units import Slot, Unit, output_parameters, plan_units
 from sparsync.wire import SparseQsgd
 
-__all__ = ["OUTER_SETTINGS", "OuterState", "OuterStep", "sparseloco"]
+__all__ = ["OUTER_SETTINGS", "REST", "OuterState", "OuterStep", "Weights", "sparseloco"]
 
 _PAIR_BITS = 64  # of an index and a value
-_REST = "(buffers and moments)"  # parentheses: no parameter has this name
+REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,17 @@ class OuterStep(Averager):
     exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
     A second time in a row raises ``NonFiniteGradientError``.
 
+    With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
+    ``delay`` an exchange is under way while the next local steps are done; they are added to its result.
+
     Args:
         model: its parameters are the units' names, without it there is one unit.
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
         density: what is sent per exchange, as k / n of index-value pairs.
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
             every element, the number at which the bytes per step are those of pairs at this density.
+        fragments: runs of parameters of about equal size, exchanged in turn within a period.
+        delay: local steps from the begin of an exchange until it is applied, below the period.
         warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
             ranks do alone costs most while weights move fast.
         residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
@@ -102,6 +109,8 @@ class OuterStep(Averager):
         algorithm: str | Algorithm = "allgather",
         density: float = 0.01,
         period: int | None = None,
+        fragments: int = 1,
+        delay: int = 0,
         warmup_steps: int = 0,
         residual: Literal["apart", "weights"] = "apart",
         outer_lr: float = 1.0,
@@ -113,6 +122,7 @@ class OuterStep(Averager):
         counted = period is None or (type(period) is int and period >= 1)
         for name, value, fits, cure in (
             ("period", period, counted, "at least 1 step, or None"),
+            ("fragments", fragments, type(fragments) is int and fragments >= 1, "at least 1"),
             ("residual", residual, residual in ("apart", "weights"), "'apart' or 'weights'"),
             ("outer_lr", outer_lr, 0 < outer_lr < math.inf, "a rate > 0"),
             ("momentum", momentum, momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
@@ -121,98 +131,165 @@ class OuterStep(Averager):
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
-        self._chosen = replace(resolve(algorithm), average=True)
-        self.algorithm = f"{self._chosen.name} {self._chosen.options}"  # ranks compare it
-        self.density, bits = check_density(density), self._chosen.bits or 0
+        self.chosen = replace(resolve(algorithm), average=True)
+        if fragments > 1:  # their units are selected from at different times
+            self.chosen = replace(self.chosen, shared=False)
+        self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
+        self.density, bits = check_density(density), self.chosen.bits or 0
         # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
         self.period = period or max(1, math.ceil(bits / (_PAIR_BITS * density)))
+        require(
+            type(delay) is int and 0 <= delay < self.period,
+            f"OuterStep: delay is {delay!r}; give steps from 0 to {self.period - 1}: below the period",
+        )
+        self.fragments, self.delay = fragments, delay
         self.warmup_steps, self.residual = Warmup(warmup_steps).steps, residual
         self._warm = _warm_exchanges(self.warmup_steps, self.period)
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.state = residual_decay, OuterState()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
+        self._parts: list[_Fragment] = []
+        self._under_way: list[_Exchange] = []
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
+
+    def plan(
+        self, vector: Tensor, parameters: Mapping[str, Tensor], output: Collection[str] = ()
+    ) -> list[Unit]:
+        """Divide the vector of these parameters into fragments, and these into units.
+
+        Fragments are runs of whole parameters of about equal size.  What the vector has beyond them is
+        exchanged whole, with the last one.
+        """
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        self._spans, self._end = dict[str, slice](), 0
+        for name, parameter in parameters.items():
+            start, self._end = self._end, self._end + parameter.numel()
+            self._spans[name] = slice(start, self._end)
+        if self._end < vector.numel():
+            self._spans[REST] = slice(self._end, vector.numel())
+        compress = self.chosen.compress
+
+        def fragment_of(name: str) -> int:
+            """Return where the middle of a parameter lies."""
+            span = self._spans[name]
+            middle = (span.start + span.stop) * self.fragments // (2 * max(self._end, 1))
+            return min(middle, self.fragments - 1)
+
+        self._parts, units = list[_Fragment](), list[Unit]()
+        for _, group in itertools.groupby(self._spans, fragment_of):
+            names, first = list(group), len(units)
+            views = [(name, vector[self._spans[name]]) for name in names]
+            views = [(n, v if n == REST else v.view(parameters[n].shape)) for n, v in views]
+            units += plan_units(
+                views,
+                self.chosen.unit_bytes,
+                lambda name, tensor: name != REST and (compress is None or compress(name, tensor)),
+                output,
+            )
+            span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
+            self._parts.append(_Fragment(span, range(first, len(units))))
+        return units
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Plan the units; take over what was loaded, or share what all ranks begin with."""
+        bound = self._binding
+        trained = {"model": vector} if bound is None else bound.trained
+        output = output_parameters(bound.model) if self.chosen.output and bound else ()
+        units = self.plan(vector, trained, output)
+        reducer = Reducer(comm, units, await self.chosen.on(comm), self.density)
+        await self.start(reducer, vector.clone())
+
+    async def start(self, reducer: Reducer, shared: Tensor) -> None:
+        """Begin from weights that are equal on all ranks, or from the state that was loaded."""
         saved, self._saved = self._saved, None
         if saved is None:
-            self.memory = {"shared": vector}
+            self.memory = {"shared": shared}
         require(
-            self.memory["shared"].shape == vector.shape,
+            self.memory["shared"].shape == shared.shape,
             f"the saved state is of {self.memory['shared'].numel()} elements, this model has "
-            f"{vector.numel()}; load it into the model that it was saved with",
+            f"{shared.numel()}; load it into the model that it was saved with",
         )
-        self._parameters = {"model": vector} if self._binding is None else self._binding.trained
-        self._spans, self._end, named = dict[str, slice](), 0, list[tuple[str, Tensor]]()
-        for name, parameter in self._parameters.items():
-            start, self._end = self._end, self._end + parameter.numel()
-            self._spans[name] = slice(start, self._end)
-            named.append((name, vector[start : self._end].view(parameter.shape)))
-        if self._end < vector.numel():
-            self._spans[_REST] = slice(self._end, None)
-            named.append((_REST, vector[self._end :]))
-        compress = self._chosen.compress
-        planned = plan_units(
-            named,
-            self._chosen.unit_bytes,
-            lambda name, tensor: name != _REST and (compress is None or compress(name, tensor)),
-            output_parameters(self._binding.model) if self._chosen.output and self._binding else (),
-        )
-        self._reducer = Reducer(comm, planned, await self._chosen.on(comm), self.density)
+        self._reducer = reducer
         if saved is not None:
-            await restore_reducer(self._reducer, saved)
+            await restore_reducer(reducer, saved)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the period closes with local step ``step``."""
+        """Tell whether something is sent or applied after local step ``step``."""
+        return bool(self._due(step)) or any(one.lands <= step for one in self._under_way)
+
+    def _due(self, step: int) -> list[int]:
+        """Return the fragments whose period closes with local step ``step``."""
         if step < self.warmup_steps:
-            return step in self._warm
-        return (step - max(self._warm, default=-1)) % self.period == 0
+            return list(range(len(self._parts) or 1)) if step in self._warm else []
+        since = step - max(self._warm, default=-1)
+        count = len(self._parts) or 1
+        offsets = [part * self.period // count for part in range(count)]
+        return [part for part, at in enumerate(offsets) if (since - at) % self.period == 0]
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the new shared weights when the period closes, the model itself otherwise."""
-        if not self.is_due(step):
-            return vector
-        reducer, moved = self.reducer, self._moved(vector)
-        deltas = [torch.cat([moved[self._spans[s.name]] for s in u.slots]) for u in reducer.units]
-        for delta, residual in zip(deltas, reducer.residuals, strict=True):
-            if residual.value is not None and self.residual_decay < 1:
-                # here and not in the residual, which a refused exchange must leave as it is
-                delta.sub_(residual.value, alpha=1 - self.residual_decay)
-        try:
-            await reducer.reduce(deltas)  # in place: they become averages
-        except NonFiniteGradientError as error:
-            reducer.skip()
-            self.state = OuterState(self.state.refused + 1)
-            self._heal()
-            if self.state.refused > 1:
-                raise NonFiniteGradientError(
-                    f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
-                    "lower the learning rate, or give optimizer=, whose broken moments are dropped"
-                ) from error
-            return self._base()
-        except BaseException:
-            reducer.refuse()
-            raise
-        self.state = OuterState()
-        momentum = 1 - 1 / comm.world_size if self.momentum is None else self.momentum
-        self._apply(self._joined(deltas), momentum)
-        return self._base()
+        """Return what this rank's model is after the exchanges that begin or end with this step."""
+        weights = _Vector(vector)
+        await self.advance(weights, step)
+        return weights.vector
+
+    async def advance(self, weights: Weights, step: int) -> None:
+        """Apply the exchanges that end after local step ``step``, and begin those that are due.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
+        """
+        await self.land(weights, step)
+        for part in self._due(step):
+            delay = 0 if step < self.warmup_steps else self.delay
+            self._under_way.append(self._set_out(part, weights, step + delay, keep=delay > 0))
+        await self.land(weights, step)
+
+    async def land(self, weights: Weights, step: float = math.inf) -> None:
+        """Apply the exchanges under way that end by local step ``step``, in order."""
+        refused = False
+        while self._under_way and (refused or self._under_way[0].lands <= step):
+            exchange = self._under_way.pop(0)
+            await self._settle(exchange)
+            refused |= exchange.refused  # then the others end here, too
+            if not exchange.refused:
+                self.state = OuterState()
+                self._apply(exchange)
+                fragment = self._parts[exchange.part].span
+                now = self._base(exchange.part)
+                if exchange.began is not None:  # and what was done meanwhile
+                    now = now + weights.read(fragment).sub_(exchange.began)
+                weights.write(fragment, now)
+        if not refused:
+            return
+        self.state = OuterState(self.state.refused + 1)
+        self._heal()
+        if self.state.refused > 1:
+            raise NonFiniteGradientError(
+                f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
+                "lower the learning rate, or give optimizer=, whose broken moments are dropped"
+            )
+        for part, fragment in enumerate(self._parts):
+            weights.write(fragment.span, self._base(part))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
+        weights = _Vector(vector)
+        await self.land(weights)
         if self.residual == "weights":
-            missing = self.memory["shared"] - vector
+            missing = self.memory["shared"] - weights.vector
         else:
-            missing = self._moved(vector) + self._withheld()
+            moved, withheld = zip(
+                *((self._moved(p, weights), self._withheld(p)) for p in range(len(self._parts))),
+                strict=True,
+            )
+            missing = torch.cat(moved) + torch.cat(withheld)
         average = await mean(comm, missing)
-        if not bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
-            return self.memory["shared"]
-        for residual in self.reducer.residuals:
-            residual.load(None)
-        self._apply(average, momentum=0.0)
-        return self.memory["shared"]
+        if bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
+            for residual in self.reducer.residuals:
+                residual.load(None)
+            self._step_(average, slice(0, None), momentum=0.0)
+        return self.memory["shared"].clone()
 
     # ---- applied to a model -----------------------------------------------------------------------
 
@@ -243,7 +320,8 @@ class OuterStep(Averager):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
-        return {**super().state_dict(), "reducer": saved}
+        under_way = [exchange.state_dict() for exchange in self._under_way]
+        return {**super().state_dict(), "reducer": saved, "under_way": under_way}
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
@@ -254,52 +332,112 @@ class OuterStep(Averager):
         """Continue where this rank's ``state_dict`` was taken, bit for bit."""
         super().load_state_dict(state)
         self._saved = state["reducer"]
+        self._under_way = [_Exchange(**saved) for saved in state["under_way"]]
 
     # ---- the exchange -----------------------------------------------------------------------------
 
-    def _base(self) -> Tensor:
-        """Return what this rank's weights are after an exchange."""
-        shared = self.memory["shared"]
-        return shared if self.residual == "apart" else shared - self._withheld()
+    async def settle(self) -> None:
+        """Wait for what is under way, and apply nothing."""
+        for exchange in self._under_way:
+            await self._settle(exchange)
 
-    def _withheld(self) -> Tensor:
-        """Return the residuals as a vector."""
-        kept = self.reducer.residuals
+    async def _settle(self, exchange: _Exchange) -> None:
+        carried, exchange.carried = exchange.carried, None
+        if not exchange.done:
+            await (carried or self._carry(exchange))
+
+    def _set_out(self, part: int, weights: Weights, lands: int, *, keep: bool) -> _Exchange:
+        """Begin to exchange what a fragment has moved."""
+        fragment, reducer = self._parts[part], self.reducer
+        began = weights.read(fragment.span) if keep else None
+        moved = self._moved(part, weights)
+        deltas = [
+            torch.cat([self._cut(moved, fragment, slot) for slot in reducer.units[u].slots])
+            for u in fragment.units
+        ]
+        for delta, u in zip(deltas, fragment.units, strict=True):
+            kept = reducer.residuals[u].value
+            if kept is not None and self.residual_decay < 1:
+                # here and not in the residual, which a refused exchange must leave as it is
+                delta.sub_(kept, alpha=1 - self.residual_decay)
+        exchange = _Exchange(part, lands, deltas, began)
+        exchange.carried = weights.carry(self._carry(exchange))
+        return exchange
+
+    async def _carry(self, exchange: _Exchange) -> None:
+        """Exchange: deltas become averages."""
+        units = self._parts[exchange.part].units
+        try:
+            await self.reducer.reduce(exchange.deltas, units=units)
+            exchange.done = True
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            exchange.done = exchange.refused = True
+        except BaseException:
+            self.reducer.refuse()
+            raise
+
+    def _base(self, part: int) -> Tensor:
+        """Return what this rank's weights are after an exchange, in a fragment."""
+        shared = self.memory["shared"][self._parts[part].span]
+        return shared.clone() if self.residual == "apart" else shared - self._withheld(part)
+
+    def _withheld(self, part: int) -> Tensor:
+        """Return the residual of a fragment."""
+        kept = [self.reducer.residuals[unit] for unit in self._parts[part].units]
         return self._joined(
-            [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+            part, [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
         )
 
-    def _joined(self, flats: Sequence[Tensor]) -> Tensor:
-        """Return the vector whose parts the units hold."""
-        vector = torch.empty_like(self.memory["shared"])
-        for unit, flat in zip(self.reducer.units, flats, strict=True):
-            for slot in unit.slots:
-                vector[self._spans[slot.name]] = flat[slot.start : slot.start + slot.size]
-        return vector
+    def _joined(self, part: int, flats: Sequence[Tensor]) -> Tensor:
+        """Return the fragment whose parts the units hold."""
+        fragment = self._parts[part]
+        whole = torch.empty_like(self.memory["shared"][fragment.span])
+        for unit, flat in zip(fragment.units, flats, strict=True):
+            for slot in self.reducer.units[unit].slots:
+                here = self._cut(whole, fragment, slot)
+                here.copy_(flat[slot.start : slot.start + slot.size])
+        return whole
 
-    def _moved(self, vector: Tensor) -> Tensor:
-        """Return what the weights were after the last exchange, less what they are.
+    def _cut(self, whole: Tensor, fragment: _Fragment, slot: Slot) -> Tensor:
+        """Return the place of a parameter in its fragment."""
+        start = self._spans[slot.name].start - fragment.span.start
+        return whole[start : start + slot.size]
+
+    def _moved(self, part: int, weights: Weights) -> Tensor:
+        """Return what a fragment was after the last exchange, less what it is.
 
         A model of 16 bits began with those weights rounded.  Rounding is no move: fed back, it would be
         added to the residual at every exchange.
         """
-        began = self._base().clone()
-        for name, parameter in self._parameters.items():
-            began[self._spans[name]] = began[self._spans[name]].to(parameter.dtype)
-        return began.sub_(vector)
+        fragment, began = self._parts[part], self._base(part)
+        for name, dtype in self._dtypes.items():
+            span = self._spans[name]
+            if dtype != began.dtype and fragment.span.start <= span.start < fragment.span.stop:
+                start = span.start - fragment.span.start
+                here = began[start : start + span.stop - span.start]
+                here.copy_(here.to(dtype))
+        return began.sub_(weights.read(fragment.span))
 
-    def _apply(self, average: Tensor, momentum: float) -> None:
-        """Take an outer step."""
+    def _apply(self, exchange: _Exchange) -> None:
+        """Take an outer step of a fragment."""
+        ranks = self.reducer.comm.world_size
+        momentum = 1 - 1 / ranks if self.momentum is None else self.momentum
+        average = self._joined(exchange.part, exchange.deltas)
+        self._step_(average, self._parts[exchange.part].span, momentum)
+
+    def _step_(self, average: Tensor, span: slice, momentum: float) -> None:
+        """Apply an average to the shared weights; buffers and moments take it as it is."""
         update = average.clone()
-        gradient = update[: self._end]
+        gradient = update[: max(self._end - (span.start or 0), 0)]
         if momentum:
-            velocity = gradient.clone()
-            if "momentum" in self.memory:
-                velocity.add_(self.memory["momentum"], alpha=momentum)
-            self.memory["momentum"] = velocity
+            if "momentum" not in self.memory:
+                self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self._end])
+            velocity = self.memory["momentum"][span]
+            velocity.mul_(momentum).add_(gradient)
             gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
         gradient.mul_(self.outer_lr)
-        self.memory["shared"] = self.memory["shared"] - update
+        self.memory["shared"][span].sub_(update)
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite."""
@@ -315,7 +453,82 @@ class OuterStep(Averager):
         place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         if self.residual == "weights":
             place["residual"] = self.residual
+        if self.fragments > 1 or self.delay:
+            place |= {"fragments": self.fragments, "delay": self.delay}
         return super()._place() | place
+
+
+# ---- what is exchanged --------------------------------------------------------------------------------
+
+
+class _Fragment(NamedTuple):
+    span: slice  # of the vector
+    units: range
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """What a fragment has moved, under way.
+
+    Attributes:
+        lands: the local step after which it is applied.
+        deltas: of the fragment's units; they become averages.
+        began: the weights when it set out; None where nothing is done meanwhile.
+        done: nothing is under way any more.
+        refused: NaN or Inf was in the sum.
+        carried: what to wait for, once.
+    """
+
+    part: int
+    lands: int
+    deltas: list[Tensor]
+    began: Tensor | None
+    done: bool = False
+    refused: bool = False
+    carried: Awaitable[None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is left to do."""
+        return {
+            "part": self.part,
+            "lands": self.lands,
+            "deltas": [delta.clone() for delta in self.deltas],
+            "began": None if self.began is None else self.began.clone(),
+            "done": self.done,
+            "refused": self.refused,
+        }
+
+
+class Weights(Protocol):
+    """A model as a vector, of which fragments are read and written; and who carries exchanges."""
+
+    def read(self, span: slice) -> Tensor:
+        """Return a copy of a part."""
+
+    def write(self, span: slice, values: Tensor) -> None:
+        """Replace a part."""
+
+    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
+        """Begin an exchange, one after the other."""
+
+
+@final
+class _Vector:
+    """A vector that is copied when it is written to; exchanges happen when they are waited for."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector, self._own = vector, False
+
+    def read(self, span: slice) -> Tensor:
+        return self.vector[span].clone()
+
+    def write(self, span: slice, values: Tensor) -> None:
+        if not self._own:
+            self.vector, self._own = self.vector.clone(), True
+        self.vector[span] = values
+
+    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
+        return exchange
 
 
 def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:

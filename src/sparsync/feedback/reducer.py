@@ -73,12 +73,14 @@ class Reducer:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
+        self._committed: dict[int, Reduced] = {}  # and of that, what is applied already
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
         self.open()
 
     def open(self) -> None:
         """Plan the open step from the present state, to which ``refuse`` returns."""
         self.reduced.clear()
+        self._committed.clear()
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
@@ -126,17 +128,23 @@ class Reducer:
         await self.plan.agree(self.channel("shares"))
 
     def commit(
-        self, *, propagate_nonfinite: bool = False, prepare: Callable[[], None] | None = None
+        self,
+        units: Sequence[int] | None = None,
+        *,
+        propagate_nonfinite: bool = False,
+        prepare: Callable[[], None] | None = None,
     ) -> list[Vector]:
-        """Close the step: write every residual, return every unit's average.
+        """Write the residuals of units, return their averages; with the last units the step closes.
 
         ``prepare`` is called when the step is to be applied and nothing has been changed; it may raise.
         Where a total holds NaN or Inf, nothing is changed and NonFiniteGradientError raised (then call
         ``refuse``), or with ``propagate_nonfinite`` the step is skipped and NaN returned everywhere.
         """
-        reduced = [self.reduced[unit] for unit in range(len(self.units))]
-        totals = [result.total for result in reduced]
-        proposal = Proposal(self.comm.rank, self.step, self.units, totals)
+        chosen = range(len(self.units)) if units is None else units
+        reduced = {unit: self.reduced[unit] for unit in chosen}
+        totals = [result.total for result in reduced.values()]
+        parts = [self.units[unit] for unit in chosen]
+        proposal = Proposal(self.comm.rank, self.step, parts, totals)
         if broken := self._consensus(proposal):
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
@@ -147,18 +155,23 @@ class Reducer:
             prepare()
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
-        for result, residual in zip(reduced, self.residuals, strict=True):
+        for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
                 result.total.values.div_(self.comm.world_size)  # not needed any more
-            residual.retain(result.delivered)  # residual = accumulated - delivered
+            self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
+            for part in (unit, len(self.units) + unit):
+                self._settled[part] = (*self.selectors, *self.collectives)[part].state
+        self._committed |= reduced
+        if len(self._committed) < len(self.units):
+            return totals
         if self.corrector:
-            self.corrector.retain([result.delivered for result in reduced])
+            self.corrector.retain([result.delivered for result in reduced.values()])
         self.plan.commit(measured, self.comm.world_size)
-        self._close(reduced, measured)
+        self._close([self._committed[unit] for unit in range(len(self.units))], measured)
         return totals
 
     def refuse(self) -> None:
-        """Undo the open step: all state is as before it, and its gradients' memory becomes zero."""
+        """Undo what is not committed: state is as before, and those gradients' memory becomes zero."""
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -166,25 +179,35 @@ class Reducer:
         self.overflows = False
         for part, state in zip([*self.selectors, *self.collectives], self._settled, strict=True):
             part.state = state
+        committed = dict(self._committed)
         self.open()
+        self._committed = committed
 
     def skip(self) -> None:
-        """Refuse the open step and go on to the next."""
+        """Refuse what is not committed; go on to the next step, unless another part of it is."""
         self.refuse()
         self.skipped += 1
-        self._close([])
+        if not self._committed:
+            self._close([])
 
     async def reduce(
-        self, gradients: Sequence[Tensor], weights: Sequence[Tensor] = ()
+        self,
+        gradients: Sequence[Tensor],
+        weights: Sequence[Tensor] = (),
+        units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Do a whole step: each unit's average overwrites its flat gradient.  Decay needs the weights."""
+        """Do a step of all units, or the part of it that some units are.
+
+        Each unit's average overwrites its flat gradient.  Decay needs the weights.
+        """
+        chosen = range(len(self.units)) if units is None else units
         if self.corrector and self.corrector.waits:
             self.corrector.measure(gradients)
-        for unit, gradient in enumerate(gradients):
-            self.accumulate(unit, 0, gradient, weights[unit] if weights else None)
-        exchanges = [self.exchange(unit) for unit in range(len(self.units))]
-        await together([*exchanges, self.share()])
-        averages = self.commit()
+        for place, unit in enumerate(chosen):
+            self.accumulate(unit, 0, gradients[place], weights[place] if weights else None)
+        programs = [self.exchange(unit) for unit in chosen]
+        await together([*programs, self.share()] if units is None else programs)
+        averages = self.commit(units)
         for average, gradient in zip(averages, gradients, strict=True):
             average.write_to_(gradient)
         return averages

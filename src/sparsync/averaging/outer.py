@@ -434,7 +434,7 @@ class OuterStep(Averager):
             if "momentum" not in self.memory:
                 self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self._end])
             velocity = self.memory["momentum"][span]
-            velocity.mul_(momentum).add_(gradient)
+            velocity.copy_(gradient.add(velocity, alpha=momentum))
             gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
         gradient.mul_(self.outer_lr)
         self.memory["shared"][span].sub_(update)

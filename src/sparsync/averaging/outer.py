@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Awaitable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,14 +20,16 @@ from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import ParsedState, parse_state, reducer_state, restore_reducer
+from sparsync.feedback.step import Proposal
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Blockwise
+from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
-from sparsync.units import Slot, Unit, output_parameters, plan_units
+from sparsync.units import Slot, Unit, local_of, output_parameters, plan_units
 from sparsync.wire import SparseQsgd
 
-__all__ = ["OUTER_SETTINGS", "REST", "OuterState", "OuterStep", "Weights", "sparseloco"]
+__all__ = ["DEFAULT", "OUTER_SETTINGS", "REST", "OuterState", "OuterStep", "Weights", "sparseloco"]
 
 _PAIR_BITS = 64  # of an index and a value
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
@@ -142,9 +144,9 @@ class OuterStep(Averager):
             type(delay) is int and 0 <= delay < self.period,
             f"OuterStep: delay is {delay!r}; give steps from 0 to {self.period - 1}: below the period",
         )
-        self.fragments, self.delay = fragments, delay
-        self.warmup_steps, self.residual = Warmup(warmup_steps).steps, residual
-        self._warm = _warm_exchanges(self.warmup_steps, self.period)
+        self.fragments, self.delay, self.residual = fragments, delay, residual
+        self.warmup_steps = Warmup(warmup_steps).steps
+        self.adapt()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.state = residual_decay, OuterState()
         self._reducer: Reducer | None = None
@@ -153,40 +155,74 @@ class OuterStep(Averager):
         self._under_way: list[_Exchange] = []
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
 
+    @property
+    def attached(self) -> bool:
+        """Whether there is a model."""
+        return self._binding is not None or self._reducer is not None
+
+    def adapt(
+        self,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        unit_bytes: int | None = None,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Set what ``attach`` has been given apart, if anything."""
+        self.chosen = replace(
+            self.chosen,
+            compress=compress or self.chosen.compress,
+            unit_bytes=unit_bytes or self.chosen.unit_bytes,
+        )
+        self.warmup_steps = Warmup(warmup_steps).steps or self.warmup_steps
+        self._warm = _warm_exchanges(self.warmup_steps, self.period)
+
     def plan(
-        self, vector: Tensor, parameters: Mapping[str, Tensor], output: Collection[str] = ()
+        self,
+        vector: Tensor,
+        parameters: Mapping[str, Tensor],
+        output: Collection[str] = (),
+        kinds: Mapping[str, str] | None = None,
     ) -> list[Unit]:
         """Divide the vector of these parameters into fragments, and these into units.
 
         Fragments are runs of whole parameters of about equal size.  What the vector has beyond them is
-        exchanged whole, with the last one.
+        exchanged whole, with the last one.  Parameters of different ``kinds`` have different units: those
+        that other ranks hold as well must be rounded alike there, whatever lies beside them.
         """
         self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._spans, self._end = dict[str, slice](), 0
         for name, parameter in parameters.items():
-            start, self._end = self._end, self._end + parameter.numel()
+            start, self._end = self._end, self._end + local_of(parameter).numel()
             self._spans[name] = slice(start, self._end)
         if self._end < vector.numel():
             self._spans[REST] = slice(self._end, vector.numel())
-        compress = self.chosen.compress
+        compress, kinds = self.chosen.compress, kinds or {}
+        # of whole parameters, not of shards: all parts of a replica divide alike
+        ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
+        total = 2 * max(ends[-1] if ends else 0, 1)
+        middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
+        fragments = {
+            name: min(middle * self.fragments // total, self.fragments - 1)
+            for name, middle in zip(parameters, middles, strict=True)
+        }
 
         def fragment_of(name: str) -> int:
-            """Return where the middle of a parameter lies."""
-            span = self._spans[name]
-            middle = (span.start + span.stop) * self.fragments // (2 * max(self._end, 1))
-            return min(middle, self.fragments - 1)
+            return fragments.get(name, self.fragments - 1)
 
         self._parts, units = list[_Fragment](), list[Unit]()
         for _, group in itertools.groupby(self._spans, fragment_of):
             names, first = list(group), len(units)
-            views = [(name, vector[self._spans[name]]) for name in names]
-            views = [(n, v if n == REST else v.view(parameters[n].shape)) for n, v in views]
-            units += plan_units(
-                views,
-                self.chosen.unit_bytes,
-                lambda name, tensor: name != REST and (compress is None or compress(name, tensor)),
-                output,
-            )
+            for kind in dict.fromkeys(kinds.get(name) for name in names):
+                views = [
+                    (name, vector[self._spans[name]].view(_shape(parameters.get(name))))
+                    for name in names
+                    if kinds.get(name) == kind
+                ]
+                units += plan_units(
+                    views,
+                    self.chosen.unit_bytes,
+                    lambda n, tensor: n != REST and (compress is None or compress(n, tensor)),
+                    output,
+                )
             span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
             self._parts.append(_Fragment(span, range(first, len(units))))
         return units
@@ -269,27 +305,35 @@ class OuterStep(Averager):
                 f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
                 "lower the learning rate, or give optimizer=, whose broken moments are dropped"
             )
-        for part, fragment in enumerate(self._parts):
-            weights.write(fragment.span, self._base(part))
+        for part, whole in enumerate(self._parts):
+            weights.write(whole.span, self._base(part))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
         weights = _Vector(vector)
+        await self.deliver(weights)
+        return weights.vector
+
+    async def deliver(self, weights: Weights) -> None:
+        """Deliver what is under way, then all that was not delivered, whole."""
         await self.land(weights)
-        if self.residual == "weights":
-            missing = self.memory["shared"] - weights.vector
-        else:
-            moved, withheld = zip(
-                *((self._moved(p, weights), self._withheld(p)) for p in range(len(self._parts))),
-                strict=True,
-            )
-            missing = torch.cat(moved) + torch.cat(withheld)
-        average = await mean(comm, missing)
-        if bool(torch.isfinite(average).all()):  # equal on all ranks: they decide alike
-            for residual in self.reducer.residuals:
+        missing = [torch.zeros_like(self.memory["shared"][:0])]
+        for part, fragment in enumerate(self._parts):
+            if self.residual == "weights":
+                shared = self.memory["shared"][fragment.span]
+                missing.append(shared - weights.read(fragment.span))
+            else:
+                missing.append(self._moved(part, weights) + self._withheld(part))
+        reducer = self.reducer
+        average = await mean(reducer.comm, torch.cat(missing))
+        whole = Unit((Slot("the model", 0, average.numel()),), average.dtype, average.device)
+        proposal = Proposal(reducer.comm.rank, reducer.step, [whole], [DenseVector(average)])
+        if reducer.consensus(proposal) is None:  # all ranks decide alike
+            for residual in reducer.residuals:
                 residual.load(None)
             self._step_(average, slice(0, None), momentum=0.0)
-        return self.memory["shared"].clone()
+        for fragment in self._parts:
+            weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
     # ---- applied to a model -----------------------------------------------------------------------
 
@@ -312,6 +356,11 @@ class OuterStep(Averager):
             yield
         finally:
             binding.write_(own)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what makes this member of the family, as plain values."""
+        names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
+        return {name: getattr(self, name) for name in (*names, "nesterov", "residual_decay")}
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
@@ -343,8 +392,10 @@ class OuterStep(Averager):
 
     async def _settle(self, exchange: _Exchange) -> None:
         carried, exchange.carried = exchange.carried, None
-        if not exchange.done:
-            await (carried or self._carry(exchange))
+        if carried is not None:
+            await carried
+        elif not exchange.done:  # as it was saved
+            await self._carry(exchange)
 
     def _set_out(self, part: int, weights: Weights, lands: int, *, keep: bool) -> _Exchange:
         """Begin to exchange what a fragment has moved."""
@@ -531,6 +582,10 @@ class _Vector:
         return exchange
 
 
+def _shape(parameter: Tensor | None) -> Sequence[int]:
+    return (-1,) if parameter is None else local_of(parameter).shape
+
+
 def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
     """Return the steps of the warm-up that end with an exchange."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
@@ -563,6 +618,10 @@ def sparseloco() -> Algorithm:
         options=(("bits", 4),),
     )
 
+
+DEFAULT: Final[Mapping[str, Any]] = MappingProxyType(
+    {"algorithm": "signs", "period": 2, "fragments": 2, "delay": 1, "residual": "weights"}
+)
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

@@ -14,7 +14,7 @@ from sparsync.feedback.state import STATE_VERSION
 from sparsync.state import Stateful
 from sparsync.transports.agree import agree, digest
 from sparsync.transports.driver import run
-from sparsync.transports.ledger import STAGES
+from sparsync.transports.ledger import STAGES, Traffic
 from sparsync.wire.base import Codec
 
 __all__ = ["agree_on_reducer", "reducer_stats", "weights_digest"]
@@ -57,9 +57,16 @@ def weights_digest(parameters: Iterable[Tensor]) -> str:
     return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
 
 
-def reducer_stats(reducer: Reducer) -> dict[str, Any]:
-    """Return plain numbers about the run so far: steps, bytes per phase, residual norms."""
+def reducer_stats(
+    reducer: Reducer, steps: int | None = None, before: Traffic | None = None
+) -> dict[str, Any]:
+    """Return plain numbers about the run so far: steps, bytes per phase, residual norms.
+
+    Means are over ``steps`` of the optimizer, the reducer's by default, and without what was sent
+    ``before`` the first.
+    """
     ledger = reducer.comm.ledger
+    count, total, before = steps or reducer.step or 1, ledger.total(), before or Traffic()
     return {
         "algorithm": reducer.algorithm.name,
         "density": reducer.plan.density,
@@ -72,6 +79,8 @@ def reducer_stats(reducer: Reducer) -> dict[str, Any]:
         ],
         "bytes_sent_last_step": ledger.last_step.sent,
         "bytes_received_last_step": ledger.last_step.received,
+        "bytes_sent_per_step_mean": (total.sent - before.sent) / count,
+        "bytes_received_per_step_mean": (total.received - before.received) / count,
         "bytes_sent_per_step_max": ledger.sent_max,
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},

@@ -55,7 +55,7 @@ class Reducer:
         sink: Sink | None = None,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
-        self.correction, self._consensus = correction, consensus
+        self.correction, self.consensus = correction, consensus
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
@@ -145,7 +145,7 @@ class Reducer:
         totals = [result.total for result in reduced.values()]
         parts = [self.units[unit] for unit in chosen]
         proposal = Proposal(self.comm.rank, self.step, parts, totals)
-        if broken := self._consensus(proposal):
+        if broken := self.consensus(proposal):
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()

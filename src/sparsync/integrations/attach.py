@@ -1,17 +1,21 @@
-"""``sync = sparsync.attach(model, density=0.01)``: one line for every kind of model."""
+"""``sync = sparsync.attach(model, optimizer)``: one line for every kind of model."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
@@ -22,46 +26,56 @@ from sparsync.presets import Algorithm, check_density, resolve
 
 __all__ = ["attach", "check_optimizer"]
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
 # and whatever has betas, as Adam; by name: older versions of torch have no Adafactor
 _ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    algorithm: str | Algorithm = "budgeted",
+    optimizer: Optimizers | None = None,
+    algorithm: str | Algorithm | OuterStep | None = None,
     density: float | AdaptiveDensity = 0.01,
     *,
+    exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
     replicate: DeviceMesh | ProcessGroup | None = None,
-    schedule: Any = None,
     compression: Compression | None = None,
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
 ) -> Sync:
-    """Exchange a model's gradients sparsely; the training loop stays as it is.
+    """Exchange little between the replicas of a model; the training loop stays as it is.
+
+    Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear
+    in them.  **Updates**, what the optimizer has changed, in few bits, after every few local steps: for
+    AdamW, Muon and whatever else divides by moments, which sparse gradients distort
+    (``docs/optimizers.md``).
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook; with ``replicate`` any
-            other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).
-        optimizer: the one that will be used.  It is only checked: an error if it repeats what the
-            correction does, a warning for Adam.
-        algorithm: a preset's name ("budgeted", "auto", "oktopk", ...), or an ``Algorithm``, e.g. a preset
-            with options: ``sparsync.presets.resolve("oktopk", threshold_period=128)``.
-        density: fraction k / n of every unit that is exchanged, in (0, 1]; an ``AdaptiveDensity``
-            changes it as training goes on.
+            other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).  For updates
+            also a plain module, equal on all ranks.
+        optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
+        algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
+            ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
+            the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
+            model, or what ``OuterStep`` is to exchange with; None: 2 bits, every second step.
+        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
+            ``AdaptiveDensity`` changes it as training goes on (gradients).
+        exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
+            an ``algorithm`` that is only for them; rank 0 says which and why, once.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
-        schedule: of a pipeline, from ``torch.distributed.pipelining``; after each ``schedule.step()``
-            call ``step()`` of the handle.  Without it ``backward()`` closes the step, as DDP's does.
-        compression: units, dense parameters, warm-up (``Compression``).
+        compression: units, dense parameters, warm-up, pipelines (``Compression``).
         transport: what carries the messages, time limits, nodes (``Transport``).
         monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
 
     Returns:
         A handle with ``stats()``, ``state_dict()``, ``load_state_dict()``, ``no_sync()``, ``step()`` (for
-        pipelines) and ``close()``; as a context manager it closes itself.
+        pipelines, and for updates where no optimizer was given) and ``close()``; as a context manager it
+        closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
         ConfigurationError: neither DDP nor ``replicate``, a second attach, unknown algorithm, bad
@@ -70,7 +84,8 @@ def attach(
         DeadlineError: a rank does not attach; it is named.
 
     Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
-    (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.
+    (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.  For updates
+    3 n, and 2 n / ``fragments`` while an exchange is under way.
     """
     for option, kind in (
         (compression, Compression),
@@ -81,33 +96,107 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
-    chosen, given = resolve(algorithm), compression or Compression()
+    given, optimizers = compression or Compression(), _plain_optimizers(optimizer)
+    carried, watched = transport or Transport(), monitoring or Monitoring()
+    chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given, carried)
+    if why and dist.is_initialized() and dist.get_rank() == 0:
+        sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
+    if chosen == "updates":
+        from sparsync.integrations.updates import attach_updates, make_outer
+
+        outer = make_outer(algorithm, density, given)
+        options = Options(outer.chosen, outer.density, None, given, carried, watched)
+        return attach_updates(model, optimizers, outer, options, replicate)
+    assert not isinstance(algorithm, OuterStep)
+    resolved = resolve("budgeted" if algorithm is None else algorithm)
     if not isinstance(density, AdaptiveDensity):
         density = check_density(density)
-    check_optimizer(optimizer, correction, sparse="dense" not in chosen.name and density != 1)
+    for one in optimizers:
+        check_optimizer(one, correction, sparse="dense" not in resolved.name and density != 1)
     completed = replace(
         given,
-        unit_bytes=chosen.unit_bytes if given.unit_bytes is None else given.unit_bytes,
-        compress=given.compress or chosen.compress,
+        unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
+        compress=given.compress or resolved.compress,
     )
-    options = Options(
-        chosen, density, correction, completed, transport or Transport(), monitoring or Monitoring()
-    )
+    options = Options(resolved, density, correction, completed, carried, watched)
     if replicate is None:
-        if schedule is not None or options.transport.world or not options.compression.overlap:
+        if given.schedule is not None or carried.world or not given.overlap:
             raise ConfigurationError(
-                "schedule, Transport(world=...) and Compression(overlap=False) need replicate=; give it, "
-                "too"
+                "Compression(schedule=..., overlap=False) and Transport(world=...) need replicate=; give "
+                "it, too"
             )
         return attach_ddp(model, options)
-    if isinstance(model, DistributedDataParallel) or options.transport.hierarchy is not None:
+    if isinstance(model, DistributedDataParallel) or carried.hierarchy is not None:
         raise ConfigurationError(
             "replicate= is for models without DDP, which knows its own ranks; omit it, or give the plain "
             "module (for dense exchange inside a node: Transport(hierarchy=...) with DDP, or fully_shard)"
         )
     from sparsync.integrations.replicas import attach_replicas  # DTensor takes 0.4 s to import
 
-    return attach_replicas(model, options, replicate, schedule)
+    return attach_replicas(model, options, replicate)
+
+
+def _plain_optimizers(given: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """Return the optimizers themselves, without the wrappers of Accelerate and the like."""
+    found = []
+    for one in [] if given is None else [given] if not isinstance(given, Sequence) else given:
+        while isinstance(inner := getattr(one, "optimizer", None), torch.optim.Optimizer):
+            one = inner
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"optimizer is {type(one).__name__}; give a torch.optim.Optimizer, or a list of them"
+            )
+        found.append(one)
+    return found
+
+
+def _chosen(
+    exchange: str,
+    algorithm: str | Algorithm | OuterStep | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    correction: Correction | None,
+    density: float | AdaptiveDensity,
+    compression: Compression,
+    transport: Transport,
+) -> tuple[str, str]:
+    """Return what is exchanged, and why if that was for ``attach`` to decide.
+
+    Raises:
+        ConfigurationError: an argument is for the other kind of exchange.
+    """
+    if exchange not in ("auto", "gradients", "updates"):
+        raise ConfigurationError(
+            f"exchange is {exchange!r}; choose one of auto, gradients, updates"
+        )
+    for_updates = isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    for_gradients = {
+        "correction=": correction is not None,
+        "AdaptiveDensity": isinstance(density, AdaptiveDensity),
+        "Compression(schedule=...)": compression.schedule is not None,
+        "Transport(hierarchy=...)": transport.hierarchy is not None,
+    }
+    needs = next((name for name, there in for_gradients.items() if there), None)
+    if exchange == "gradients" and for_updates:
+        raise ConfigurationError(
+            f"algorithm {algorithm!r} exchanges updates; omit exchange='gradients', or name one of the "
+            "presets"
+        )
+    if needs and (exchange == "updates" or for_updates):
+        raise ConfigurationError(
+            f"{needs} is for gradients; omit it, or exchange='updates' and what asks for updates"
+        )
+    if exchange != "auto":
+        return exchange, ""
+    if for_updates:
+        return "updates", ""
+    names = [type(one).__name__ for one in optimizers]
+    others = [name for name in names if name != "SGD"]
+    if needs or not others:
+        return "gradients", ""
+    return "updates", (
+        f"{others[0]} steps by more than the gradient, which sparse averages would distort "
+        "(exchange='gradients' or 'updates' decides otherwise)"
+    )
 
 
 def check_optimizer(
@@ -128,8 +217,8 @@ def check_optimizer(
     if adaptive and sparse:
         warnings.warn(
             f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
-            "expect 20 to 28 % more loss at 1 %. sparsync.OuterStep(model, residual='weights') keeps up "
-            "with dense training; see docs/optimizers.md",
+            "expect 20 to 28 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
+            "docs/optimizers.md",
             stacklevel=3,  # the caller of attach
         )
     if correction is None:
@@ -137,7 +226,7 @@ def check_optimizer(
     if correction.momentum and adaptive:
         raise ConfigurationError(
             f"momentum correction is for SGD, but the optimizer is {name}, which divides by "
-            "moments of its own; omit the correction, or use sparsync.OuterStep"
+            "moments of its own; omit the correction, and updates are exchanged"
         )
     for group in optimizer.param_groups:
         for what in ("momentum", "weight_decay"):

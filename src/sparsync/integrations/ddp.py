@@ -31,31 +31,12 @@ from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
 from sparsync.units import Slot, Unit, check_same_parameters, replicated_tensors
 
-__all__ = ["BucketStep", "DdpSync", "attach_ddp"]
+__all__ = ["BucketStep", "CommHook", "DdpSync", "attach_ddp", "check_ddp"]
 
 
 def attach_ddp(model: Any, options: Options) -> DdpSync:
-    """Exchange the gradients of a DDP model; see ``attach``.
-
-    Raises:
-        ConfigurationError: the model is not DDP, has a hook, or exchanges without one.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
-        raise ConfigurationError(
-            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
-            f"wrap it first: {first}torch.nn.parallel.DistributedDataParallel(model)"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise ConfigurationError(
-            "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
-            "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
-        )
-    if model._comm_hooks and _CommHook.closed_of(model) is None:
-        raise ConfigurationError(
-            "this model already has a communication hook; attach once, to a freshly wrapped model "
-            "(a hook cannot be removed from DDP), or close() the first handle"
-        )
+    """Exchange the gradients of a DDP model; see ``attach``."""
+    check_ddp(model)
     trained = {
         name: parameter
         for name, parameter in model.module.named_parameters()
@@ -80,6 +61,26 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         sync.close()
         raise
     return sync
+
+
+def check_ddp(model: Any) -> None:
+    """Refuse a model that is not DDP, has a hook, or exchanges without one."""
+    if not isinstance(model, DistributedDataParallel):
+        first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
+        raise ConfigurationError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
+            f"wrap it first: {first}torch.nn.parallel.DistributedDataParallel(model)"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigurationError(
+            "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
+            "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
+        )
+    if model._comm_hooks and CommHook.closed_of(model) is None:
+        raise ConfigurationError(
+            "this model already has a communication hook; attach once, to a freshly wrapped model "
+            "(a hook cannot be removed from DDP), or close() the first handle"
+        )
 
 
 @final
@@ -114,12 +115,7 @@ class DdpSync(Sync):
         self._exchanged = False  # and no forward pass since
         self._begun = 0  # backward passes that were exchanged
         self._watch(model)
-        comm_hook = _CommHook.closed_of(model)
-        if comm_hook is None:
-            comm_hook = _CommHook(model)
-            model.register_comm_hook(comm_hook, _on_bucket)
-        comm_hook.sync = self
-        self.on_close.callback(comm_hook.release)
+        self.on_close.callback(CommHook.taken(model, self).release)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients add up on this rank."""
@@ -286,22 +282,32 @@ class DdpSync(Sync):
 
 
 @final
-class _CommHook:
+class CommHook:
     """State of the hook, which DDP keeps for ever: without a handle it allreduces, as DDP does."""
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.model: Any = None if model is None else weakref.ref(model)
-        self.sync: DdpSync | None = None
+        self.sync: Any = None
+
+    @staticmethod
+    def taken(model: DistributedDataParallel, sync: Any) -> CommHook:
+        """Let a model's buckets go to ``sync.on_bucket``."""
+        hook = CommHook.closed_of(model)
+        if hook is None:
+            hook = CommHook(model)
+            model.register_comm_hook(hook, _on_bucket)
+        hook.sync = sync
+        return hook
 
     def release(self) -> None:
         """Let go of the handle."""
         self.sync = None
 
     @staticmethod
-    def closed_of(model: Any) -> _CommHook | None:
+    def closed_of(model: Any) -> CommHook | None:
         """Return the hook of a handle that was closed, which can be used again."""
         hooks = [state for _, state in model._comm_hooks]
-        free = hooks and isinstance(hooks[0], _CommHook) and hooks[0].sync is None
+        free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
         return hooks[0] if free else None
 
     def __reduce__(self) -> Any:
@@ -311,7 +317,7 @@ class _CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return _CommHook, ()  # a copy of the model is not attached
+        return CommHook, ()  # a copy of the model is not attached
 
 
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations

@@ -36,7 +36,7 @@ Compress = Callable[[str, Tensor], bool]
 
 @dataclass(frozen=True)
 class Compression:
-    """Which parameters are exchanged sparsely, in which groups, and from which step on.
+    """Which parameters are exchanged sparsely, in which groups, and when.
 
     Equal on all ranks; each setting is checked when it is made (``ConfigurationError``).
 
@@ -61,6 +61,7 @@ class Compression:
     warmup_steps: int = 0
     warmup_densities: Sequence[float] = ()
     overlap: bool = True
+    schedule: Any = None
 
     def __post_init__(self) -> None:
         if self.compress is not None and not callable(self.compress):

@@ -32,9 +32,7 @@ from sparsync.units import Unit, check_same_parameters, local_of
 __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
 
 
-def attach_replicas(
-    model: nn.Module, options: Options, replicate: Any, schedule: Any = None
-) -> ReplicaSync:
+def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
     """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
     for name, parameter in model.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -43,6 +41,7 @@ def attach_replicas(
                 f"the gradient of '{name}' is exchanged already; attach once, or close() the first "
                 "handle before"
             )
+    schedule = options.compression.schedule
     passes = _microbatches(schedule)
     ranks = ranks_of(replicate)
     shards = shards_of(model, ranks)
@@ -238,7 +237,7 @@ class ReplicaSync(Sync):
             if not self._scheduled and not call_after_backward(self._close_outermost):
                 raise self._broken(
                     "gradients came outside of backward(), as in a pipeline of FSDP2 modules; attach "
-                    "with schedule= and call step() after the schedule's own"
+                    "with Compression(schedule=...) and call step() after the schedule's own"
                 )
         return self._open
 

@@ -27,6 +27,7 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
+from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import Piece, Slot, Unit, local_of
 
@@ -84,6 +85,7 @@ class Sync(ABC):
         self._inner = None if consensus is None else consensus.parts
         self._scaler, self._sentinel = monitoring.scaler, monitoring.sentinel
         self._nonfinite = monitoring.policy
+        self._before: Traffic | None = None  # what was sent before the first step
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
         self._last: Step | None = None
         self._left = False  # averages lie in the gradients, and no backward pass has begun since
@@ -105,7 +107,7 @@ class Sync(ABC):
         "exchanges_last_step" has ``[unit, begin, end]``, "waited_last_step" begin and end of what the
         training thread waited; in seconds of this machine's ``time.perf_counter()``.
         """
-        stats, last = reducer_stats(self.reducer), self._last
+        stats, last = reducer_stats(self.reducer, before=self._before), self._last
         if self._inner is not None:
             phases = self._inner.ledger.by_phase()
             stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
@@ -164,7 +166,8 @@ class Sync(ABC):
             ConfigurationError: ``backward()`` has closed the step.
         """
         raise ConfigurationError(
-            "backward() has closed the step already; step() is for pipelines: attach with schedule="
+            "backward() has closed the step already; step() is for pipelines: attach with "
+            "Compression(schedule=...)"
         )
 
     def close(self) -> None:
@@ -221,6 +224,8 @@ class Sync(ABC):
         messages of one that still waits for the first attempt would be taken for those of the second.
         """
         reducer = self.reducer
+        if self._before is None:
+            self._before = reducer.comm.ledger.total()
         opened, sent = self._opened
         if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
             try:

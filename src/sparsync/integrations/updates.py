@@ -1,0 +1,365 @@
+"""What an optimizer's steps change is exchanged: ``sync = sparsync.attach(model, optimizer)``.
+
+Gradients stay on their rank, and every rank's optimizer does its own steps.  After each of them a hook of
+the optimizer begins the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread,
+and applies those that have come to their end.  DDP, if the model is in one, exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.averaging.outer import DEFAULT, OUTER_SETTINGS, OuterStep
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.agreement import reducer_stats
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.step import Proposal
+from sparsync.integrations.ddp import CommHook, check_ddp
+from sparsync.integrations.options import Compression, Options
+from sparsync.integrations.sentinel import check_replicas
+from sparsync.integrations.sync import Hook, Sync
+from sparsync.presets import Algorithm
+from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.driver import Operation, run
+from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.units import check_same_parameters, local_of, output_parameters
+
+__all__ = ["UpdateSync", "attach_updates", "make_outer"]
+
+
+def make_outer(
+    algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
+) -> OuterStep:
+    """Return the outer step that ``attach`` was asked for."""
+    if isinstance(algorithm, OuterStep):
+        outer = algorithm
+        if outer.steps or outer.attached:
+            raise ConfigurationError(
+                "this OuterStep has a model already; make one for each attach, without a model"
+            )
+    elif algorithm is None:
+        outer = OuterStep(**DEFAULT)
+    elif isinstance(algorithm, str) and algorithm in OUTER_SETTINGS:
+        outer = OuterStep(**OUTER_SETTINGS[algorithm])
+    else:
+        outer = OuterStep(algorithm=algorithm, density=density, residual="weights")
+    if compression.warmup_densities or not compression.overlap:
+        raise ConfigurationError(
+            "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "
+            "warmup_steps, over which the period grows"
+        )
+    outer.adapt(compression.compress, compression.unit_bytes, compression.warmup_steps)
+    return outer
+
+
+def attach_updates(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: OuterStep,
+    options: Options,
+    replicate: Any = None,
+) -> UpdateSync:
+    """Exchange what optimizers change; see ``attach``."""
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is not None:
+        check_ddp(ddp)
+    module: nn.Module = model if ddp is None else ddp.module
+    ignored = set() if ddp is None else ddp.parameters_to_ignore
+    trained = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+    for name, parameter in trained.items():
+        if parameter.device.type == "meta" or isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
+                "before attach"
+            )
+    group = None if ddp is None else ddp.process_group
+    groups = Groups(options.transport.world or group, options.transport.timeout)
+    try:
+        pieces, consensus, kinds = {}, None, dict[str, str]()
+        if replicate is None:
+            ranks = dist.get_process_group_ranks(groups.world)
+        else:
+            pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
+        weights = _Model(module, trained, ddp is None or ddp.broadcast_buffers)
+        output = output_parameters(module) if outer.chosen.output else ()
+        units = outer.plan(weights.read(slice(0, None)), trained, output, kinds)
+        reducer = options.reducer(
+            groups.make(ranks), units, consensus or Proposal.broken, outer=outer.settings()
+        )
+    except BaseException:
+        groups.close()
+        raise
+    sync = UpdateSync(module, weights, outer, reducer, groups, options, consensus, pieces)
+    try:
+        named = [(name, local_of(parameter)) for name, parameter in trained.items()]
+        run(check_equal_parameters(reducer.comm, named))
+        run(outer.start(reducer, weights.read(slice(0, None))))
+        sync.watch(ddp, optimizers)
+    except BaseException:
+        sync.close()
+        raise
+    return sync
+
+
+def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
+    """Return how this replica is divided: pieces and kinds by name, replicas, and who decides with it."""
+    from sparsync.integrations.consensus import PartsConsensus  # DTensor takes 0.4 s to import
+    from sparsync.integrations.shards import Fsdp, ranks_of, shards_of
+
+    ranks = ranks_of(replicate)
+    shards = shards_of(module, ranks)
+    Fsdp(module).check_covers(shards)
+    pieces = {p.name: p.piece for p in shards if p.piece is not None}
+    kinds = {p.name: p.kind for p in shards}
+    place = [sorted(ranks).index(dist.get_rank())]
+    world = dist.get_process_group_ranks(groups.world)
+    places = zip(world, groups.gathered(place), strict=True)
+    inner = groups.make([rank for rank, its in places if its == place])
+    parts = TorchCommunicator(inner, timeout=options.transport.timeout)
+    options.agree_with(parts)
+    return pieces, kinds, ranks, PartsConsensus(parts)
+
+
+@final
+class _Model:
+    """A model as the vector of what trains in it, and of its floating-point buffers.
+
+    float64 if any of it is, else float32.
+    """
+
+    def __init__(self, module: nn.Module, trained: Mapping[str, Tensor], buffers: bool) -> None:
+        self._module, self.trained = module, dict(trained)
+        unsaved = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, owner in module.named_modules()
+            for name in owner._non_persistent_buffers_set
+        }
+        self._buffers = [
+            name
+            for name, buffer in module.named_buffers()
+            if buffers and name not in unsaved and buffer.is_floating_point()
+        ]
+        tensors = self._tensors()
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.carrier: Callable[[Any], Awaitable[None]]
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what the vector is made of; modules replace their buffers."""
+        buffers = dict(self._module.named_buffers()) if self._buffers else {}
+        return [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self._buffers))]
+
+    def _within(self, span: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the tensors of a span of whole tensors, and their places in it."""
+        first, last, end = span.start or 0, span.stop, 0
+        for tensor in self._tensors():
+            start, end = end, end + tensor.numel()
+            if start >= first and (last is None or end <= last) and tensor.numel():
+                yield tensor, slice(start - first, end - first)
+
+    @torch.no_grad()
+    def read(self, span: slice) -> Tensor:
+        """Return a copy of a part."""
+        found = [tensor.reshape(-1).to(self.dtype) for tensor, _ in self._within(span)]
+        return torch.cat(found) if found else torch.zeros(0, dtype=self.dtype)
+
+    @torch.no_grad()
+    def write(self, span: slice, values: Tensor) -> None:
+        """Replace a part, in the same tensors."""
+        for tensor, place in self._within(span):
+            tensor.copy_(values[place].view(tensor.shape))
+
+    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
+        """Begin an exchange on the engine's thread."""
+        return self.carrier(exchange)
+
+
+@final
+class UpdateSync(Sync):
+    """The handle of a model whose optimizers step alone, between exchanges of what they have changed."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: _Model,
+        outer: OuterStep,
+        reducer: Reducer,
+        groups: Groups,
+        options: Options,
+        consensus: Any,
+        pieces: Any,
+    ) -> None:
+        super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
+        self.outer, self._weights = outer, weights
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        frozen = set(module.parameters()) - set(weights.trained.values())
+        self._alone = {
+            parameter for parameter in frozen if parameter.requires_grad
+        }  # DDP's ignored
+        self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
+        engine = self._engine
+
+        def carry(exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
+            future = engine.submit(lambda: run(exchange))  # one after the other
+
+            async def ended() -> None:
+                future.result()
+
+            return ended()
+
+        weights.carrier = carry
+
+    def watch(
+        self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
+        me = weakref.ref(self)
+        self._optimizers = list(optimizers)
+        if ddp is not None:
+            self._ddp = weakref.ref(ddp)
+            hook = CommHook.taken(ddp, self)
+            self.on_close.callback(hook.release)
+            self.on_close.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
+            ddp.broadcast_buffers = False  # they are averaged with the weights
+
+        def before_forward(_module: Any, _inputs: Any) -> None:
+            if (sync := me()) is not None and torch.is_grad_enabled():
+                sync._before_forward()
+
+        def after_step(*_: Any) -> None:
+            if (sync := me()) is not None:
+                sync._owed = False
+                sync.step()
+
+        module = self._plain()
+        assert module is not None
+        handles: list[Any] = [(ddp or module).register_forward_pre_hook(Hook(before_forward))]
+        if optimizers:
+            # one that the last optimizer of several ends: ranks count iterations, not optimizers
+            handles.append(optimizers[-1].register_step_post_hook(Hook(after_step)))
+        for handle in handles:
+            self.on_close.callback(handle.remove)
+        if self._scaler is not None:
+            self._follow(self._scaler)
+
+    def _follow(self, scaler: Any) -> None:
+        """Count the steps that a GradScaler skips: on other ranks it may not."""
+        me, update = weakref.ref(self), scaler.update
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result, sync = update(*args, **kwargs), me()
+            if sync is not None and sync._unscaled == sync.outer.steps:
+                sync.step()
+            if sync is not None:
+                sync._unscaled = sync.outer.steps
+            return result
+
+        self._unscaled = self.outer.steps
+        scaler.update = counted
+        self.on_close.callback(delattr, scaler, "update")
+
+    # ---- DDP, on autograd's thread -----------------------------------------------------------------
+
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Hand a bucket back as it is."""
+        if bucket.is_last():
+            self._owed = True
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        future.set_result(buffer)
+        return future
+
+    def _before_forward(self) -> None:
+        module = self._plain()
+        assert module is not None
+        check_same_parameters(module, self._weights.trained.values(), self._alone)
+        if self._owed and self._scaler is None and self._optimizers:
+            # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
+            self._owed = False
+            self.step()
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
+            CommunicationError: a peer is gone, or took longer than the timeout.
+        """
+        outer = self.outer
+        if self._before is None:
+            self._before = self.reducer.comm.ledger.total()
+        try:
+            run(outer.advance(self._weights, outer.steps))
+        finally:
+            outer.steps += 1
+        sentinel = self._sentinel
+        if sentinel is not None and sentinel.due(outer.steps - 1):
+            run(outer.settle())
+            tensors = {"the shared weights": outer.memory["shared"]}
+            comm = self.reducer.channel("weights")
+            run(check_replicas(sentinel, comm, tensors, outer.steps - 1, self._inner))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return DDP's own context; gradients add up on this rank in any case."""
+        ddp = self._ddp()
+        return nullcontext() if ddp is None else ddp.no_sync()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Show the weights that all ranks share, to evaluate or save them; the own ones come back."""
+        everything = slice(0, None)
+        own = self._weights.read(everything)
+        self._weights.write(everything, self.outer.memory["shared"])
+        try:
+            yield
+        finally:
+            self._weights.write(everything, own)
+
+    def finish(self) -> None:
+        """Exchange what was not, whole: replicas are equal.  All ranks call it; training may go on."""
+        run(self.outer.deliver(self._weights))
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: exchanges (as steps), local steps, bytes, residual norms."""
+        outer = self.outer
+        return {
+            **reducer_stats(self.reducer, outer.steps, self._before),
+            "exchange": "updates",
+            "local_steps": outer.steps,
+            **outer.settings(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state; its own weights are in the model, its moments in the optimizer."""
+        run(self.outer.settle())
+        return {**self.outer.state_dict(), "pieces": self._pieces}
+
+    def validate(self, state: Mapping[str, Any]) -> Any:
+        """Check on this rank alone that a saved state fits; nothing is changed."""
+        return self.outer.validate(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        self.outer.validate(state)
+        run(self.outer.settle())
+        self.outer.load_state_dict(state)
+        run(self.outer.start(self.reducer, self.outer.memory["shared"]))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, simulate
 from sparsync.averaging.gossip import Dpsgd, Exponential, Graph, Ring, Sgp
-from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS
 from tests.mixing import mixing_matrix
 
 Bmuf = partial(OuterStep, **OUTER_SETTINGS["bmuf"])

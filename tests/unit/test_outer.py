@@ -12,7 +12,8 @@ from torch import nn
 
 from sparsync import ConfigurationError, LocalAdamW, simulate
 from sparsync.averaging import LocalSgd
-from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep, sparseloco
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
 

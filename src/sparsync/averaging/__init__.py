@@ -3,7 +3,8 @@
 from sparsync.averaging.base import Averager, LocalSgd
 from sparsync.averaging.eager import EagerSgd
 from sparsync.averaging.gossip import AdPsgd, Dpsgd, Sgp
-from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.averaging.wagma import Wagma
 
 __all__ = [

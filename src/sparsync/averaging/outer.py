@@ -1,4 +1,4 @@
-"""Local steps with a compressed outer step: BMUF, Qsparse-local-SGD, DiLoCo and SparseLoCo."""
+"""Local steps with a compressed outer step, of which ``published`` lists members."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
-from sparsync.collectives import Allgather
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -22,14 +20,12 @@ from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import ParsedState, parse_state, reducer_state, restore_reducer
 from sparsync.feedback.step import Proposal
 from sparsync.presets import Algorithm, check_density, resolve
-from sparsync.selection import Blockwise
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, output_parameters, plan_units
-from sparsync.wire import SparseQsgd
 
-__all__ = ["DEFAULT", "OUTER_SETTINGS", "REST", "OuterState", "OuterStep", "Weights", "sparseloco"]
+__all__ = ["REST", "OuterState", "OuterStep", "Weights"]
 
 _PAIR_BITS = 64  # of an index and a value
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
@@ -519,7 +515,7 @@ class _Fragment(NamedTuple):
 
 @dataclass(eq=False)
 class _Exchange:
-    """What a fragment has moved, under way.
+    """The move of a fragment, under way.
 
     Attributes:
         lands: the local step after which it is applied.
@@ -595,56 +591,3 @@ def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
             last = step
             ends.append(step)
     return tuple(ends)
-
-
-# ---- published settings ---------------------------------------------------------------------------
-
-_CHUNK: Final = 4096
-_ENTRIES: Final = 64  # of a chunk; SparseLoCo: chunks of 64 x 64; 1.6 %, of its 1 to 3 %
-
-
-def sparseloco() -> Algorithm:
-    """SparseLoCo's exchange: chunk-wise top-k, quantised, collected by all ranks.
-
-    Its quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive without
-    shrinking values to 2 / 9, so this takes 4; with Elias-Fano indices an entry then has 12.5 bits,
-    where 2 and a position in its chunk are 14.
-    """
-    codec = SparseQsgd(4, block=_ENTRIES, scale="max")
-    return Algorithm(
-        "sparseloco",
-        lambda: Blockwise(block=_CHUNK),
-        lambda: Allgather(codec),
-        options=(("bits", 4),),
-    )
-
-
-DEFAULT: Final[Mapping[str, Any]] = MappingProxyType(
-    {"algorithm": "signs", "period": 2, "fragments": 2, "delay": 1, "residual": "weights"}
-)
-
-OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
-        "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # Algorithm 1 with Top_k; its experiments have H = 1, 4, 8; the density is a choice
-        "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
-        # section 3: H = 500, Nesterov with 0.7 and 0.9
-        "diloco": {
-            "algorithm": "dense",
-            "density": 1.0,
-            "period": 500,
-            "outer_lr": 0.7,
-            "momentum": 0.9,
-            "nesterov": True,
-        },
-        # Algorithm 1; its experiments have H = 15 to 250; 0.95 is its beta, for an outer momentum
-        "sparseloco": {
-            "algorithm": sparseloco(),
-            "density": _ENTRIES / _CHUNK,
-            "period": 30,
-            "residual_decay": 0.95,
-        },
-    }
-)
-"""Settings as published: ``OuterStep(model, **OUTER_SETTINGS["diloco"])``."""

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.outer import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity

@@ -1,4 +1,4 @@
-"""What an optimizer's steps change is exchanged: ``sync = sparsync.attach(model, optimizer)``.
+"""Exchange of what an optimizer changes: ``sync = sparsync.attach(model, optimizer)``.
 
 Gradients stay on their rank, and every rank's optimizer does its own steps.  After each of them a hook of
 the optimizer begins the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread,
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.outer import DEFAULT, OUTER_SETTINGS, OuterStep
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import DEFAULT, OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer

@@ -169,6 +169,104 @@ def test_what_is_broken_at_the_end_is_left_out():
     assert torch.equal(models[3], models[1])
 
 
+# ---- fragments and delay --------------------------------------------------------------------------
+
+
+def divided(**options):
+    """On a vector of three parameters: of a model, whose names divide it."""
+    averager = OuterStep(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
+    plan = averager.plan
+
+    def by_three(vector, parameters, output=()):
+        return plan(vector, dict(zip("abc", vector.split([10, 10, 20]), strict=True)), output)
+
+    averager.plan = by_three
+    return averager
+
+
+@pytest.mark.parametrize("residual_in", ["apart", "weights"])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
+@pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "signs"])
+def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
+    """After every step: what ranks moved is what was applied, is kept, is under way or in the weights."""
+    kept, movements, steps = {}, {}, 13
+
+    def watch(rank, step, averager, local):
+        movements[step, rank] = update(rank, step)
+        kept[step, rank] = averager
+
+    def make():
+        options = {"fragments": fragments, "delay": delay, "residual": residual_in}
+        return divided(algorithm=algorithm, **options)
+
+    models = on_all_ranks(make, steps, watch=watch)
+    everything = sum(movements.values()) / WORLD_SIZE
+    # concluded: the sum of all that was done is in the shared weights
+    torch.testing.assert_close(models[-1, 0], 1 + everything)
+    assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
+    assert not torch.equal(models[-2, 0], models[-2, 1])
+
+
+def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
+    """With everything delivered, a delay moves the average of period r by d steps, and nothing else."""
+    at_once = on_all_ranks(lambda: OuterStep(density=1.0, period=4), 12)
+    late = on_all_ranks(lambda: OuterStep(density=1.0, period=4, delay=2), 12)
+    for step in (5, 9):
+        for rank in range(WORLD_SIZE):
+            since = update(rank, step - 1) + update(rank, step)
+            torch.testing.assert_close(late[step, rank], at_once[step - 2, rank] + since)
+
+
+def test_fragments_are_exchanged_in_turn():
+    """Each after every period, evenly spaced, and never two parts of one parameter."""
+    seen = {}
+
+    def watch(rank, step, averager, local):
+        if rank == 0:
+            seen[step] = averager.memory["shared"].clone()
+
+    on_all_ranks(lambda: divided(density=1.0, fragments=2), 12, watch=watch)
+    changed = [
+        [
+            bool((seen[step][part] != seen[step - 1][part]).any())
+            for part in (slice(0, 20), slice(20, 40))
+        ]
+        for step in range(1, 12)
+    ]
+    times = [[step for step, parts in enumerate(changed, 1) if parts[i]] for i in (0, 1)]
+    assert times == [[3, 7, 11], [1, 5, 9]]
+
+
+@pytest.mark.parametrize("reload_at", [5, 6])
+def test_what_is_under_way_is_saved(reload_at):
+    def make():
+        return divided(fragments=2, delay=1, momentum=0.9, residual="weights", algorithm="signs")
+
+    through = on_all_ranks(make, 11)
+    assert torch.equal(on_all_ranks(make, 11, reload_at=reload_at), through)
+
+
+@pytest.mark.parametrize("residual_in", ["apart", "weights"])
+def test_nan_under_way_brings_all_fragments_back(residual_in):
+    def make():
+        return divided(fragments=2, delay=1, residual=residual_in)
+
+    models = on_all_ranks(make, 12, update=broken(1, 4))
+    assert models[-1].isfinite().all()
+    assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
+    # the rank that broke is broken until its first exchange that holds it ends, and then no more
+    finite = models[:-1, 1].isfinite().all(1).tolist()
+    assert finite.count(False) <= 2 and all(finite[7:])
+    assert models[:-1, 0].isfinite().all()
+
+
+def test_a_delay_reaches_no_further_than_the_period():
+    with pytest.raises(ConfigurationError, match="delay is 2; give steps from 0 to 1"):
+        OuterStep(period=2, delay=2)
+    with pytest.raises(ConfigurationError, match="fragments is 0"):
+        OuterStep(fragments=0)
+
+
 def train(net, averager, steps, optimizer=None):
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.05)
     for step in steps:

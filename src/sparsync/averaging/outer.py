@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import torch
@@ -25,7 +26,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, output_parameters, plan_units
 
-__all__ = ["REST", "OuterState", "OuterStep", "Weights"]
+__all__ = ["REST", "Begin", "OuterState", "OuterStep", "Weights"]
 
 _PAIR_BITS = 64  # of an index and a value
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
@@ -390,7 +391,7 @@ class OuterStep(Averager):
         carried, exchange.carried = exchange.carried, None
         if carried is not None:
             await carried
-        elif not exchange.done:  # as it was saved
+        elif not exchange.done:
             await self._carry(exchange)
 
     def _set_out(self, part: int, weights: Weights, lands: int, *, keep: bool) -> _Exchange:
@@ -408,7 +409,7 @@ class OuterStep(Averager):
                 # here and not in the residual, which a refused exchange must leave as it is
                 delta.sub_(kept, alpha=1 - self.residual_decay)
         exchange = _Exchange(part, lands, deltas, began)
-        exchange.carried = weights.carry(self._carry(exchange))
+        exchange.carried = weights.carry(partial(self._carry, exchange))
         return exchange
 
     async def _carry(self, exchange: _Exchange) -> None:
@@ -508,6 +509,9 @@ class OuterStep(Averager):
 # ---- what is exchanged --------------------------------------------------------------------------------
 
 
+Begin = Callable[[], Coroutine[Operation, None, None]]
+
+
 class _Fragment(NamedTuple):
     span: slice  # of the vector
     units: range
@@ -555,8 +559,8 @@ class Weights(Protocol):
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part."""
 
-    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
-        """Begin an exchange, one after the other."""
+    def carry(self, exchange: Begin) -> Awaitable[None] | None:
+        """Begin an exchange, after those before; None: it can wait until its result is needed."""
 
 
 @final
@@ -574,8 +578,8 @@ class _Vector:
             self.vector, self._own = self.vector.clone(), True
         self.vector[span] = values
 
-    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
-        return exchange
+    def carry(self, exchange: Begin) -> None:
+        return None
 
 
 def _shape(parameter: Tensor | None) -> Sequence[int]:

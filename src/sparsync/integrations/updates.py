@@ -8,7 +8,7 @@ and applies those that have come to their end.  DDP, if the model is in one, exc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.outer import Begin, OuterStep
 from sparsync.averaging.published import DEFAULT, OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import reducer_stats
@@ -29,7 +29,7 @@ from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Hook, Sync
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import check_equal_parameters
-from sparsync.transports.driver import Operation, run
+from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import check_same_parameters, local_of, output_parameters
 
@@ -155,7 +155,7 @@ class _Model:
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.carrier: Callable[[Any], Awaitable[None]]
+        self.carrier: Callable[[Begin], Awaitable[None]]
 
     def _tensors(self) -> list[Tensor]:
         """Return what the vector is made of; modules replace their buffers."""
@@ -182,7 +182,7 @@ class _Model:
         for tensor, place in self._within(span):
             tensor.copy_(values[place].view(tensor.shape))
 
-    def carry(self, exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
+    def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
         return self.carrier(exchange)
 
@@ -213,8 +213,8 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         engine = self._engine
 
-        def carry(exchange: Coroutine[Operation, None, None]) -> Awaitable[None]:
-            future = engine.submit(lambda: run(exchange))  # one after the other
+        def carry(exchange: Begin) -> Awaitable[None]:
+            future = engine.submit(lambda: run(exchange()))  # one after the other
 
             async def ended() -> None:
                 future.result()

@@ -110,12 +110,6 @@ def test_several_calls_are_under_way_at_once_and_end_in_any_order():
     assert allreduce(torch.ones(2), comm).total.to_dense().tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("size", [0, 3])
-def test_k_may_be_zero_and_more_than_there_is(size):
-    for k in (0, 100):
-        assert allreduce(torch.ones(size), connect(), k=k).total.nnz == min(k, size)
-
-
 @pytest.mark.parametrize(
     ("vector", "arguments", "says"),
     [

@@ -186,23 +186,6 @@ def test_the_engine_flies_coroutines_and_fences_with_callables():
     engine.close()
 
 
-def test_an_engine_error_reaches_all_in_flight_and_the_next_flight_is_fine():
-    engine = Engine("test")
-    engine.submit(lambda: None).result(timeout=SECONDS)
-
-    async def later():
-        await Manual()
-        return 1
-
-    async def both():
-        await Failing()
-
-    failed = engine.submit(both())
-    assert isinstance(failed.exception(timeout=SECONDS), PeerError)
-    assert engine.submit(later()).result(timeout=SECONDS) == 1
-    engine.close()
-
-
 # ---- jobs of the engine ---------------------------------------------------------------------------
 
 

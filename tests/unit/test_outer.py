@@ -338,17 +338,6 @@ def test_the_period_doubles_while_warming_up():
     assert exchanged == [0, 1, 2, 3, 5, 7, 11, 19, 27]
 
 
-@pytest.mark.parametrize("scheme", [LocalSgd, OuterStep])
-def test_between_exchanges_the_model_is_not_read(scheme, monkeypatch):
-    averager = scheme(nn.Linear(2, 1), period=3)
-    averager.step()
-    reads, read = [], averager._binding.read
-    monkeypatch.setattr(averager._binding, "read", lambda: reads.append(averager.steps) or read())
-    for _ in range(6):
-        averager.step()
-    assert reads == [2, 5]
-
-
 def test_weights_that_broke_return_to_the_last_exchange():
     net = model()
     local = in_weights(net, density=0.1, period=2)

@@ -69,23 +69,6 @@ def test_allgatherv(world_size, ring):
 # ---- groups in a group ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_split_makes_groups_that_work_like_worlds(world_size):
-    async def program(comm):
-        group = await comm.split(comm.rank % 2, key=-comm.rank)
-        assert group.ledger is comm.ledger
-        before = comm.ledger.total().sent
-        total = await group.allreduce(torch.tensor([float(comm.rank)]), "inside")
-        assert group.world_size == 1 or comm.ledger.total().sent > before
-        members = await group.allgather(torch.tensor([comm.rank]), "members")
-        await group.work(1)
-        return group.rank, total.item(), [int(m) for m in members]
-
-    for rank, (inside, total, members) in enumerate(on_every_rank(program, world_size)):
-        expected = [r for r in reversed(range(world_size)) if r % 2 == rank % 2]
-        assert (members, total, members[inside]) == (expected, sum(expected), rank)
-
-
 @pytest.mark.parametrize("ranks", [[1, 2], [0, 0, 1]])
 def test_a_subgroup_holds_its_own_rank_and_nobody_twice(ranks):
     async def program(comm):

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
+from sparsync import ConfigurationError, SparseVector, kernels
 from sparsync.presets import oktopk
 from sparsync.selection import (
     Blockwise,
-    Everything,
     Exact,
     GaussianK,
     Reused,
@@ -79,19 +78,6 @@ def test_bad_constants_are_refused(make, arguments, says):
 
 
 # ---- everything, exact, reused ------------------------------------------------------------------
-
-
-def test_everything_is_the_tensor_itself():
-    accumulated = torch.tensor([0.0, 1.0])
-    selected = Everything().select(accumulated, k=1, step=0)
-    assert isinstance(selected, DenseVector) and selected.values is accumulated
-
-
-@given(dense_tensors(), st.integers(0, 40), st.integers(0, 9))
-def test_exact_is_the_top_of_the_whole_vector(accumulated, k, step):
-    before = accumulated.clone()
-    selected = Exact().select(accumulated, k, step).check()
-    same_vector(selected, SparseVector.from_dense(before).top(k))
 
 
 @given(dense_tensors(dtype=torch.float32), st.integers(1, 40), st.sampled_from([1.0, None]))

@@ -68,14 +68,6 @@ def test_any_operation_equals_the_dense_loop(name, drawn, factor):
     check(make, tensors, operation)
 
 
-@each
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_in_every_dtype(name, dtype):
-    for world_size in (1, 3, 6, 8):
-        tensors = [v.to_dense() for v in make_vectors(world_size, dtype=dtype)]
-        check(partial(FACTORIES[name], cap=None), tensors, OPERATIONS["sum"])
-
-
 @pytest.mark.parametrize("name", [name for name in FACTORIES if "dense" not in name])
 @pytest.mark.parametrize("op", ["prod", "max", "and"])
 def test_neutral_entries_are_not_sent(name, op):

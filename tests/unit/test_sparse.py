@@ -44,15 +44,6 @@ def test_merge_is_the_dense_sum_in_rank_order(parts):
     assert bool((merged.values != 0).all())
 
 
-def test_merge_within_leaves_out_what_is_elsewhere():
-    parts = [vector([1, 3, 5], [1.0, 2.0, 4.0], 9), vector([3, 4, 5], [8.0, 16.0, -4.0], 9)]
-    for some in (parts, parts[:1]):
-        within = torch.tensor([0, 3, 5])
-        kept = SparseVector.merge([part.restrict(within) for part in some])
-        same_vector(SparseVector.merge(some, within), kept)
-    assert SparseVector.merge(parts, within).values.tolist() == [10.0]
-
-
 # ---- cutting and joining -------------------------------------------------------------------------
 
 
@@ -71,9 +62,6 @@ def test_split_works_where_32_bits_end():
     assert [p.indices.tolist() for p in parts] == [[5], [5], [(1 << 39) - 1]]
     placed = [p.embed(b, far.size) for p, b in zip(parts, (0, 1 << 31, 1 << 39), strict=True)]
     same_vector(SparseVector.join(placed), far)
-
-
-# ---- choosing entries ----------------------------------------------------------------------------
 
 
 # ---- arithmetic and checks -----------------------------------------------------------------------

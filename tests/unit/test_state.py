@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError, connect
-from sparsync.averaging import LocalSgd
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import oktopk
@@ -77,17 +76,3 @@ def test_parameters_cannot_join_later():
     optimizer = UpdateSpaceSGD(torch.nn.Linear(2, 1), lr=0.1)
     with pytest.raises(ConfigurationError, match="after the model is complete"):
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-
-
-def test_averaging_keeps_tensors_dtypes_and_strides():
-    model = torch.nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
-    model.bias.data = model.bias.data.bfloat16()
-    kept = [(p, p.data_ptr(), p.dtype, p.stride()) for p in model.parameters()]
-    values = [p.detach().clone() for p in model.parameters()]
-    averager = LocalSgd(model, period=2)
-    averager.step()
-    averager.step()
-    averager.finish()
-    for (p, pointer, dtype, stride), value in zip(kept, values, strict=True):
-        assert (p.data_ptr(), p.dtype, p.stride()) == (pointer, dtype, stride)
-        assert torch.equal(p, value)

@@ -1,19 +1,19 @@
 """The public contracts can fail: each finds what breaks its seam, and says which case."""
 
-import queue
-import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from sparsync import Algorithm, Reduced, SparseVector, SparsyncError, testing
+from sparsync import Algorithm, Reduced, SparseVector, testing
 from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather, Collective
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.selection import Exact, Selector
-from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.communicator import Communicator, SoloCommunicator
 from sparsync.wire import Coo
 from sparsync.wire.base import Codec, Encoded
 
@@ -210,82 +210,32 @@ def test_check_averager_finds():
         testing.check_averager(Unfinished, world_sizes=(3,), steps=7)
 
 
-class Line(Operation):
-    """A receive from a queue."""
+class Ending(SoloCommunicator):
+    """One of two ranks; a wait for the other one ends as ``outcome`` does."""
 
-    def __init__(self, comm, box, phase):
-        self.comm, self.box, self.phase = comm, box, phase
-
-    def wait(self):
-        comm = self.comm
-        try:
-            self.result, self.done = self.box.get(timeout=comm.timeout), True
-        except queue.Empty:
-            raise comm.error(f"rank {comm.rank}, step 0, phase '{self.phase}'") from None
-
-
-class Queues(Communicator):
-    error, timeout = DeadlineError, 60.0
-
-    def __init__(self, rank, world_size, boxes):
-        super().__init__(rank, world_size, torch.device("cpu"))
-        self.boxes, self.closed = boxes, boxes.setdefault("closed", [])
-
-    def start_send(self, payload, dest, phase, framing):
-        self.box(self.rank, dest).put(payload.clone())
-        return Finished()
+    def __init__(self, rank, outcome, closed):
+        Communicator.__init__(self, rank, 2, torch.device("cpu"))
+        self.outcome, self.closed = outcome, closed
 
     def start_recv(self, source, capacity, phase, framing):
-        return Line(self, self.box(source, self.rank), phase)
-
-    def box(self, source, dest):
-        return self.boxes.setdefault((source, dest, self.tag), self.kind())
-
-    kind = queue.Queue
+        return SimpleNamespace(wait=self.outcome)
 
     def close(self):
         super().close()
         self.closed.append(self.rank)
 
 
-class Vague(Queues):
-    def error(self, where):
-        return PeerError("step 0: something went wrong")
-
-
-class Stacks(Queues):
-    kind = queue.LifoQueue
-
-
-def connected(kind, boxes=None, **changes):
-    def connect(world_size=2):
-        shared = {} if boxes is None else boxes
-        comms = [kind(rank, world_size, shared) for rank in range(world_size)]
-        for comm in comms:
-            vars(comm).update(changes)
-        return comms
-
-    return connect
-
-
-def test_check_communicator_drives_every_rank_and_closes_it():
-    boxes = {}
-    testing.check_communicator((3,), connect=connected(Queues, boxes))
-    assert sorted(boxes["closed"]) == [0, 1, 2]
-
-
-def test_check_communicator_finds_messages_that_overtake_others():
-    with pytest.raises((AssertionError, SparsyncError, RuntimeError)):  # a shape may be wrong, too
-        testing.check_communicator((2,), connect=connected(Stacks, timeout=1.0))
-
-
-def test_check_deadline():
-    started = time.monotonic()
-    testing.check_deadline(connected(Queues, timeout=0.1))
-    assert time.monotonic() - started < 10
-    with pytest.raises(AssertionError, match="does not name rank 0, check"):
-        testing.check_deadline(connected(Vague, timeout=0.1))
-    sent = connected(Queues)()
-    sent[1].start_send(torch.zeros(1, dtype=torch.uint8), 0, "check", None)
-    with pytest.raises(AssertionError, match="nobody sent"):
-        testing.check_deadline(lambda: sent)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DeadlineError("rank 0, step 0, phase 'check'"), None),
+        (PeerError("step 0: something went wrong"), "does not name rank 0, check"),
+        (None, "nobody sent"),
+    ],
+)
+def test_check_deadline_closes_both_and_finds(error, words):
+    closed, outcome = [], Mock(side_effect=error)
+    finds = pytest.raises(AssertionError, match=words) if words else nullcontext()
+    with finds:
+        testing.check_deadline(lambda: [Ending(rank, outcome, closed) for rank in range(2)])
+    assert closed == [0, 1]

@@ -1,14 +1,23 @@
-"""Checkpoints: resume is exact, files are whole or not there, bad ones are refused."""
+"""Checkpoints: resume is exact, files are whole or not there; damaged and hostile ones are refused."""
 
+import argparse
 import contextlib
+import copy
+import os
+import pickle
+import random
 import resource
+import warnings
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 
 from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint import load, save
-from sparsync.errors import CheckpointError
+from sparsync.checkpoint.files import read_file, write_file
+from sparsync.errors import CheckpointError, NoCheckpointError, SparsyncError
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS
@@ -133,3 +142,184 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     load(other, tmp_path)
     assert other.reducer.step == 2
     assert torch.equal(residual(other), before)
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def code(path, trace):
+    path.write_bytes(pickle.dumps(Payload(f"touch {trace}"), protocol=2))
+
+
+def zipped_code(path, trace):
+    torch.save({"version": 2, "residual": Payload(f"touch {trace}")}, path)
+
+
+def cut(path, trace):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def noise(path, trace):
+    path.write_bytes(b"\x00\xff" * 500)
+
+
+def nothing(path, trace):
+    path.write_bytes(b"")
+
+
+def a_list(path, trace):
+    torch.save([1, 2], path)
+
+
+@pytest.mark.parametrize("damage", [code, zipped_code, cut, noise, nothing, a_list])
+@pytest.mark.parametrize("name", ["sparsync-rank-0-of-1.pt", "shared.pt"])
+def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage):
+    folder, trace, sync = save(Sync(steps=2), tmp_path), tmp_path / "trace", Sync(steps=1)
+    before = residual(sync).clone()
+    damage(folder / name, trace)
+    with pytest.raises(CheckpointError) as caught:
+        load(sync, tmp_path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not trace.exists(), "code of a file was run"
+    assert torch.equal(residual(sync), before)
+    assert sync.reducer.step == 1
+
+
+def test_damaged_bytes_raise_nothing_else(tmp_path):
+    whole, damaged, draw = tmp_path / "whole.pt", tmp_path / "damaged.pt", random.Random(0)
+    write_file(whole, {"a": torch.ones(4), "n": [1, 2.5, "x", None], "d": {"k": torch.ones(2, 3)}})
+    with zipfile.ZipFile(whole) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    (pickled,) = [name for name in files if name.endswith("data.pkl")]
+    refused = 0
+    for turn in range(300):
+        content = bytearray(files[pickled])
+        for _ in range(draw.randint(1, 3)):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        with zipfile.ZipFile(damaged, "w") as archive:
+            for name, before in files.items():
+                archive.writestr(name, bytes(content) if name == pickled else before)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of unknown pickle protocols
+                read_file(damaged, mapped=bool(turn % 2))
+        except CheckpointError:
+            refused += 1
+    assert refused > 200
+
+
+UNREADABLE = {
+    "numpy": (
+        {"best": np.float64(0.3)},
+        r"\['best'\] is a float64, which could not be loaded again",
+    ),
+    "inside": (
+        {"log": {"args": [1, argparse.Namespace()]}},
+        r"\['log'\]\['args'\]\[1\] is a Namespace",
+    ),
+    "code": ({"rate": lambda: 1}, r"\['rate'\] is a function"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, name):
+    shared, words = UNREADABLE[name]
+    kept = save(Sync(steps=2), tmp_path, keep=1)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        save(Sync(steps=3), tmp_path, keep=1, **shared)
+    assert not set("\n\x1b") & set(str(caught.value))
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_what_a_crash_left_is_removed_by_a_later_save(tmp_path):
+    save(Sync(steps=1), tmp_path)
+    torn = tmp_path / "000002-step-00000002"
+    torn.mkdir()
+    for name in ("shared.pt.tmp", "sparsync-rank-0-of-1.pt", "sparsync-rank-0-of-1.pt.tmp"):
+        (torn / name).touch()
+    kept = save(Sync(steps=3), tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_damaged_checkpoint_is_not_none(tmp_path):
+    save(Sync(steps=2), tmp_path)
+    cut(save(Sync(steps=3), tmp_path) / "shared.pt", None)
+    with pytest.raises(CheckpointError, match=r"shared\.pt.*; an older .* step=2$") as caught:
+        load(Sync(), tmp_path)
+    assert not isinstance(caught.value, NoCheckpointError)
+    sync = Sync()
+    load(sync, tmp_path, step=2)
+    assert sync.reducer.step == 2
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    save(Sync(steps=2, momentum=0.5), tmp_path)
+    sync = Sync(steps=1)
+    before = residual(sync).clone()
+    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, expected 0\.0"):
+        load(sync, tmp_path)
+    assert torch.equal(residual(sync), before)
+
+
+def optimizer_of(model, groups=1):
+    parameters = [{"params": [p]} for p in model.parameters()] if groups > 1 else model.parameters()
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
+    model, sync = torch.nn.Linear(2, 1), Sync(steps=1)
+    save(Sync(steps=2), tmp_path, model=model, optimizer=optimizer_of(model))
+    fresh = torch.nn.Linear(2, 1)
+    weights, before = copy.deepcopy(fresh.state_dict()), residual(sync).clone()
+    for wrong, words in [
+        ({"optimizer": optimizer_of(fresh, groups=2)}, "'optimizer' does not fit: .*groups; give"),
+        ({"optimizer": torch.nn.Linear(2, 1)}, "'optimizer' does not fit: .*: Missing key"),
+        ({"scaler": fresh}, "has no 'scaler', only"),
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            load(sync, tmp_path, model=fresh, **wrong)
+        assert torch.equal(residual(sync), before)
+        assert sync.reducer.step == 1
+        assert all(torch.equal(weights[name], w) for name, w in fresh.state_dict().items())
+
+
+def test_an_error_of_the_last_part_takes_all_back(tmp_path):
+    class Late(Sync):
+        """Refuses a state when the reducer has taken it, as an optimizer may its groups."""
+
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            if state["step"] == 2:
+                raise ValueError("too late")
+
+    save(Sync(steps=2), tmp_path)
+    sync = Late(steps=1)
+    before = residual(sync).clone()
+    with pytest.raises(CheckpointError, match=r"cannot load its state in .*ValueError: too late"):
+        load(sync, tmp_path)
+    assert torch.equal(residual(sync), before)
+    assert sync.reducer.step == 1
+
+
+@pytest.mark.parametrize("key", ["selectors", "collectives"])
+@pytest.mark.parametrize("value", [float("nan"), "x", (1, 2.5), 2**70, True, [None], {"a": 1}])
+def test_fields_of_other_types_are_refused(key, value):
+    sync = Sync(steps=3)
+    state = sync.state_dict()
+    for field in state[key][0]:
+        changed = {**state, key: [{**state[key][0], field: value}]}
+        with pytest.raises(SparsyncError, match=f"the saved {field} of .* expected"):
+            sync.load_state_dict(changed)
+
+
+def test_no_checkpoint_is_no_hang(tmp_path):
+    with pytest.raises(NoCheckpointError, match="there is no whole checkpoint in"):
+        load(Sync(), tmp_path / "nowhere")

@@ -1,6 +1,5 @@
 """Local steps with a compressed outer step: against plain averaging, torch's SGD and its own law."""
 
-import io
 import math
 from functools import partial
 
@@ -10,60 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, LocalAdamW, simulate
+from sparsync import ConfigurationError, LocalAdamW
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
 
+from .average_runs import SIZE, WORLD_SIZE, on_all_ranks, update
 from .small_training import STEPS, backward, flat, model, trained
-
-SIZE, WORLD_SIZE = 40, 3
-
-
-def update(rank, step):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(SIZE, generator=generator, dtype=torch.float64)
 
 
 def broken(rank, step, value=math.nan):
     """Updates of which one is not finite."""
     return lambda r, s: update(r, s) * (value if (r, s) == (rank, step) else 1)
-
-
-def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
-    """Models `[steps, P, n]` after every step; ``watch`` sees averager, model and result of each."""
-
-    async def program(comm):
-        averager, vector, models = make(), torch.ones(SIZE, dtype=torch.float64), []
-        await averager.begin(comm, vector, 0)
-        for step in range(steps):
-            if step == reload_at:
-                saved, averager = through_a_file(averager.state_dict()), make()
-                averager.load_state_dict(saved)
-                await averager.begin(comm, vector, step)
-            local = vector + update(comm.rank, step)
-            before = local.clone()
-            vector = await averager.average(comm, local, step)
-            torch.testing.assert_close(
-                local, before, rtol=0, atol=0, equal_nan=True
-            )  # left as it was
-            if watch is not None:
-                watch(comm.rank, step, averager, local)
-            models.append(vector)
-        models.append(await averager.conclude(comm, vector, steps))
-        return torch.stack(models)
-
-    return torch.stack(simulate(program, world_size).results, dim=1)
-
-
-def through_a_file(value):
-    """As a user saves and loads it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def residual(averager):

@@ -1,3 +1,5 @@
+"""The simulator: its clock, networks, ports and work as sim/ documents them, and what it refuses."""
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from sparsync import ConfigurationError, simulate
 from sparsync.errors import DeadlockError
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.sim import Links
+from sparsync.transports.sim import Links, Prices, Route, Topology, TwoLevel, Weight
 
 LINKS = Links(alpha=1.0, beta=0.5, gamma=0.25)
 BYTES = Raw("value")
@@ -151,3 +153,137 @@ def test_time_cannot_go_backwards():
 
     with pytest.raises(ConfigurationError, match="seconds >= 0"):
         simulate(program, 1)
+
+
+OUTER = Links(alpha=1.0, beta=0.5)
+INNER = Links(alpha=0.25, beta=0.125)
+
+
+async def all_to_one(comm):
+    """Send 10 bytes from every rank to rank 0; return when this rank was done."""
+    if comm.rank:
+        await comm.isend(payload(10), 0, "p", BYTES)
+    else:
+        for source in range(1, comm.world_size):
+            await comm.irecv(source, 10, "p", BYTES)
+    return comm.now
+
+
+def test_unlimited_ports_let_all_in_at_once():
+    links = Links(alpha=1.0, beta=0.5, ports="unlimited")
+    assert simulate(all_to_one, 4, links=links).results == [6.0] * 4
+
+
+def test_unlimited_ports_keep_the_order_of_a_channel():
+    async def program(comm):
+        if comm.rank == 0:
+            for operation in [comm.isend(payload(n), 1, "p", BYTES) for n in (10, 2)]:
+                await operation
+            return None
+        return [(await comm.irecv(0, 10, "p", BYTES)).numel() for _ in range(2)], comm.now
+
+    links = Links(alpha=1.0, beta=0.5, ports="unlimited")
+    assert simulate(program, 2, links=links).results[1] == ([10, 2], 6.0)
+
+
+def test_every_pair_may_have_a_link_of_its_own():
+    class Uneven(Topology):
+        def route(self, source, dest):
+            return Route(*((2.0, 1.0) if source == 2 else (1.0, 0.5)), source, dest)
+
+    assert simulate(all_to_one, 3, links=Uneven()).results == [16.0, 6.0, 16.0]
+
+
+def test_the_ranks_of_a_node_share_its_card_and_not_their_inner_links():
+    async def program(comm):  # ranks 0, 1 | 2, 3
+        outward = comm.isend(payload(10), (comm.rank + 2) % 4, "outward", BYTES)
+        inward = comm.isend(payload(8), comm.rank ^ 1, "inward", BYTES)
+        await comm.irecv(comm.rank ^ 1, 8, "inward", BYTES)
+        met = comm.now
+        await comm.irecv((comm.rank + 2) % 4, 10, "outward", BYTES)
+        await outward, await inward
+        return met, comm.now
+
+    simulation = simulate(program, 4, links=TwoLevel(2, INNER, OUTER))
+    # the second rank of a node leaves 5 s after the first
+    assert simulation.results == [(1.25, 6.0), (1.25, 11.0)] * 2
+    card = simulation.sending["node 0"].phases["outward"]
+    assert (card.messages, card.nbytes, card.seconds) == (2, 20, 10.0)
+    assert simulation.receiving[0].phases["inward"].nbytes == 8
+    assert "outward" not in simulation.sending[0].phases
+
+
+def test_work_delays_what_a_rank_does_next_and_nothing_else():
+    async def program(comm):
+        if comm.rank == 0:
+            comm.charge("select", 4.0)
+            await comm.isend(payload(10), 1, "p", BYTES)
+        else:
+            await comm.irecv(0, 10, "p", BYTES)
+        return comm.now, dict(comm.ledger.stages)
+
+    simulation = simulate(program, 2, links=OUTER)
+    assert simulation.results == [(10.0, {"select": 4.0}), (10.0, {})]
+
+
+def test_work_at_the_end_counts():
+    async def program(comm):
+        comm.charge("select", 3.0)
+
+    assert simulate(program, 2).seconds == 3.0
+
+
+def test_what_a_coroutine_works_beside_a_computation_prolongs_that():
+    async def exchange(comm):
+        await comm.irecv(1, 10, "p", BYTES)  # there at 6
+        comm.charge("unpack", 3.0)
+
+    async def program(comm):
+        if comm.rank:
+            await comm.isend(payload(10), 0, "p", BYTES)
+            return None
+        beside = comm.spawn(exchange(comm))
+        await comm.compute(8.0)
+        computed = comm.now
+        await beside
+        return computed
+
+    simulation = simulate(program, 2, links=OUTER)
+    assert simulation.results[0] == 11.0 == simulation.seconds
+
+
+def test_entries_cost_who_packs_them_and_everyone_who_receives_them():
+    prices = Prices(lambda message, framing: Weight(message.numel(), 2), encode=10.0, decode=1.0)
+
+    async def program(comm):
+        await comm.allgatherv(payload(4), [4] * 4, "p", BYTES)
+        return comm.ledger.stages["pack"], comm.ledger.stages["unpack"]
+
+    # packed once, though a rank passes others' messages on; two rounds bring a message each
+    simulation = simulate(program, 4, links=Links(0.0, 0.0), prices=prices)
+    assert simulation.results == [(20.0, 4.0)] * 4
+    assert simulation.seconds == 24.0
+
+
+def test_one_message_to_all_is_packed_once():
+    prices = Prices(lambda message, framing: Weight(message.numel(), 1), encode=10.0)
+
+    async def program(comm):
+        same = payload(4)
+        await comm.alltoallv([same] * 3, [4] * 3, "same", BYTES)
+        await comm.alltoallv([payload(4) for _ in range(3)], [4] * 3, "own", BYTES)
+        return comm.ledger.stages["pack"]
+
+    assert simulate(program, 3, prices=prices).results == [30.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Links(ports="two"), "ports is 'two'; choose single"),
+        (lambda: TwoLevel(0), "ranks_per_node is 0; give at least 1"),
+    ],
+)
+def test_bad_networks_are_refused(make, said):
+    with pytest.raises(ConfigurationError, match=said):
+        make()

@@ -1,10 +1,13 @@
-"""Encryption: who has a listed key is let in, as itself; nobody else is."""
+"""Encryption: who has a listed key is let in, as itself, nobody else; who listens reads nothing."""
 
 import json
+import socket
 import stat
+import threading
 import zlib
 
 import pytest
+import torch
 import zmq
 from torch.distributed import HashStore
 
@@ -157,3 +160,65 @@ def test_keys_that_do_not_fit_are_refused(keys, tmp_path):
 )
 def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
     assert zap_reply(request_, [b"x" * 40])[2] == b"400"
+
+
+EVERY_PROTOCOL = 0x0003  # ETH_P_ALL
+SECRET = b"gradients tell what a model was trained on. " * 4
+
+
+class Listener:
+    """Everything that crosses the loopback interface, as root can record it."""
+
+    def __init__(self):
+        try:
+            self.socket = socket.socket(
+                socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)
+            )
+        except (AttributeError, PermissionError) as error:
+            pytest.skip(f"no packets can be recorded here: {error}")
+        self.socket.bind(("lo", 0))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+        self.socket.settimeout(0.1)
+        self.heard, self.stopped = bytearray(), threading.Event()
+        self.thread = threading.Thread(target=self._listen)
+        self.thread.start()
+
+    def _listen(self):
+        while not self.stopped.is_set():
+            try:
+                self.heard += self.socket.recv(1 << 16)
+            except TimeoutError:
+                continue
+
+    def stop(self):
+        self.stopped.set()
+        self.thread.join()
+        self.socket.close()
+        return bytes(self.heard)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_the_bytes_on_the_wire_are_readable_only_without_keys(encrypted, tmp_path):
+    options = {}
+    if encrypted:
+        make_curve_keys(tmp_path, 2)
+        options["curve_keys"] = tmp_path
+
+    def program(comm):
+        payload = torch.frombuffer(bytearray(SECRET), dtype=torch.uint8)
+        if comm.rank == 0:
+            comm.isend(payload, 1, "p", RAW).wait()
+        else:
+            receiving = comm.irecv(0, len(SECRET), "p", RAW)
+            receiving.wait()
+            assert bytes(receiving.result.tolist()) == SECRET
+        meet(comm)
+
+    listener = Listener()
+    try:
+        together(program, 2, **options)
+    finally:
+        heard = listener.stop()
+    assert len(heard) > len(SECRET)  # it did listen
+    assert (SECRET in heard) != encrypted
+    assert (SECRET[:16] in heard) != encrypted

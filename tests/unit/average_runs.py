@@ -1,0 +1,50 @@
+"""Runs of an averager on virtual ranks whose models move by given updates."""
+
+import io
+
+import torch
+
+from sparsync import simulate
+
+SIZE, WORLD_SIZE = 40, 3
+
+
+def update(rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(SIZE, generator=generator, dtype=torch.float64)
+
+
+def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
+    """Models `[steps + 1, P, n]` after every step and at the end; all begin with ones.
+
+    ``watch(rank, step, averager, local)`` sees every step, after it.
+    """
+
+    async def program(comm):
+        averager, vector, models = make(), torch.ones(SIZE, dtype=torch.float64), []
+        await averager.begin(comm, vector, 0)
+        for step in range(steps):
+            if step == reload_at:
+                saved, averager = through_a_file(averager.state_dict()), make()
+                averager.load_state_dict(saved)
+                await averager.begin(comm, vector, step)
+            local = vector + update(comm.rank, step)
+            before = local.clone()
+            vector = await averager.average(comm, local, step)
+            # what was handed over is left as it was
+            torch.testing.assert_close(local, before, rtol=0, atol=0, equal_nan=True)
+            if watch is not None:
+                watch(comm.rank, step, averager, local)
+            models.append(vector)
+        models.append(await averager.conclude(comm, vector, steps))
+        return torch.stack(models)
+
+    return torch.stack(simulate(program, world_size).results, dim=1)
+
+
+def through_a_file(value):
+    """As a user saves and loads it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

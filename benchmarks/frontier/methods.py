@@ -1,0 +1,254 @@
+"""The methods of the table: how each exchanges, its settings, and the knobs that are tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from frontier.onebit import OneBitAdam
+from frontier.tasks import BETAS, grouped, make_optimizers
+from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.cli.train.exchanges import dense_bytes_per_step
+from sparsync.feedback.correction import Correction
+from sparsync.integrations.options import Transport
+from sparsync.transports.ledger import Ledger
+
+TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbit/s
+
+
+class Volume(NamedTuple):
+    """Bytes that this rank has sent and received since the first step."""
+
+    sent: int
+    received: int
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass
+class Exchange:
+    """A model and its optimizers, whose steps exchange; and what was sent."""
+
+    model: nn.Module  # as it is called: in DDP, or plain
+    optimizers: Sequence[torch.optim.Optimizer]
+    volume: Callable[[int], Volume]  # after this many steps
+    counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
+    dense_steps: int = 0  # the first steps, in which all gradients are allreduced
+    after_step: Callable[[], object] = nothing
+    shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
+    close: Callable[[], object] = nothing
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table.
+
+    Attributes:
+        make: ``make(model, kind, lr, steps, **settings)`` wraps this rank's model.
+        settings: that are not tuned.
+        knobs: its own two, and the values that are tried; the first is where tuning begins.
+        optimizers: that it goes with.
+    """
+
+    make: Callable[..., Exchange]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ("adamw", "muon")
+
+    @property
+    def untuned(self) -> dict[str, Any]:
+        """The first value of every knob."""
+        return {knob: values[0] for knob, values in self.knobs.items()}
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
+def in_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Wrap a model without sending its first weights: the seed makes them equal."""
+    return DistributedDataParallel(model, init_sync=False, **options)
+
+
+def elements(model: nn.Module) -> int:
+    """Count what is trained."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def allreduced(count: int, itemsize: int = 4) -> Volume:
+    """Return the bytes of allreducing ``count`` elements."""
+    return Volume(*2 * (dense_bytes_per_step(count, dist.get_world_size(), itemsize),))
+
+
+def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = False) -> Exchange:
+    """Plain DDP, or with PyTorch's hook that sends float16."""
+    ddp = in_ddp(model)
+    if half:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    each = allreduced(elements(model), 2 if half else 4)
+    return Exchange(
+        ddp,
+        make_optimizers(model, kind, lr),
+        lambda made: Volume(made * each.sent, made * each.received),
+        "formula",
+    )
+
+
+def power_sgd(
+    model: nn.Module, kind: str, lr: float, steps: int, *, rank: int, start: int, least_gain: float
+) -> Exchange:
+    """PyTorch's PowerSGD hook, with error feedback and warm start; in one bucket: two hang."""
+    ddp = in_ddp(model, bucket_cap_mb=4 * elements(model) // 2**20 + 1)
+    state = powerSGD_hook.PowerSGDState(
+        None, rank, start_powerSGD_iter=start, min_compression_rate=least_gain
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def volume(made: int) -> Volume:
+        before = min(made, start) * elements(model)
+        return allreduced(before + state.total_numel_after_compression)
+
+    return Exchange(ddp, make_optimizers(model, kind, lr), volume, "formula", dense_steps=start)
+
+
+def gradients(
+    model: nn.Module,
+    kind: str,
+    lr: float,
+    steps: int,
+    *,
+    algorithm: str,
+    density: float,
+    beta2: float,
+    local_clip: float | None,
+) -> Exchange:
+    """Attach a preset to DDP's gradients; ``local_clip``: before the exchange, beside that after it."""
+    ddp = in_ddp(model)
+    sync = sparsync.attach(
+        ddp,
+        algorithm=algorithm,
+        density=density,
+        correction=None if local_clip is None else Correction(clip=local_clip),
+        transport=Transport(timeout=TIMEOUT),
+    )
+    optimizers = make_optimizers(model, kind, lr)
+    for group in optimizers[-1].param_groups:
+        group["betas"] = (group["betas"][0], beta2)
+    return Exchange(ddp, optimizers, since(sync.reducer.comm.ledger), "ledger", close=sync.close)
+
+
+def one_bit_adam(
+    model: nn.Module, kind: str, lr: float, steps: int, *, warmup: float, block: int
+) -> Exchange:
+    """1-bit Adam; ``warmup``: the part of the steps that is dense."""
+    ddp, comm = in_ddp(model), sparsync.connect(TIMEOUT)
+    groups, dense_steps = grouped(dict(model.named_parameters())), max(1, round(warmup * steps))
+    optimizer = OneBitAdam(groups, comm, dense_steps, lr, BETAS, block)
+    ddp.register_comm_hook(optimizer, averaged_if_dense)
+    momentum, each = since(comm.ledger), allreduced(elements(model))
+
+    def volume(made: int) -> Volume:
+        so_far, before = momentum(made), min(made, dense_steps)
+        return Volume(so_far.sent + before * each.sent, so_far.received + before * each.received)
+
+    return Exchange(ddp, [optimizer], volume, "ledger", dense_steps, close=comm.close)
+
+
+# without annotations: DDP would compare them, and here they are strings
+def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
+    """Average a bucket's gradients in the warm-up; hand them back afterwards."""
+    if optimizer.is_dense:
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def since(ledger: Ledger) -> Callable[[int], Volume]:
+    """Count what a ledger records from now on: what was sent to set it up is of no step."""
+    before = ledger.total()
+
+    def volume(made: int) -> Volume:
+        now = ledger.total()
+        return Volume(now.sent - before.sent, now.received - before.received)
+
+    return volume
+
+
+# ---- updates -----------------------------------------------------------------------------------------
+
+
+def outer(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any) -> Exchange:
+    """Local steps, and an exchange of what they did: the one place where the outer step is made."""
+    comm, optimizers = sparsync.connect(TIMEOUT), make_optimizers(model, kind, lr)
+    averager = OuterStep(model, comm=comm, buffers="local", **settings)
+    averager.reducer  # noqa: B018  it begins together with all ranks, and compares their models
+    return Exchange(
+        model,
+        optimizers,
+        since(comm.ledger),
+        "ledger",
+        after_step=averager.step,
+        shared=averager.shared,
+        close=averager.close,
+    )
+
+
+# ---- the table ---------------------------------------------------------------------------------------
+
+
+def _outer(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
+    """Return a row of the outer step; all of them tune its rate, and momentum or decay."""
+    return Method(
+        outer, settings, knobs or {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
+    )
+
+
+def _published(name: str, knobs: Mapping[str, tuple[Any, ...]], **changed: Any) -> Method:
+    """Return a row with published settings, less the knobs."""
+    settings = {k: v for k, v in OUTER_SETTINGS[name].items() if k not in knobs}
+    return _outer(knobs, **{**settings, **changed})
+
+
+_HOOK_KNOBS = {"start": (10, 5, 20), "least_gain": (2.0, 1.0, 4.0)}
+_GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
+_DILOCO_KNOBS = {"outer_lr": (0.7, 0.4, 1.0), "momentum": (0.9, 0.6, 0.3)}
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "dense": Method(dense),
+        "fp16": Method(dense, {"half": True}),
+        **{f"powersgd-r{r}": Method(power_sgd, {"rank": r}, _HOOK_KNOBS) for r in (2, 4, 8)},
+        "top-k": Method(gradients, {"algorithm": "allgather", "density": 0.01}, _GRADIENT_KNOBS),
+        "budgeted": Method(gradients, {"algorithm": "budgeted", "density": 0.01}, _GRADIENT_KNOBS),
+        "1-bit-adam": Method(
+            one_bit_adam,
+            knobs={"warmup": (0.2, 0.15, 0.25), "block": (256, 2048, 16384)},
+            optimizers=("adamw",),
+        ),
+        **{f"diloco-h{h}": _published("diloco", _DILOCO_KNOBS, period=h) for h in (30, 100, 500)},
+        "sparseloco": _published(
+            "sparseloco", {"outer_lr": (1.0, 0.7, 0.4), "residual_decay": (0.95, 0.9, 1.0)}
+        ),
+        "qsparse-local": _published(
+            "qsparse-local", {"outer_lr": (1.0, 0.8, 1.2), "residual_decay": (1.0, 0.95, 0.9)}
+        ),
+        "bmuf": _published("bmuf", {"outer_lr": (1.0, 0.7, 1.2), "momentum": (None, 0.5, 0.25)}),
+        **{
+            f"signs-h{h}": _outer(algorithm="signs", period=h, residual="weights")
+            for h in (1, 2, 10)
+        },
+        "budgeted-h2": _outer(algorithm="budgeted", density=0.01, period=2, residual="apart"),
+    }
+)

@@ -1,0 +1,108 @@
+"""1-bit Adam, from its paper: dense Adam, then signs of momentum over a frozen second moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync.sparse import DenseVector
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.wire import Signs
+from sparsync.wire.base import MessageFraming
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """Decoupled decay, else Algorithm 1.
+
+    ::
+
+        m = b1 m + (1 - b1) g                         g: averaged before T, this rank's own from T on
+        v = b2 v + (1 - b2) g^2                       before T only
+        m = two-stage 1-bit average of m              from T on; errors are kept at worker and server
+        w = w - lr (m' / (sqrt(v') + eps) + decay w)  m', v': corrected for bias
+
+    Args:
+        groups: of parameters, with their "weight_decay".
+        comm: carries the momentum.
+        dense_steps: T, the steps of the warm-up, whose gradients come averaged.
+        lr: the learning rate.
+        betas: of both moments.
+        block: consecutive elements that share a scale.
+        eps: of the denominator.
+
+    Differs from the paper: a scale per block, not one per chunk; v is corrected for bias (a warm-up of
+    60 steps is too short to do without); elements whose v is 0 do not move.
+
+    References: Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict],
+        comm: Communicator,
+        dense_steps: int,
+        lr: float,
+        betas: tuple[float, float],
+        block: int,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.comm, self.dense_steps, self.betas, self.eps = comm, dense_steps, betas, eps
+        self.codec, self.steps = Signs(block), 0
+        size = sum(p.numel() for group in self.param_groups for p in group["params"])
+        self.mean, self.square, self.error = (torch.zeros(size) for _ in range(3))
+        self.own_error = torch.zeros(len(self._parts(self.mean)[comm.rank]))
+
+    @property
+    def is_dense(self) -> bool:
+        """The coming step is one of the warm-up."""
+        return self.steps < self.dense_steps
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Do one step."""
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        gradient = torch.cat([p.grad.flatten() for p, _ in parameters])
+        beta1, beta2 = self.betas
+        self.mean.lerp_(gradient, 1 - beta1)
+        if self.is_dense:
+            self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        else:
+            self.mean = run(self._average(self.mean))
+        self.steps += 1
+        variance = self.square / (1 - beta2 ** min(self.steps, self.dense_steps))
+        update = self.mean / (1 - beta1**self.steps) / variance.sqrt_().add_(self.eps)
+        update[self.square == 0] = 0.0
+        for (p, group), piece in zip(
+            parameters, update.split([p.numel() for p, _ in parameters]), strict=True
+        ):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                piece.view_as(p), alpha=group["lr"]
+            )
+
+    async def _average(self, momentum: Tensor) -> Tensor:
+        """Round to signs, average at the owners of the parts, round again, collect."""
+        comm, codec, framing = self.comm, self.codec, MessageFraming(self.codec)
+        parts = self._parts(momentum + self.error)
+        sent = [codec.encode(DenseVector(part)) for part in parts]
+        self.error = torch.cat(
+            [part - one.decoded.values for part, one in zip(parts, sent, strict=True)]
+        )
+        nbytes = [one.payload.numel() for one in sent]
+        own = len(parts[comm.rank])
+        received = await comm.alltoallv(
+            [one.payload for one in sent], [max(nbytes)] * comm.world_size, "split", framing
+        )
+        total = sum(codec.decode(message, own).values for message in received) / comm.world_size
+        rounded = codec.encode(DenseVector(total + self.own_error))
+        self.own_error += total - rounded.decoded.values
+        messages = await comm.allgatherv(rounded.payload, nbytes, "allgather", framing)
+        pieces = zip(messages, parts, strict=True)
+        return torch.cat([codec.decode(message, len(part)).values for message, part in pieces])
+
+    def _parts(self, vector: Tensor) -> list[Tensor]:
+        """Cut a vector into one part per rank, its owner's."""
+        return list(torch.tensor_split(vector, self.comm.world_size))

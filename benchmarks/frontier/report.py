@@ -1,0 +1,324 @@
+"""The tables and the Pareto picture, from finished runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from frontier.methods import METHODS
+from frontier.results import Row, chosen, loss_of, settings_of
+from frontier.tasks import TASKS
+
+Place = tuple[str, int, int, int]  # task, steps, ranks, batch
+MARKERS = {"adamw": "o", "muon": "s"}
+EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
+PANEL_INCHES = (6.4, 5.6)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method under an optimizer at one place: all its trials, outside of the lab."""
+
+    method: str
+    optimizer: str
+    trials: Sequence[Row]
+
+    @cached_property
+    def best(self) -> list[Row]:
+        """The rows of the best settings, by seed."""
+        return chosen(self.trials)
+
+    @cached_property
+    def by_seed(self) -> dict[int, Row]:
+        """The same by seed."""
+        return {row["seed"]: row for row in self.best}
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a seed has no loss."""
+        return any(row["loss"] is None for row in self.best)
+
+    def gaps(self, base: Entry) -> list[float]:
+        """Return the loss over another's, less 1, of every seed that both have."""
+        return [
+            loss_of(row) / loss_of(base.by_seed[seed]) - 1
+            for seed, row in self.by_seed.items()
+            if seed in base.by_seed
+        ]
+
+    def volume(self, timed: Row | None) -> tuple[float, float, float, str]:
+        """Return bytes per parameter and step, sent, received, sent after a dense beginning.
+
+        As the lab counted, if the method was there; and who counted.
+        """
+        row, source = self.best[0], timed or self.best[0]
+        phases = [(row[name], source[name] or row[name]) for name in ("dense", "rest") if row[name]]
+        each = row["steps"] * row["parameters"]
+        sent, received = (
+            sum(phase["steps"] * counts[way] for phase, counts in phases) / each
+            for way in ("sent", "received")
+        )
+        return sent, received, phases[-1][1]["sent"] / row["parameters"], source["counted"]
+
+    def seconds(self, steps: float, timed: Row) -> float:
+        """Return the time of so many steps in the lab, the dense ones first."""
+        first = min(steps, self.best[0]["dense"]["steps"] if self.best[0]["dense"] else 0)
+        dense = first * timed["dense"]["seconds"] if first and timed["dense"] else 0.0
+        return dense + (steps - first) * timed["rest"]["seconds"]
+
+
+def reached(curve: Iterable[Sequence[float]], loss: float) -> float | None:
+    """Return the step, between points, at which a curve is down at a loss; None: never.
+
+    Example:
+        >>> reached([(10, 4.0), (20, 2.0)], 3.0), reached([(10, 4.0)], 3.0)
+        (15.0, None)
+    """
+    points = [(float(step), float(value)) for step, value in curve if value is not None]
+    if points and points[0][1] <= loss:
+        return points[0][0]
+    for (step, before), (next_step, after) in pairwise(points):
+        if after <= loss:
+            return step + (next_step - step) * (before - loss) / (before - after)
+    return None
+
+
+def value_at(curve: Sequence[Sequence[float]], step: float) -> float:
+    """Return a curve's loss at a step, between points.
+
+    Example:
+        >>> value_at([(10, 4.0), (20, 2.0)], 15)
+        3.0
+    """
+    for (first, before), (last, after) in pairwise(curve):
+        if step <= last:
+            return before + (after - before) * (step - first) / (last - first)
+    return float(curve[-1][1])
+
+
+class Section:
+    """The entries of one place, and the short runs of the lab there."""
+
+    def __init__(self, place: Place, rows: Sequence[Row]) -> None:
+        self.task, self.steps, self.ranks, self.batch = place
+        here = (self.task, self.ranks, self.batch)
+        near = [row for row in rows if (row["task"], row["ranks"], row["batch"]) == here]
+        lengths = {row["steps"] for row in near if not row["lab"]}
+        self.runs = {steps: entries(near, steps) for steps in lengths}
+        self.entries = self.runs[self.steps]
+        self.labs: dict[str, dict[tuple[str, str], Row]] = {}
+        for row in near:
+            if row["lab"]:
+                self.labs.setdefault(row["lab"], {})[row["method"], row["optimizer"]] = row
+
+    @property
+    def base(self) -> Entry:
+        """Dense AdamW."""
+        return self.entries["dense", "adamw"]
+
+    def timed(self, key: tuple[str, str]) -> Row | None:
+        """Return the method's run in a lab; which one makes no difference to bytes."""
+        return next((rows[key] for rows in self.labs.values() if key in rows), None)
+
+    def steps_to(self, key: tuple[str, str], part: float) -> float | None:
+        """Return the fewest steps, of runs of any length, to dense AdamW's loss after a part of its run.
+
+        Seed by seed, then the mean; None: a seed is never there.
+        """
+        if key == ("dense", "adamw"):
+            return part * self.steps
+        goals = {
+            seed: value_at(row["curve"], part * self.steps)
+            for seed, row in self.base.by_seed.items()
+        }
+        found = []
+        for entry in (entries[key] for entries in self.runs.values() if key in entries):
+            steps = [
+                reached(row.get("curve", ()), goals[seed])
+                for seed, row in entry.by_seed.items()
+                if seed in goals
+            ]
+            if steps and None not in steps:
+                found.append(fmean(step for step in steps if step is not None))
+        return min(found, default=None)
+
+
+def entries(rows: Sequence[Row], steps: int) -> dict[tuple[str, str], Entry]:
+    """Return the entries of runs of one length by method and optimizer, as the methods are listed."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["steps"] == steps and not row["lab"]:
+            found.setdefault((row["method"], row["optimizer"]), []).append(row)
+    keys = [(method, kind) for kind in MARKERS for method in METHODS]
+    return {key: Entry(*key, found[key]) for key in keys if key in found}
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Write a table as Markdown; the first two columns are text."""
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def percent(gaps: Sequence[float]) -> str:
+    """Write mean and spread of gaps.
+
+    Example:
+        >>> percent([0.01, 0.03]), percent([0.02]), percent([])
+        ('+2.0 ± 1.4 %', '+2.0 %', '-')
+    """
+    if not gaps:
+        return "-"
+    spread = f" ± {100 * stdev(gaps):.1f}" if len(gaps) > 1 else ""
+    return f"{100 * fmean(gaps):+.1f}{spread} %"
+
+
+def cells(section: Section, entry: Entry) -> list[str]:
+    """Write the line of a method."""
+    key = (entry.method, entry.optimizer)
+    own = section.entries.get(("dense", entry.optimizer))
+    rates = {row["lr"] for row in entry.trials}
+    lr = entry.best[0]["lr"]
+    trials = len({settings_of(row) for row in entry.trials})
+    tuned = ", ".join(f"{name} {value}" for name, value in entry.best[0]["knobs"].items()) or "-"
+    last = [f"{lr:g}" + ("*" if lr in (min(rates), max(rates)) else ""), tuned, str(trials)]
+    if entry.diverged:
+        return [entry.method, entry.optimizer, *["-"] * 4, "diverges", *["-"] * 4, *last]
+    sent, received, after, counted = entry.volume(section.timed(key))
+    loss = f"{fmean(loss_of(row) for row in entry.best):.4f}"
+    if TASKS[section.task].workload.classifies:
+        loss += f" ({fmean(row['accuracy'] for row in entry.best):.1%} right)"
+    steps = [section.steps_to(key, part) for part in (EARLIER, 1.0)]
+    return [
+        entry.method,
+        entry.optimizer,
+        f"{sent:.3g}",
+        f"{received:.3g}",
+        f"{after:.3g}",
+        counted,
+        loss,
+        percent(entry.gaps(section.base)),
+        percent(entry.gaps(own)) if own else "-",
+        *("never" if step is None else f"{step:.0f}" for step in steps),
+        *last,
+    ]
+
+
+def lab_cells(
+    section: Section, entry: Entry, timed: Mapping[tuple[str, str], Row]
+) -> list[str] | None:
+    """Write the line of a method in a lab; None: it was not run there."""
+    key, dense = (entry.method, entry.optimizer), timed.get(("dense", "adamw"))
+    if key not in timed or entry.diverged:
+        return None
+    row, line = timed[key], [entry.method, entry.optimizer]
+    step, computation = row["rest"]["seconds"], row["computation"]
+    line += [f"{step:.3f}", f"{computation:.3f}", f"{max(step - computation, 0.0):.3f}"]
+    for part in (EARLIER, 1.0):
+        steps = section.steps_to(key, part)
+        if steps is None or dense is None:
+            line += ["never" if steps is None else f"{entry.seconds(steps, row):.3g}", "-"]
+            continue
+        seconds = entry.seconds(steps, row)
+        of_dense = section.base.seconds(part * section.steps, dense)
+        line += [f"{seconds:.3g}", f"{of_dense / seconds:.1f}"]
+    return line
+
+
+def written(section: Section) -> list[str]:
+    """Write the tables of a section."""
+    row = section.base.best[0]
+    heads = ["method", "optimizer", "sent", "received", "after", "counted by", "held-out loss"]
+    heads += ["over dense AdamW", "over dense, same optimizer", "steps to dense's loss at 2/3"]
+    heads += ["at its end", "rate", "knobs", "trials"]
+    lines = [
+        "",
+        f"## {section.task}: {row['parameters']:,} parameters, {section.steps} steps",
+        "",
+        f"{section.ranks} ranks x {section.batch}, seeds {', '.join(map(str, section.base.by_seed))}.",
+        "",
+        *table(heads, [cells(section, entry) for entry in section.entries.values()]),
+    ]
+    heads = ["method", "optimizer", "seconds per step", "of it computation", "rest"]
+    heads += ["seconds to dense's loss at 2/3", "times faster", "at its end", "times faster"]
+    for lab, timed in sorted(section.labs.items()):
+        found = [lab_cells(section, entry, timed) for entry in section.entries.values()]
+        lines += ["", f"### Links of {lab}", "", *table(heads, [line for line in found if line])]
+    return lines
+
+
+def picture(sections: Sequence[Section], path: Path) -> None:
+    """Draw loss over bytes, a panel per section, and the front of what no other row beats in both."""
+    from matplotlib.figure import Figure  # the object interface: no display, no global state
+
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * len(sections), height), layout="constrained")
+    axes = figure.subplots(1, len(sections), squeeze=False)[0]
+    for axis, section in zip(axes, sections, strict=True):
+        points: list[tuple[float, float]] = []
+        for key, entry in section.entries.items():
+            gaps = [] if entry.diverged else entry.gaps(section.base)
+            most = 0.0 if entry.diverged else max(entry.volume(section.timed(key))[:2])
+            if gaps and most:  # what never sent anything has no place on a logarithmic axis
+                x, y = most, 100 * fmean(gaps)
+                points.append((x, y))
+                axis.plot(x, y, MARKERS[entry.optimizer], color="black", markersize=4)
+                axis.annotate(entry.method, (x, y), (4, 3), textcoords="offset points", fontsize=7)
+        front = [(x, y) for x, y in sorted(points) if all(b >= y for a, b in points if a <= x)]
+        axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
+        axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
+        axis.set_xscale("log")
+        axis.set(
+            title=f"{section.task}, {section.steps} steps, {section.ranks} ranks",
+            xlabel="bytes per parameter and step, the larger of sent and received",
+            ylabel="held-out loss over dense AdamW, %",
+        )
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        "circles: AdamW, squares: Muon; the line joins what no other row beats in both",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=150)
+
+
+def write_report(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Write the tables to ``out`` and the picture next to it; nothing without a run of dense AdamW."""
+    places = {
+        (row["task"], row["steps"], row["ranks"], row["batch"])
+        for row in rows
+        if (row["method"], row["optimizer"]) == ("dense", "adamw") and not row["lab"]
+    }
+    sections = [Section(place, rows) for place in sorted(places)]
+    if not sections:
+        return
+    lines = [
+        "# Bytes against loss under AdamW and Muon",
+        "",
+        f"`python benchmarks/frontier.py` on {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{torch.__version__}, Python {platform.python_version()}; one thread per rank.",
+        "",
+        f"![held-out loss over bytes]({out.stem}.png)",
+        "",
+        "Sent, received: bytes per parameter and step, dense beginnings included, by the rank with",
+        "most; after: what is sent per step after a dense beginning. Counted by the kernel on the",
+        "lab's links (headers of Ethernet, IP and TCP included), by this library as sent (ledger), or",
+        "worked out for a bandwidth-optimal allreduce (formula). Loss: of the weights that all ranks",
+        "share, without the dense exchange that `finish` makes; over dense: mean and standard",
+        "deviation over seeds of the ratio to dense with the same seed. Rate, knobs: the best of the",
+        "trials, with the first seed; * is the smallest or largest rate tried. Steps to a loss: on an",
+        "eighth of the held-out samples, the fewest of all runs of the method, whatever their length.",
+        "Seconds: that many steps as measured in short runs in the lab; computation: forward,",
+        "backward and optimizer on all ranks at once, without exchange.",
+    ]
+    for section in sections:
+        lines += written(section)
+    picture(sections, out.with_suffix(".png"))
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")

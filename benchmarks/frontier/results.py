@@ -1,0 +1,117 @@
+"""Finished runs, one JSON line each; what is there is not run again.  And how a method is tuned."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from frontier.methods import METHODS
+from frontier.training import Run
+from sparsync.cli.launch import RankError
+
+Row = dict[str, Any]
+
+
+class Results:
+    """The file of finished runs.
+
+    Args:
+        path: one JSON line per run: the fields of ``Run``, then what was measured.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every finished run; read anew, since several commands may write to one file."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
+
+    def get(self, run: Run) -> Row:
+        """Return the row of a run, which is made if it is not there.
+
+        A run whose ranks gave up because of NaN or Inf has no loss.
+        """
+        asked = json.loads(json.dumps(asdict(run)))
+        for row in self.rows:
+            if asked.items() <= row.items():
+                return row
+        try:
+            measured = run.make(name_of(run))
+        except RankError as error:
+            if "NonFinite" not in str(error):
+                raise
+            measured = {"loss": None, "diverged": str(error).splitlines()[0]}
+        row = asked | json.loads(json.dumps(measured).replace("NaN", "null"))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    def tune(self, run: Run, rates: Sequence[float], seeds: Sequence[int], *, knobs: bool) -> None:
+        """Find the best rate, then of each knob in turn, with the first seed; run the other seeds.
+
+        Every method tries the same number of rates, and of values of its own two knobs.
+        """
+        best = replace(run, seed=seeds[0], knobs=METHODS[run.method].untuned)
+        best = self._best(replace(best, lr=rate) for rate in rates)
+        for knob, values in METHODS[run.method].knobs.items() if knobs else ():
+            best = self._best(replace(best, knobs={**best.knobs, knob: value}) for value in values)
+        for seed in seeds[1:]:
+            self.get(replace(best, seed=seed))
+
+    def _best(self, runs: Iterable[Run]) -> Run:
+        return min(runs, key=lambda run: loss_of(self.get(run)))
+
+    def time(self, run: Run, lab: str, steps: int, rates: Sequence[float]) -> None:
+        """Measure a method's seconds and bytes in the lab, with the settings that won.
+
+        These runs are short, in whole periods, and their dense phase is 2 steps: the report extrapolates.
+        """
+        method, same = METHODS[run.method], comparable(self.rows, run)
+        won = chosen(same)[0] if same else {"lr": rates[0], "knobs": method.untuned}
+        knobs = {**won["knobs"]}
+        period = {**method.settings, **knobs}.get("period", 1)
+        steps = -(-steps // period) * period
+        knobs |= {
+            name: value for name, value in (("start", 2), ("warmup", 2 / steps)) if knobs.get(name)
+        }
+        self.get(replace(run, lr=won["lr"], knobs=knobs, lab=lab, steps=steps))
+
+
+def name_of(run: Run) -> str:
+    """Name a run for the progress."""
+    knobs = "".join(f" {knob}={value}" for knob, value in run.knobs.items())
+    lab = f" at {run.lab}" if run.lab else ""
+    return f"{run.task} {run.method} {run.optimizer} lr={run.lr:g}{knobs} seed={run.seed}{lab}"
+
+
+def loss_of(row: Row) -> float:
+    """Return the held-out loss; infinite where training diverged."""
+    return math.inf if row["loss"] is None else float(row["loss"])
+
+
+def comparable(rows: Iterable[Row], run: Run) -> list[Row]:
+    """Return the rows, outside of the lab, that differ from a run in what is tuned, or the seed."""
+    tuned = {"lr", "knobs", "seed"}
+    asked = {name: value for name, value in asdict(run).items() if name not in tuned}
+    return [row for row in rows if asked.items() <= row.items()]
+
+
+def settings_of(row: Row) -> str:
+    """Write what is tuned, to compare."""
+    return json.dumps([row["lr"], row["knobs"]], sort_keys=True)
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the settings with the least loss at the first seed, by seed."""
+    first = min(row["seed"] for row in rows)
+    best = min((row for row in rows if row["seed"] == first), key=loss_of)
+    same = [row for row in rows if settings_of(row) == settings_of(best)]
+    return sorted(same, key=lambda row: row["seed"])

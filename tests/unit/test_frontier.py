@@ -1,0 +1,168 @@
+"""The table of bytes against loss: what is run, what is not run again, what is reported."""
+
+import doctest
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsync import connect, simulate
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MEASURED = {
+    "accuracy": 0.5,
+    "parameters": 1000,
+    "counted": "ledger",
+    "computation": 0.1,
+    "replicas_equal": True,
+    "seconds": 1.0,
+}
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """Import a module of the benchmark as its command does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield lambda name: importlib.import_module(f"frontier.{name}")
+    for name in [name for name in sys.modules if name.split(".")[0] == "frontier"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def runs(part, monkeypatch):
+    """Replace training by a formula; yields the runs that were made."""
+    made = []
+
+    def make(run, label):
+        made.append(run)
+        dense = run.method == "dense"
+        loss = 2.0 + abs(run.lr - 8e-3) + run.seed / 100 + 0.1 * (not dense)
+        loss += 0.0 if dense else abs(run.knobs["momentum"] - 0.3)
+        phase = {"steps": run.steps, "seconds": 2.0, "sent": 6000.0 if dense else 600.0}
+        counted = {"counted": "kernel"} if run.lab else {}
+        return {
+            **MEASURED,
+            **counted,
+            "loss": None if run.lab else loss,
+            "curve": [] if run.lab else [[run.steps // 2, 3.0], [run.steps, loss]],
+            "dense": None,
+            "rest": phase | {"received": phase["sent"]},
+        }
+
+    monkeypatch.setattr(part("training").Run, "make", make)
+    return made
+
+
+def command(monkeypatch, out, *options):
+    given = ["--task", "tiny", "--methods", "dense,signs-h2", "--optimizers", "adamw"]
+    monkeypatch.setattr(sys, "argv", ["frontier.py", *given, "--out", str(out), *options])
+    runpy.run_path(str(BENCHMARKS / "frontier.py"), run_name="__main__")
+    written = (out.parent / "frontier/results.jsonl").read_text()
+    return [json.loads(line) for line in written.splitlines()]
+
+
+def test_a_method_is_tuned_knob_by_knob_and_nothing_is_run_twice(runs, monkeypatch, tmp_path):
+    rows = command(monkeypatch, tmp_path / "frontier.md", "--seeds", "1,2")
+    # 2 rates, for signs also 2 + 2 more values of its knobs, and a second seed
+    assert len(rows) == len(runs) == (2 + 1) + (2 + 4 + 1)
+    assert rows[-1]["knobs"] == {"outer_lr": 1.0, "momentum": 0.3}
+    assert (rows[-1]["lr"], rows[-1]["seed"]) == (8e-3, 2)
+    assert len(command(monkeypatch, tmp_path / "frontier.md", "--seeds", "1,2")) == len(runs)
+    assert len(command(monkeypatch, tmp_path / "frontier.md", "--seeds", "1,2,3")) == 10 + 2
+
+
+def test_the_report_says_who_counted_and_how_much_sooner(runs, monkeypatch, tmp_path):
+    out = tmp_path / "frontier.md"
+    command(monkeypatch, out, "--seeds", "1")
+    line = next(line for line in out.read_text().splitlines() if line.startswith("| signs-h2"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:6] == ["signs-h2", "adamw", "0.6", "0.6", "0.6", "ledger"]
+    assert cells[7] == "+5.0 %" and cells[-3:] == ["0.008*", "outer_lr 1.0, momentum 0.3", "6"]
+    monkeypatch.setattr("sparsync.cli.network.Connection.prepare", lambda self: None)
+    rows = command(monkeypatch, out, "--seeds", "1", "--lab", "10mbit", "--lab-steps", "3")
+    assert [row["steps"] for row in rows if row["lab"]] == [3, 4], "whole periods"
+    lines = out.read_text().splitlines()
+    assert lines[lines.index("### Links of 10mbit") + 4].split(" | ")[-1] == "1.0 |"
+    assert any(line.startswith("| signs-h2 | adamw | 0.6 | 0.6 | 0.6 | kernel") for line in lines)
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_rank_that_met_nan_leaves_a_row_without_loss(part, monkeypatch, tmp_path):
+    from sparsync.cli.launch import RankError
+
+    results, training = part("results"), part("training")
+    run = training.Run("tiny", 4, 2, 2, "dense", "adamw", 1e9, 1)
+
+    def fail(run, label):
+        raise RankError(error)
+
+    monkeypatch.setattr(training.Run, "make", fail)
+    error = "rank 0: NonFiniteGradientError: a second exchange in a row holds NaN or Inf"
+    assert results.Results(tmp_path / "r.jsonl").get(run)["loss"] is None
+    error = "rank 0: PeerError: another rank is gone"
+    with pytest.raises(RankError):
+        results.Results(tmp_path / "other.jsonl").get(run)
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_the_examples_of_the_benchmark(part):
+    for name in ("report", "tasks"):
+        tried = doctest.testmod(part(name))
+        assert tried.attempted and not tried.failed
+
+
+def test_one_bit_adam_begins_as_adamw(part):
+    kinds = {
+        "one bit": lambda p: part("onebit").OneBitAdam(
+            [{"params": p, "weight_decay": 0.1}], connect(), 5, 0.1, (0.9, 0.99), 256
+        ),
+        "torch": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1),
+    }
+    weights = {}
+    for name, make in kinds.items():
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
+        optimizer, generator = make([parameter]), torch.Generator().manual_seed(1)
+        for _ in range(5):
+            parameter.grad = torch.randn(10, generator=generator)
+            optimizer.step()
+        weights[name] = parameter.detach()
+    assert torch.allclose(*weights.values(), atol=1e-6)
+
+
+def test_one_bit_adam_loses_no_momentum(part):
+    size, ranks = 1000, 3
+
+    async def program(comm):
+        group = {"params": [torch.nn.Parameter(torch.zeros(size))], "weight_decay": 0.0}
+        optimizer = part("onebit").OneBitAdam([group], comm, 1, 0.1, (0.9, 0.99), 64)
+        generator, given, delivered = torch.Generator().manual_seed(comm.rank), 0, 0
+        for _ in range(4):
+            momentum = torch.randn(size, generator=generator)
+            given, delivered = given + momentum, delivered + await optimizer._average(momentum)
+        return given, delivered, optimizer.error, optimizer.own_error
+
+    given, delivered, errors, own = zip(*simulate(program, world_size=ranks).results, strict=True)
+    assert all(torch.equal(one, delivered[0]) for one in delivered)
+    average = sum(given) / ranks
+    kept = sum(errors) / ranks + torch.cat(own)
+    assert torch.allclose(average, delivered[0] + kept, atol=1e-5)
+    assert 0.1 < float(kept.norm() / average.norm()) < 2, "signs round"
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_every_method_trains(part):
+    methods, training = part("methods").METHODS, part("training")
+    rows = [(name, "adamw") for name in methods] + [("dense", "muon"), ("signs-h2", "muon")]
+    for name, optimizer in rows:
+        run = training.Run("tiny", 12, 2, 2, name, optimizer, 8e-3, 1, methods[name].untuned)
+        row = run.make(name)
+        assert row.keys() >= MEASURED.keys() | {"loss", "curve", "dense", "rest"}
+        assert row["replicas_equal"], name
+        assert row["loss"] < 5.6, "nats per byte; without training ln 256"
+        exchanges = methods[name].settings.get("period", 1) <= run.steps
+        assert (row["rest"]["sent"] > 0) == exchanges, name

@@ -1,17 +1,21 @@
 """Updates of local optimizers, exchanged among three real ranks."""
 
+import contextlib
 import copy
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import sparsync
 from sparsync import LocalAdamW, OuterStep
 from sparsync.errors import PeerError
+from sparsync.feedback.reducer import Reducer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
-from .small_model import backward, ddp_model, flat, model, train
+from .small_model import backward, batch, ddp_model, flat, model, train
 
 
 def step_of(net, optimizer, step):
@@ -70,6 +74,171 @@ def test_replicas_are_equal_where_they_should_be(algorithm, period):
     local.finish()
     assert same_everywhere(flat(net))
     assert torch.allclose(flat(net), torch.stack(gathered(own)).mean(0), atol=1e-6)
+
+
+# ---- attached: a hook of the optimizer drives it ------------------------------------------------------
+
+
+def adam(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def shared_of(sync, net):
+    with sync.shared():
+        return flat(net)
+
+
+@on_ranks(3)
+def test_a_hook_of_the_optimizer_does_what_the_loop_would():
+    """DDP, a plain module and calls of ``step()`` are the same bit for bit; DDP exchanges nothing."""
+    ends = []
+    for wrap, given in ((ddp_model, True), (model, True), (model, False)):
+        net = wrap()
+        optimizer = adam(net)
+        with sparsync.attach(net, optimizer if given else None, exchange="updates") as sync:
+            for step in range(9):
+                step_of(net, optimizer, step)
+                if not given:
+                    sync.step()
+                assert same_everywhere(shared_of(sync, net))
+            assert not same_everywhere(flat(net))
+            stats = sync.stats()
+            assert stats["exchange"] == "updates" and stats["local_steps"] == 9
+            sync.finish()
+            assert same_everywhere(flat(net))
+        ends.append(flat(net))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[1], ends[2])
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("settings", [{}, {"fragments": 3, "delay": 2}], ids=["at once", "delayed"])
+def test_transports_agree_with_the_simulator(settings):
+    options = {
+        "algorithm": "budgeted",
+        "density": 0.1,
+        "period": 3,
+        "residual": "weights",
+        **settings,
+    }
+    records = {}
+    for transport in ("torch", "zmq"):
+        net, stepped, after = model(), [], []
+        optimizer = adam(net)
+        optimizer.register_step_post_hook(lambda *_, net=net, to=stepped: to.append(flat(net)))
+        carried = sparsync.Transport(transport)
+        began = flat(net)
+        with sparsync.attach(net, optimizer, OuterStep(**options), transport=carried):
+            for step in range(8):
+                step_of(net, optimizer, step)
+                after.append(flat(net))
+        records[transport] = torch.stack(stepped), torch.stack(after)
+    assert all(map(torch.equal, records["torch"], records["zmq"]))
+    everyone = [torch.stack(gathered(each)) for each in records["zmq"]]
+    names = {name: parameter.detach() for name, parameter in model().named_parameters()}
+
+    async def program(comm):
+        outer, results = OuterStep(**options), []
+        units = outer.plan(began, names)
+        await outer.start(Reducer(comm, units, outer.chosen, outer.density), began.clone())
+        for step, vector in enumerate(everyone[0][comm.rank]):
+            results.append(await outer.average(comm, vector, step))
+        return torch.stack(results)
+
+    assert torch.equal(torch.stack(sparsync.simulate(program, 3).results), everyone[1])
+
+
+@on_ranks(2)
+def test_a_step_that_only_one_rank_skips_still_counts():
+    """As a GradScaler skips it: under DDP also if nobody told us of the scaler."""
+    for told in (True, False):
+        net = ddp_model()
+        optimizer, scaler = (
+            torch.optim.AdamW(net.parameters(), lr=0.01),
+            torch.amp.GradScaler("cpu"),
+        )
+        monitoring = sparsync.Monitoring(scaler=scaler) if told else None
+        with sparsync.attach(net, optimizer, monitoring=monitoring) as sync:
+            for step in range(7):
+                optimizer.zero_grad()
+                x, y = batch(step)
+                loss = (net(x) - y).pow(2).mean()
+                if step == 3 and dist.get_rank() == 1:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            net(batch(0)[0])  # where nobody told us, the next forward pass counts
+            assert sync.stats()["local_steps"] == 7
+            assert flat(net).isfinite().all()
+            sync.finish()
+            assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
+def test_nan_on_one_rank_brings_all_back():
+    net = ddp_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(12):
+            optimizer.zero_grad()
+            backward(net, step)
+            if step == 5 and dist.get_rank() == 1:
+                next(net.parameters()).grad.fill_(torch.nan)
+            optimizer.step()
+            assert shared_of(sync, net).isfinite().all()
+        assert flat(net).isfinite().all() and sync.stats()["skipped_steps"] >= 1
+        assert all(
+            value.isfinite().all() for state in optimizer.state.values() for value in state.values()
+        )
+
+
+@on_ranks(2)
+def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
+    torch.manual_seed(0)
+    net = torch.nn.ModuleDict(
+        {
+            "first": torch.nn.Linear(20, 16),
+            "norm": torch.nn.BatchNorm1d(16),
+            "frozen": torch.nn.Linear(16, 16),
+            "unused": torch.nn.Linear(3, 3),
+            "last": torch.nn.Linear(16, 5),
+        }
+    )
+    net["frozen"].requires_grad_(False)
+    net.forward = lambda x: net["last"](net["frozen"](net["norm"](net["first"](x))).relu())
+    ddp = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    optimizers = [
+        torch.optim.Muon([net["first"].weight], lr=0.02),
+        torch.optim.AdamW([*net["norm"].parameters(), *net["last"].parameters()], lr=0.01),
+    ]
+    with sparsync.attach(ddp, optimizers) as sync:
+        assert not ddp.broadcast_buffers
+        before = net["unused"].weight.clone(), net["frozen"].weight.clone()
+        for step in range(9):
+            backward(ddp, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        sync.finish()
+        assert same_everywhere(flat(net))
+        assert same_everywhere(net["norm"].running_mean)
+        torch.testing.assert_close(before[0], net["unused"].weight)  # what was rounded came back
+        assert torch.equal(before[1], net["frozen"].weight)
+        assert sync.stats()["local_steps"] == 9
+    assert ddp.broadcast_buffers
+
+
+@on_ranks(2)
+def test_attach_says_what_it_exchanges_and_why():
+    said = io.StringIO()
+    net = ddp_model()
+    with contextlib.redirect_stderr(said):
+        with sparsync.attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) as sync:
+            assert sync.stats()["exchange"] == "gradients"
+        with sparsync.attach(net, torch.optim.AdamW(net.parameters())) as sync:
+            assert sync.stats()["exchange"] == "updates"
+    told = ["sparsync: exchanges updates: AdamW"] * (dist.get_rank() == 0)
+    assert [line[:34] for line in said.getvalue().splitlines()] == told
 
 
 @on_ranks(3)

@@ -151,6 +151,8 @@ class OuterStep(Averager):
         self._parts: list[_Fragment] = []
         self._under_way: list[_Exchange] = []
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
+        bound = self._binding and self._binding.optimizer
+        self.optimizers: Sequence[torch.optim.Optimizer] = [bound] if bound else []
 
     @property
     def attached(self) -> bool:
@@ -489,9 +491,7 @@ class OuterStep(Averager):
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite."""
-        if self._binding is None or self._binding.optimizer is None:
-            return
-        for state in self._binding.optimizer.state.values():
+        for state in (state for one in self.optimizers for state in one.state.values()):
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 state.clear()

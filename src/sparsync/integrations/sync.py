@@ -112,6 +112,7 @@ class Sync(ABC):
             phases = self._inner.ledger.by_phase()
             stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
         spans = {} if last is None else last.spans
+        stats["exchange"] = "gradients"
         stats["exchanges_last_step"] = [[unit, *span] for unit, span in spans.items()]
         stats["waited_last_step"] = list(last.waited) if last and last.waited else None
         return stats

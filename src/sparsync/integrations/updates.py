@@ -205,7 +205,6 @@ class UpdateSync(Sync):
         super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
         self.outer, self._weights = outer, weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._optimizers: list[torch.optim.Optimizer] = []
         frozen = set(module.parameters()) - set(weights.trained.values())
         self._alone = {
             parameter for parameter in frozen if parameter.requires_grad
@@ -228,7 +227,7 @@ class UpdateSync(Sync):
     ) -> None:
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
         me = weakref.ref(self)
-        self._optimizers = list(optimizers)
+        self.outer.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             hook = CommHook.taken(ddp, self)
@@ -289,7 +288,7 @@ class UpdateSync(Sync):
         module = self._plain()
         assert module is not None
         check_same_parameters(module, self._weights.trained.values(), self._alone)
-        if self._owed and self._scaler is None and self._optimizers:
+        if self._owed and self._scaler is None and self.outer.optimizers:
             # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
             self._owed = False
             self.step()

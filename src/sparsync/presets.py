@@ -26,6 +26,7 @@ from sparsync.collectives import (
     GTopk,
     Halving,
     OkTopk,
+    Quantised,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
@@ -59,6 +60,7 @@ __all__ = [
     "oktopk_paper",
     "preset",
     "presets",
+    "quantised",
     "redsync",
     "redsync_quantized",
     "resolve",
@@ -193,6 +195,22 @@ def signs(*, block: int = 256) -> Algorithm:
     )
 
 
+def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
+    """Few bits per element, both ways, and a scale per block: a dense allreduce whose error is kept.
+
+    Args:
+        bits: per element: 1, 2, 3, 4, 8 or 16.
+        block: consecutive elements that share a scale.
+    """
+    return Algorithm(
+        "quantised",
+        Everything,
+        lambda: Quantised(bits, block),
+        shared=False,
+        bits=bits + (16 / block if bits < 16 else 0),
+    )
+
+
 def auto(
     *,
     machine: Machine | None = None,
@@ -295,6 +313,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "SparCML, section 8.1",
                 selector=Everything,
             ),
+            ("quantised", Preset(quantised)),
             ("signs", Preset(signs)),
             ("sparcml", Preset(sparcml, "SparCML, section 5.3.3")),
             _row("sparcml-auto", SparcmlAuto, "SparCML, section 5.3"),

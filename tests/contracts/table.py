@@ -22,6 +22,7 @@ from sparsync.collectives import (
     GTopk,
     Halving,
     OkTopk,
+    Quantised,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
@@ -89,7 +90,7 @@ CODECS = {
 
 # their collectives are variants of another row's: they are checked as whole algorithms
 _WHOLE_ONLY = ("auto", "gaussiank", "redsync", "redsync-quantized", "sparcml")
-_ROUNDING = ("budgeted", "halving", "gtopk")
+_ROUNDING = ("budgeted", "halving", "gtopk", "quantised")
 
 PUBLISHED = {"boundaries": "average", "global_threshold": "allgather", "cap": None}
 COLLECTIVES = {
@@ -138,6 +139,7 @@ ALGORITHMS = {
     "redsync-quantized, as published": variant(
         "redsync-quantized", thsd2=0, cap=None, keep_error=False
     ),
+    "quantised, 4 bits": variant("quantised", bits=4, block=64),
     "oktopk, period 2": variant("oktopk", threshold_period=2, repartition_period=2),
     "oktopk, allgathered threshold, cap": variant(
         "oktopk", global_threshold="allgather", balanced_split=False, threshold_period=2
@@ -173,6 +175,10 @@ ROUNDING_COLLECTIVES = {
     "allgather, sign-mean": partial(Allgather, SignMean()),
     "allgather, sign-mean, error lost": partial(Allgather, SignMean("packed"), keep_error=False),
     "allgather, qsgd": partial(Allgather, SparseQsgd(4, shrink=True)),
+    "quantised, 1 bit": partial(Quantised, 1),
+    "quantised, 3 bits, blocks of 7": partial(Quantised, 3, 7),
+    "quantised, 8 bits, blocks of 8": partial(Quantised, 8, 8),
+    "quantised, 16 bits": partial(Quantised, 16, 64),
     "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
     "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),
     "split-allgather, bf16": partial(split_allgather, StreamCodec(Packed())),

@@ -38,7 +38,17 @@ from sparsync.selection import (
 from sparsync.selection.base import reaching
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.units import plan_units
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
+from sparsync.wire import (
+    Coo,
+    LloydMax,
+    Packed,
+    Qsgd,
+    SignMean,
+    Signs,
+    SparseQsgd,
+    StreamCodec,
+    Whole,
+)
 
 SELECTORS: Mapping[str, Callable[[], Any]] = {
     "everything": Everything,

@@ -12,7 +12,7 @@ import sparsync
 from sparsync import DenseVector, SparseVector
 from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
-from sparsync.wire import Coo, SignMean, Signs, SparseQsgd
+from sparsync.wire import Coo, LloydMax, SignMean, Signs, SparseQsgd
 from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +145,11 @@ MESSAGES = [
         "## signs",
         Signs(6),
         DenseVector(torch.tensor([1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5])),
+    ),
+    (
+        "## lloyd-max",
+        LloydMax(2, block=4),
+        DenseVector(torch.tensor([3.0, -1.0, 1.0, -3.0, 1.0])),
     ),
 ]
 

@@ -23,7 +23,7 @@ def test_a_world_of_one_selects_and_sends_nothing(name):
     reduced = allreduce(vector, comm, name, k=2)
     whole, largest = [1.0, -5.0, 0.0, 2.0], [0.0, -5.0, 0.0, 2.0]
     one_mean, one_scale = [1.5, 0.0, 0.0, 1.5], [2.0, -2.0, 2.0, 2.0]
-    others = {"dense": whole, "ring-dense": whole, "signs": one_scale}
+    others = {"dense": whole, "ring-dense": whole, "quantised": whole, "signs": one_scale}
     expected = {**others, "redsync-quantized": one_mean}.get(name, largest)
     assert reduced.total.to_dense().tolist() == expected
     assert reduced.delivered.to_dense().tolist() == expected

@@ -10,15 +10,25 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
+from sparsync.wire import (
+    Coo,
+    LloydMax,
+    Packed,
+    Qsgd,
+    SignMean,
+    Signs,
+    SparseQsgd,
+    StreamCodec,
+    Whole,
+)
 from sparsync.wire.base import Header, MessageFraming
 
 from .strategies import FLOATS, same, same_vector
 from .wire_messages import hex_of, messages, receiver_of, vector
 
 DTYPES = [*FLOATS, torch.int32, torch.int64]
-CODECS = [Coo(), Whole(), Packed(), Qsgd(8), SparseQsgd(8), SignMean(), Signs()]
-SPARSE = [codec for codec in CODECS if not isinstance(codec, Whole | Qsgd | Signs)]
+CODECS = [Coo(), Whole(), Packed(), Qsgd(8), SparseQsgd(8), SignMean(), Signs(), LloydMax()]
+SPARSE = [codec for codec in CODECS if not codec.is_dense]
 NAN = float("nan")
 
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
@@ -75,6 +85,10 @@ def test_bytes_of_sparse_messages_with_indices_1_7_10_of_12(codec, values, expec
         (Qsgd(8, block=4), [-2.5], "51040108 01000000 0100000000000400 00002040 81", None),
         (Signs(6), TEN, "51070100 0a000000 0a0000000000 0600 00000040 0000003f a2 01",
          [2.0, -2.0, 2.0, 2.0, 2.0, -2.0, 0.5, -0.5, -0.5, 0.5]),
+        # scales 2 and 0.664: codes 01 10 00 11, then 01
+        (LloydMax(2, block=4), [3.0, -1.0, 1.0, -3.0, 1.0],
+         "51080102 05000000 0500000000000400 0040 2a3f c9 01",
+         [3.02, -0.9056, 0.9056, -3.02, 1.002734375]),
     ],
 )  # fmt: skip
 def test_bytes_of_dense_messages(codec, values, expected, decoded):
@@ -117,6 +131,7 @@ def test_the_packed_example_of_the_document():  # tests/house_rules reads the ot
         (SignMean(), "5106020100000000" + "0500000000000100" + "00" * 8),
         (SignMean("packed"), "5106020200000000" + "0500000000000100" + "00" * 8),
         (Signs(), "5107020000000000" + "0000000000000001"),
+        (LloydMax(), "5108020200000000" + "0000000000000001"),
     ],
 )
 def test_an_empty_message_is_its_header(codec, expected, each_backend):
@@ -157,7 +172,7 @@ def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
     same(decoded.values, encoded.decoded.values)
     if isinstance(original, SparseVector):
         same(decoded.check().indices, original.indices)
-    if not isinstance(codec, Signs | SignMean):  # where NaN and Inf spread
+    if not isinstance(codec, LloydMax | Signs | SignMean):  # where NaN and Inf spread
         assert torch.equal(decoded.isfinite(), original.isfinite())
     if codec.exact:
         same(decoded.values, before)
@@ -226,6 +241,7 @@ def test_a_budget_below_an_empty_message_is_refused():
         (SignMean("coo", (50, 49)), (10, 99, torch.bfloat16), Parts(24, index=40, value=8)),
         (SignMean("packed"), (3, 12, torch.float64), Parts(20, index=2, value=4)),
         (Signs(2), (9, 9, torch.float64), Parts(16, value=5 * 4 + 2)),
+        (LloydMax(3, block=2), (9, 9, torch.float64), Parts(16, value=5 * 2 + 4)),
     ],
 )
 def test_parts_tell_header_index_and_value_bytes_apart(codec, shape, parts):
@@ -274,6 +290,7 @@ def test_the_size_of_a_stream_bounds_both_forms(size, factor, sparse):
         (SparseQsgd(), "SparseQsgd(bits=4, block=1024, scale='l2', shrink=False, seed=0)"),
         (SignMean("packed").for_layers([2, 3]), "SignMean(indices='packed', layers=(2, 3))"),
         (Signs(64), "Signs(block=64)"),
+        (LloydMax(3), "LloydMax(bits=3, block=256)"),
         (StreamCodec(factor=0.5), "StreamCodec(Coo(), Whole(), factor=0.5)"),
     ],
 )  # fmt: skip
@@ -298,6 +315,8 @@ def test_ranks_compare_codecs_by_their_names(codec, name):
         (Signs, {"block": -1}, "block=-1 .* use 1 to 65535"),
         (Signs, {"block": 0}, "block=0"),
         (Signs, {"block": 1 << 16}, "block=65536"),
+        (LloydMax, {"bits": 5}, "bits=5 per value is unknown; use 1, 2, 3, 4 or 8"),
+        (LloydMax, {"block": 0}, "block=0 .* use 1 to 65535"),
         (StreamCodec, {"factor": -0.1}, "factor is -0.1"),
         (StreamCodec, {"factor": 1.5}, "factor is 1.5"),
     ],

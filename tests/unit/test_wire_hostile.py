@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from sparsync import SparseVector
 from sparsync.errors import WireFormatError
 from sparsync.kernels import packing
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec, Whole
+from sparsync.wire import (
+    Coo,
+    LloydMax,
+    Packed,
+    Qsgd,
+    SignMean,
+    Signs,
+    SparseQsgd,
+    StreamCodec,
+    Whole,
+)
 from sparsync.wire.base import Header
 
 from .strategies import same
@@ -40,6 +50,10 @@ def signs(count=10, size=10, block=6, scales=(2.0, 0.5), bits=b"\xa2\x01", optio
     return message(7, count, size, block, body, option=option)
 
 
+def levels(count=5, size=5, block=4, scales=b"\x00\x40\x2a\x3f", codes=b"\xc9\x01", option=2):
+    return message(8, count, size, block, scales + codes, option=option)
+
+
 SCALE = struct.pack("<f", 7.0)
 COO = bytes.fromhex("5101010002000000" + "0300000004000000" + "0000803f00000040")
 WHOLE = bytes.fromhex("5103010002000000" + "0000803f00000040")
@@ -58,6 +72,12 @@ GOOD = {  # a receiver, a message, its size, and what it says
     "sparse qsgd": (SparseQsgd(), SPARSE_QSGD, 10, [0, 0, 0, 7, -3, 0, 0, 0, 0, 0]),
     "sign-mean": (SignMean("coo", (5, 7)), MEANS, 12, [0, 1, *[0] * 5, -2.5, 0, 0, -2.5, 0]),
     "signs": (Signs(), SIGNS, 10, [2, -2, 2, 2, 2, -2, 0.5, -0.5, -0.5, 0.5]),
+    "lloyd-max": (
+        LloydMax(8),
+        levels(3, 3, scales=b"\x00\x40", codes=b"\x7f\x81\x00", option=8),
+        3,
+        [254, -2, 0],
+    ),
 }
 each = pytest.mark.parametrize("name", GOOD)
 
@@ -161,6 +181,13 @@ def test_what_every_format_refuses(name, each_backend):
         ("signs", signs(scales=(-0.0, 0.5)), "a scale below zero"),
         ("signs", signs(bits=b"\xa2\x05"), "bits set after the last"),
         ("signs", signs(bits=b"\xa2\x81"), "bits set after the last"),
+        ("lloyd-max", levels(3, 3, option=5), "starts with 51080105"),
+        ("lloyd-max", levels(3, 3, block=0), "detail 0, which"),
+        ("lloyd-max", levels(3, 4), "3 entries of 4 elements"),
+        ("lloyd-max", levels(4, 4), "which take 19"),
+        ("lloyd-max", levels(3, 3, scales=b"\x00\xc0", codes=b"\x09"), "a scale below zero"),
+        ("lloyd-max", levels(3, 3, scales=b"\x00\x80", codes=b"\x09"), "a scale below zero"),
+        ("lloyd-max", levels(3, 3, scales=b"\x00\x40", codes=b"\x49"), "set after the last"),
     ],
 )  # fmt: skip
 def test_broken_messages_are_refused_by_name(name, raw, says, each_backend):

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from sparsync import DenseVector, SparseVector
 from sparsync.kernels import native
-from sparsync.wire import Codec, Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, Whole
+from sparsync.wire import (
+    Codec,
+    Coo,
+    LloydMax,
+    Packed,
+    Qsgd,
+    SignMean,
+    Signs,
+    SparseQsgd,
+    Whole,
+)
 
 from .strategies import boundaries_of, float_dtypes, palette
 
@@ -55,7 +65,7 @@ def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 @st.composite
-def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Signs)):
+def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Signs, LloydMax)):
     """A codec of any settings, and a vector that it takes."""
     make, sparse = draw(st.sampled_from(codecs)), draw(packable())
     block = draw(st.sampled_from([1, 3, 8, 256]))
@@ -70,6 +80,8 @@ def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Signs
     dense = DenseVector(sparse.values)
     if make in (Whole, Signs):
         return Signs(block) if make is Signs else Whole(), dense
+    if make is LloydMax:
+        return LloydMax(draw(st.sampled_from(LloydMax.options)), block=block), dense
     scale, shrink = draw(st.sampled_from(["l2", "max"])), draw(st.booleans())
     bits = draw(st.sampled_from([2, 4, 8]))
     codec = make(bits, block=block, scale=scale, shrink=shrink).seeded(1, 2)

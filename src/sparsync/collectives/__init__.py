@@ -7,6 +7,7 @@ from sparsync.collectives.dense import Dense
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.oktopk import OkTopk, OkTopkState
+from sparsync.collectives.quantised import Quantised
 from sparsync.collectives.sparcml import (
     Dynamic,
     RecursiveDoubling,
@@ -26,6 +27,7 @@ __all__ = [
     "Halving",
     "OkTopk",
     "OkTopkState",
+    "Quantised",
     "RecursiveDoubling",
     "Reduced",
     "Ring",

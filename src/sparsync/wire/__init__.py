@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sparsync.wire.base import Codec, Encoded
+from sparsync.wire.levels import LloydMax
 from sparsync.wire.packed import Packed
 from sparsync.wire.quantised import Qsgd, Signs, SparseQsgd
 from sparsync.wire.sign_mean import SignMean
@@ -15,6 +16,7 @@ __all__ = [
     "Codec",
     "Coo",
     "Encoded",
+    "LloydMax",
     "Packed",
     "Qsgd",
     "SignMean",
@@ -36,6 +38,7 @@ CODECS: Final[Mapping[str, Codec[Any]]] = MappingProxyType(
         "qsgd, dense": Qsgd(),
         "sign-mean": SignMean(),
         "signs": Signs(),
+        "lloyd-max": LloydMax(),
         "streams": StreamCodec(),
     }
 )

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import math
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, Literal, final
 
 import torch
@@ -14,16 +13,16 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import packing
+from sparsync.kernels.levels import pack_codes, sums_of_halves, unpack_codes
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, V, check_block
 
-__all__ = ["Qsgd", "Signs", "SparseQsgd", "pack_codes", "unpack_codes"]
+__all__ = ["Qsgd", "Signs", "SparseQsgd", "check_end"]
 
 _BITS: Final = (2, 4, 8)
 _SCALE_BYTES: Final = 4
 _MAX_SCALED, _SHRUNK = 16, 32  # bits of the option byte, above the number of bits
-_WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -120,21 +119,15 @@ class _Quantised(Codec[V]):
         upper = [factor * code / s for code in range(s + 1)]
         lower = [factor * code / s for code in range(-s, 0)]
         meanings = torch.tensor([*upper, math.nan, *lower], dtype=torch.float32, device=raw.device)
-        values = unpack_codes(codes, self.bits, meanings, count)
+        values = _meant(codes, self.bits, meanings, count)
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
         """Return one float32 per row; a scale cut to ``largest`` is above all entries all the same."""
         if self.scale == "max":
             return magnitudes.amax(1)
-        # squares of float32 neither overflow nor vanish in float64; pairs are added in an order that
-        # no machine changes, as ``sum`` would
-        squares = magnitudes.double().square()
-        while squares.shape[1] > 1:
-            half = (squares.shape[1] + 1) // 2
-            tail = squares[:, half:]
-            squares = squares[:, :half].contiguous()
-            squares[:, : tail.shape[1]] += tail
+        # squares of float32 neither overflow nor vanish in float64
+        squares = sums_of_halves(magnitudes.double().square())
         return squares[:, 0].sqrt().clamp(max=largest).to(torch.float32)
 
     def _draws(self, values: Tensor, count: int) -> Tensor:
@@ -313,7 +306,7 @@ def _means(values: Tensor, block: int) -> Tensor:
 def _signed(scales: Tensor, signs: Tensor, count: int, block: int, dtype: torch.dtype) -> Tensor:
     """Return every element: its block's scale with its sign."""
     meanings = torch.tensor([1, -1], dtype=dtype, device=signs.device)
-    values = unpack_codes(signs, 1, meanings, count)
+    values = _meant(signs, 1, meanings, count)
     return values.mul_(packing.spread(scales.to(dtype), block, count))
 
 
@@ -332,35 +325,16 @@ def _cut(raw: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
     return raw[:middle].clone().view(torch.float32), raw[middle:]  # a copy is aligned
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack the lowest 1, 2, 4 or 8 bits of uint8 ``codes``, the first code lowest in its byte.
-
-    Example:
-        >>> pack_codes(torch.tensor([1, 0, 3, 2, 1], dtype=torch.uint8), bits=2).tolist()
-        [177, 1]
-    """
-    each, count = 8 // bits, codes.numel()
-    padded = codes.new_zeros(-(-count // each) * each)
-    padded[:count] = codes & ((1 << bits) - 1)
-    words = padded.view(_WORDS[each])  # code i stands at bit 8 i: fold pairs, fours, halves
-    shift = 8 - bits
-    while 0 < shift < 4 * each:
-        words |= words >> shift
-        shift *= 2
-    return words.to(torch.uint8)
-
-
-def unpack_codes(raw: Tensor, bits: int, meanings: Tensor, count: int) -> Tensor:
-    """Return the meaning of ``count`` codes, of `[2 ** bits]` meanings.
-
-    Raises:
-        WireFormatError: bits are set after the last code.
-    """
-    each = 8 // bits
-    if count % each and int(raw[-1]) >> bits * (count % each):
+def check_end(raw: Tensor, bits: int, count: int) -> None:
+    """Raise WireFormatError if bits are set after the last of ``count`` codes."""
+    used = count * bits % 8
+    if used and int(raw[-1]) >> used:
         raise WireFormatError(
             f"a message of {count} quantised values has bits set after the last; it is corrupt"
         )
-    octets = torch.arange(256, device=raw.device)[:, None]
-    codes = (octets >> torch.arange(0, 8, bits, device=raw.device)) & ((1 << bits) - 1)
-    return meanings[codes].index_select(0, raw.to(torch.int32)).flatten()[:count]
+
+
+def _meant(raw: Tensor, bits: int, meanings: Tensor, count: int) -> Tensor:
+    """Return the meaning of ``count`` codes, of `[2 ** bits]` meanings."""
+    check_end(raw, bits, count)
+    return meanings[unpack_codes(raw, bits, count).int()]

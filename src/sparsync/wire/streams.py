@@ -102,6 +102,10 @@ class Whole(Codec[DenseVector]):
             )
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
+    def add_(self, payload: Tensor, into: Tensor) -> None:
+        """Decode a message and add it to ``into``."""
+        into += self.decode(payload, into.numel()).values
+
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message, with the dtype that travels."""
         return super().header(nnz, size, self.dtype or dtype)

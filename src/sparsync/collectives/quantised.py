@@ -1,0 +1,122 @@
+"""Quantised: a dense allreduce of few bits per element in two rounds, with error feedback in both."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import final
+
+import torch
+
+from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.costs import Cost, Job, Result
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.communicator import Communicator
+from sparsync.wire.base import MessageFraming
+from sparsync.wire.levels import LloydMax
+from sparsync.wire.streams import Whole
+
+__all__ = ["Quantised"]
+
+
+@final
+class Quantised(Collective):
+    """Sum whole vectors of 1, 2, 3, 4, 8 or 16 bits per element: what a rank receives is flat in P.
+
+    Every rank owns a region, cut where blocks begin.
+
+    1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded.
+    2. Every owner sends the sum, quantised, to all: the total is what is decoded.
+
+    Who rounds, keeps: what the first round takes off stays in the sender's residual, what the second
+    takes off the sum in the owner's.
+
+    Args:
+        bits: per element: 1, 2, 3, 4 or 8, see ``LloydMax``; 16: bf16, without scales.
+        block: consecutive elements that share a scale.
+
+    Cost: 2 (P - 1) messages in 2 rounds; 2 n (P - 1) / P elements of ``bits + 16 / block`` bits.
+    State: none.   Differs from the paper: 1-bit Adam's two stages, with Lloyd-Max levels, a scale per
+    block, and both errors in the one residual.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.tensor([1.0, -1.0, 3.0]) * (comm.rank + 1))
+        ...     reduced = await Quantised(bits=8).reduce(comm, mine, k=3, step=0)
+        ...     return reduced.total.to_dense().round().tolist()
+        >>> simulate(program, world_size=2).results
+        [[3.0, -3.0, 9.0], [3.0, -3.0, 9.0]]
+
+    References: Tang et al., 1-bit Adam, ICML 2021, section 4; Wang et al., ZeRO++, 2023 (4 bits, in
+    two rounds, without feedback).
+    """
+
+    result: Result = "whole"
+    order = "tree"
+
+    def __init__(self, bits: int = 2, block: int = 256) -> None:
+        self.codec = Whole(torch.bfloat16) if bits == 16 else LloydMax(bits, block=block)
+        self.block = block
+
+    @property
+    def whole(self) -> bool:
+        """Everything is summed."""
+        return True
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 (P - 1)`` messages of a region each: the widest's, if blocks leave a rest.
+
+        Example:
+            >>> Quantised(bits=2, block=256).cost(Job(10**6, k=10, world_size=4)).words
+            96747.0
+        """
+        peers, widest = job.world_size - 1, max(self._widths(job.size, job.world_size))
+        sent = 2 * peers * self.codec.nbytes(widest, widest)
+        return Cost(2 * peers, sent, 0, job.size, 2 * peers * widest, turns=2)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float:
+        """Return its cost."""
+        return self.cost(job).words
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Send to owners, sum, send to all."""
+        if comm.world_size == 1:
+            return Reduced(selected, selected)
+        codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
+        values = selected.to_dense()
+        widths = self._widths(values.numel(), comm.world_size)
+        parts, delivered = values.split_with_sizes(widths), torch.empty_like(values)
+        shares, own = delivered.split_with_sizes(widths), parts[rank]
+        lengths = [codec.nbytes(width, width, values.dtype) for width in widths]
+        with comm.stage("pack"):
+            payloads = []
+            for owner, (part, share) in enumerate(zip(parts, shares, strict=True)):
+                encoded = codec.encode(DenseVector(part if owner != rank else part[:0]))
+                payloads.append(encoded.payload)
+                if owner != rank:
+                    share.copy_(encoded.decoded.values)
+        messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            others = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+            for source, message in enumerate(messages):
+                if source != rank:
+                    codec.add_(message, others)
+        with comm.stage("pack"):
+            encoded = codec.encode(DenseVector((others + own).to(own.dtype)))
+        payloads = [encoded.payload] * comm.world_size
+        messages = await comm.alltoallv(payloads, lengths, "allgather", framing)
+        with comm.stage("unpack"):
+            await comm.work(sum(message.numel() for message in messages))
+            total = torch.zeros_like(values)
+            for message, region in zip(messages, total.split_with_sizes(widths), strict=True):
+                codec.add_(message, region)
+        # of its own region it delivers what others did not: so the rounding of the sum is its error
+        shares[rank].copy_(encoded.decoded.values - others)
+        return Reduced(DenseVector(total), DenseVector(delivered))
+
+    def _widths(self, size: int, world_size: int) -> list[int]:
+        """Return the elements of each rank's region: whole blocks, but for the last."""
+        blocks = -(-size // self.block)
+        cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
+        return [high - low for low, high in pairwise(cuts)]

@@ -1,0 +1,162 @@
+"""Quantising to the levels of a normal distribution: 1, 2, 3 or 4 bits per value; or 8, uniformly.
+
+``quantise`` and ``add_`` are the specification, in plain PyTorch on any device; C++
+(``native/levels.cpp``) is bit-equal to it.
+
+A code has a sign in its highest bit and the number of its level below.  Code i of b bits stands at bit
+``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 the lowest) of byte ``j // 8``.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sparsync.kernels import packing
+
+__all__ = [
+    "BITS",
+    "SCALE_BYTES",
+    "add_",
+    "pack_codes",
+    "quantise",
+    "sums_of_halves",
+    "top_level",
+    "unpack_codes",
+]
+
+SCALE_BYTES: Final = 2
+_UNIFORM: Final = 8  # bits from which levels are equally far apart
+
+# of 1: the least mean square error for a normal distribution (Max, 1960, table I)
+_THRESHOLDS = MappingProxyType(
+    {
+        1: (),
+        2: (0.9816,),
+        3: (0.5006, 1.050, 1.748),
+        4: (0.2582, 0.5224, 0.7996, 1.099, 1.437, 1.844, 2.401),
+        _UNIFORM: (),
+    }
+)
+_LEVELS = MappingProxyType(
+    {
+        1: (1.0,),
+        2: (0.4528, 1.510),
+        3: (0.2451, 0.7560, 1.344, 2.152),
+        4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+        _UNIFORM: tuple(map(float, range(128))),
+    }
+)
+BITS: Final = tuple(_LEVELS)
+_EXPONENT, _SMALLEST, _LARGEST = 0x7F800000, 0x00800000, 0x7E800000  # floats as integers
+
+
+def top_level(bits: int) -> float:
+    """Return the largest level."""
+    return _LEVELS[bits][-1]
+
+
+@functools.cache
+def _table(of: str, bits: int, device: torch.device) -> Tensor:
+    values = _THRESHOLDS[bits] if of == "thresholds" else _LEVELS[bits]
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def quantise(values: Tensor, bits: int, block: int, limit: float) -> tuple[Tensor, Tensor]:
+    """Return bf16 scales and codes as bytes, and what they say of each value.
+
+    Thresholds are multiples of a block's root mean square.  Its scale is ``<q, x> / <q, q>`` of the
+    levels q, so what is decoded is the projection of x onto q.  A block with NaN or Inf becomes NaN.
+
+    Args:
+        values: float32, any number.
+        bits: one of ``BITS``.
+        block: values that share a scale.
+        limit: the largest scale, a bf16; the decoded values are at most ``top_level(bits)`` times it.
+    """
+    count = values.numel()
+    blocks = packing.in_blocks(values, block)
+    magnitudes = blocks.abs()
+    peaks = magnitudes.amax(1, keepdim=True)
+    # relative to a power of two near the largest, no square overflows and none that matters vanishes
+    units = (peaks.view(torch.int32) & _EXPONENT).clamp(_SMALLEST, _LARGEST).view(torch.float32)
+    scaled = magnitudes / units
+    if bits == _UNIFORM:
+        largest = torch.where(peaks > 0, peaks / units, 1.0)
+        number = (scaled * (torch.full_like(largest, 127.0) / largest)).round()
+        number = torch.where(peaks.isfinite(), number, 0.0).to(torch.uint8)
+    else:
+        lengths = torch.full_like(peaks, block)
+        lengths[-1:] -= blocks.numel() - count
+        spread = (sums_of_halves(scaled * scaled) / lengths).sqrt()
+        number = torch.zeros_like(blocks, dtype=torch.uint8)
+        for threshold in _table("thresholds", bits, values.device):
+            number += scaled > threshold * spread
+    levels = _table("levels", bits, values.device)[number.int()]
+    levels.view(-1)[count:] = 0.0
+    scales = sums_of_halves(levels * scaled) / sums_of_halves(levels * levels) * units
+    scales = torch.where(peaks == 0, 0.0, scales.clamp(max=limit))
+    scales = torch.where(peaks.isfinite(), scales, torch.nan)
+    raw = packing.pack_values(scales.flatten(), packing.BF16, 1)
+    scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
+    negative = (blocks < 0) & (levels > 0)
+    codes = number | negative.to(torch.uint8) << (bits - 1)
+    codes = torch.where(scales > 0, codes, 0)  # one form of zeros and of NaN
+    raw = torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
+    return raw, add_(torch.zeros_like(values), raw, bits, block)
+
+
+def add_(into: Tensor, raw: Tensor, bits: int, block: int) -> Tensor:
+    """Add what ``quantise`` wrote of as many values to ``into``, float32, in place; return it."""
+    count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
+    scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
+    levels = _table("levels", bits, raw.device)
+    levels = torch.cat([levels, -levels])[unpack_codes(raw[middle:], bits, count).int()]
+    return into.add_(levels * packing.spread(scales, block, count))
+
+
+def sums_of_halves(rows: Tensor) -> Tensor:
+    """Add the halves of each row until one number is left: an order that no machine changes."""
+    while rows.shape[1] > 1:
+        half = (rows.shape[1] + 1) // 2
+        folded = rows[:, :half].clone()
+        folded[:, : rows.shape[1] - half] += rows[:, half:]
+        rows = folded
+    return rows
+
+
+# ---- codes of few bits ----------------------------------------------------------------------------
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack the lowest 1, 2, 3, 4 or 8 bits of uint8 ``codes``, the first code lowest in its byte.
+
+    Example:
+        >>> pack_codes(torch.tensor([1, 0, 3, 2, 1], dtype=torch.uint8), bits=2).tolist()
+        [177, 1]
+    """
+    count = codes.numel()
+    padded = codes.new_zeros(-(-count // 8) * 8)
+    padded[:count] = codes & ((1 << bits) - 1)
+    words = padded.view(torch.int64)  # of eight codes: fold pairs, fours, halves
+    for width in (8, 16, 32) if bits < 8 else ():
+        kept = bits * width // 8
+        mask = sum(((1 << 2 * kept) - 1) << at for at in range(0, 64, 2 * width))
+        words = (words | words >> (width - kept)) & mask
+    packed = words.view(torch.uint8).view(-1, 8)[:, :bits]
+    return packed.reshape(-1)[: -(-count * bits // 8)]
+
+
+def unpack_codes(raw: Tensor, bits: int, count: int) -> Tensor:
+    """Return the ``count`` codes, uint8."""
+    padded = raw.new_zeros(-(-count // 8) * bits)
+    padded[: raw.numel()] = raw
+    words = raw.new_zeros(-(-count // 8), 8)
+    words[:, :bits] = padded.view(-1, bits)
+    shifts = torch.arange(0, 8 * bits, bits, device=raw.device)
+    codes = words.view(torch.int64) >> shifts & ((1 << bits) - 1)
+    return codes.to(torch.uint8).view(-1)[:count]

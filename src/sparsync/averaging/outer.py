@@ -277,7 +277,11 @@ class OuterStep(Averager):
         await self.land(weights, step)
         for part in self._due(step):
             delay = 0 if step < self.warmup_steps else self.delay
-            self._under_way.append(self._set_out(part, weights, step + delay, keep=delay > 0))
+            exchange = _Exchange(
+                part, step + delay, delay > 0, weights.read(self._parts[part].span)
+            )
+            exchange.carried = weights.carry(partial(self._carry, exchange))
+            self._under_way.append(exchange)
         await self.land(weights, step)
 
     async def land(self, weights: Weights, step: float = math.inf) -> None:
@@ -287,14 +291,10 @@ class OuterStep(Averager):
             exchange = self._under_way.pop(0)
             await self._settle(exchange)
             refused |= exchange.refused  # then the others end here, too
-            if not exchange.refused:
-                self.state = OuterState()
-                self._apply(exchange)
-                fragment = self._parts[exchange.part].span
-                now = self._base(exchange.part)
-                if exchange.began is not None:  # and what was done meanwhile
-                    now = now + weights.read(fragment).sub_(exchange.began)
-                weights.write(fragment, now)
+            if exchange.shared is not None:
+                self.state, span = OuterState(), self._parts[exchange.part].span
+                self.memory["shared"][span] = exchange.shared
+                (weights.add if exchange.late else weights.write)(span, exchange.weights)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -322,7 +322,8 @@ class OuterStep(Averager):
                 shared = self.memory["shared"][fragment.span]
                 missing.append(shared - weights.read(fragment.span))
             else:
-                missing.append(self._moved(part, weights) + self._withheld(part))
+                moved = self._began(part).sub_(weights.read(fragment.span))
+                missing.append(moved + self._withheld(part))
         reducer = self.reducer
         average = await mean(reducer.comm, torch.cat(missing))
         whole = Unit((Slot("the model", 0, average.numel()),), average.dtype, average.device)
@@ -330,7 +331,7 @@ class OuterStep(Averager):
         if reducer.consensus(proposal) is None:  # all ranks decide alike
             for residual in reducer.residuals:
                 residual.load(None)
-            self._step_(average, slice(0, None), momentum=0.0)
+            self.memory["shared"] = self._stepped(average, slice(0, None), momentum=0.0)
         for fragment in self._parts:
             weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
@@ -396,88 +397,88 @@ class OuterStep(Averager):
         elif not exchange.done:
             await self._carry(exchange)
 
-    def _set_out(self, part: int, weights: Weights, lands: int, *, keep: bool) -> _Exchange:
-        """Begin to exchange what a fragment has moved."""
-        fragment, reducer = self._parts[part], self.reducer
-        began = weights.read(fragment.span) if keep else None
-        moved = self._moved(part, weights)
-        deltas = [
-            torch.cat([self._cut(moved, fragment, slot) for slot in reducer.units[u].slots])
-            for u in fragment.units
-        ]
-        for delta, u in zip(deltas, fragment.units, strict=True):
-            kept = reducer.residuals[u].value
+    async def _carry(self, exchange: _Exchange) -> None:
+        """Exchange what a fragment has moved; nothing of the model is changed yet."""
+        part, reducer = exchange.part, self.reducer
+        fragment = self._parts[part]
+        deltas = self._by_units(part, self._began(part).sub_(exchange.weights))
+        for delta, unit in zip(deltas, fragment.units, strict=True):
+            kept = reducer.residuals[unit].value
             if kept is not None and self.residual_decay < 1:
                 # here and not in the residual, which a refused exchange must leave as it is
                 delta.sub_(kept, alpha=1 - self.residual_decay)
-        exchange = _Exchange(part, lands, deltas, began)
-        exchange.carried = weights.carry(partial(self._carry, exchange))
-        return exchange
-
-    async def _carry(self, exchange: _Exchange) -> None:
-        """Exchange: deltas become averages."""
-        units = self._parts[exchange.part].units
         try:
-            await self.reducer.reduce(exchange.deltas, units=units)
-            exchange.done = True
+            await reducer.reduce(deltas, units=fragment.units)  # in place: they become averages
         except NonFiniteGradientError:
-            self.reducer.skip()
+            reducer.skip()
             exchange.done = exchange.refused = True
+            return
         except BaseException:
-            self.reducer.refuse()
+            reducer.refuse()
             raise
+        momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
+        exchange.shared = self._stepped(self._whole(part, deltas), fragment.span, momentum)
+        base = exchange.shared
+        if self.residual == "weights":
+            base = base - self._withheld(part)
+        exchange.weights = base - exchange.weights if exchange.late else base
+        exchange.done = True
 
     def _base(self, part: int) -> Tensor:
         """Return what this rank's weights are after an exchange, in a fragment."""
         shared = self.memory["shared"][self._parts[part].span]
         return shared.clone() if self.residual == "apart" else shared - self._withheld(part)
 
-    def _withheld(self, part: int) -> Tensor:
-        """Return the residual of a fragment."""
-        kept = [self.reducer.residuals[unit] for unit in self._parts[part].units]
-        return self._joined(
-            part, [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
-        )
+    def _began(self, part: int) -> Tensor:
+        """Return the base as the model holds it.
 
-    def _joined(self, part: int, flats: Sequence[Tensor]) -> Tensor:
-        """Return the fragment whose parts the units hold."""
-        fragment = self._parts[part]
-        whole = torch.empty_like(self.memory["shared"][fragment.span])
-        for unit, flat in zip(fragment.units, flats, strict=True):
-            for slot in self.reducer.units[unit].slots:
-                here = self._cut(whole, fragment, slot)
-                here.copy_(flat[slot.start : slot.start + slot.size])
-        return whole
-
-    def _cut(self, whole: Tensor, fragment: _Fragment, slot: Slot) -> Tensor:
-        """Return the place of a parameter in its fragment."""
-        start = self._spans[slot.name].start - fragment.span.start
-        return whole[start : start + slot.size]
-
-    def _moved(self, part: int, weights: Weights) -> Tensor:
-        """Return what a fragment was after the last exchange, less what it is.
-
-        A model of 16 bits began with those weights rounded.  Rounding is no move: fed back, it would be
+        A model of 16 bits begins with those weights rounded.  Rounding is no move: fed back, it would be
         added to the residual at every exchange.
         """
         fragment, began = self._parts[part], self._base(part)
         for name, dtype in self._dtypes.items():
             span = self._spans[name]
             if dtype != began.dtype and fragment.span.start <= span.start < fragment.span.stop:
-                start = span.start - fragment.span.start
-                here = began[start : start + span.stop - span.start]
+                here = began[span.start - fragment.span.start :][: span.stop - span.start]
                 here.copy_(here.to(dtype))
-        return began.sub_(weights.read(fragment.span))
+        return began
 
-    def _apply(self, exchange: _Exchange) -> None:
-        """Take an outer step of a fragment."""
-        ranks = self.reducer.comm.world_size
-        momentum = 1 - 1 / ranks if self.momentum is None else self.momentum
-        average = self._joined(exchange.part, exchange.deltas)
-        self._step_(average, self._parts[exchange.part].span, momentum)
+    def _withheld(self, part: int) -> Tensor:
+        """Return the residual of a fragment."""
+        kept = [self.reducer.residuals[unit] for unit in self._parts[part].units]
+        return self._whole(
+            part, [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+        )
 
-    def _step_(self, average: Tensor, span: slice, momentum: float) -> None:
-        """Apply an average to the shared weights; buffers and moments take it as it is."""
+    def _places(self, part: int) -> list[list[slice]]:
+        """Return where the parameters of every unit of a fragment lie in it."""
+        fragment = self._parts[part]
+        first, units = fragment.span.start, self.reducer.units[fragment.units.start :]
+        spans = [[self._spans[slot.name] for slot in unit.slots] for unit in units]
+        return [
+            [slice(span.start - first, span.stop - first) for span in of_unit]
+            for of_unit in spans[: len(fragment.units)]
+        ]
+
+    def _by_units(self, part: int, whole: Tensor) -> list[Tensor]:
+        """Return the units' parts of a fragment; of a single unit that is all of it."""
+        if len(self._parts[part].units) == 1:
+            return [whole]
+        return [torch.cat([whole[p] for p in places]) for places in self._places(part)]
+
+    def _whole(self, part: int, flats: Sequence[Tensor]) -> Tensor:
+        """Return the fragment whose parts the units hold."""
+        if len(flats) == 1:
+            return flats[0]
+        whole = torch.empty_like(self.memory["shared"][self._parts[part].span])
+        for places, flat in zip(self._places(part), flats, strict=True):
+            values = torch.split(flat, [place.stop - place.start for place in places])
+            for place, piece in zip(places, values, strict=True):
+                whole[place] = piece
+        return whole
+
+    def _stepped(self, average: Tensor, span: slice, momentum: float) -> Tensor:
+        """Return the shared weights after an outer step; buffers and moments take it as it is."""
         update = average.clone()
         gradient = update[: max(self._end - (span.start or 0), 0)]
         if momentum:
@@ -487,7 +488,7 @@ class OuterStep(Averager):
             velocity.copy_(gradient.add(velocity, alpha=momentum))
             gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
         gradient.mul_(self.outer_lr)
-        self.memory["shared"][span].sub_(update)
+        return torch.sub(self.memory["shared"][span], update, out=update)
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite."""
@@ -519,12 +520,13 @@ class _Fragment(NamedTuple):
 
 @dataclass(eq=False)
 class _Exchange:
-    """The move of a fragment, under way.
+    """The exchange of a fragment, under way.
 
     Attributes:
         lands: the local step after which it is applied.
-        deltas: of the fragment's units; they become averages.
-        began: the weights when it set out; None where nothing is done meanwhile.
+        late: other local steps are done meanwhile.
+        weights: when it set out; then what they become, or, if it is late, what is added to them.
+        shared: what the shared weights become.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         carried: what to wait for, once.
@@ -532,22 +534,17 @@ class _Exchange:
 
     part: int
     lands: int
-    deltas: list[Tensor]
-    began: Tensor | None
+    late: bool
+    weights: Tensor
+    shared: Tensor | None = None
     done: bool = False
     refused: bool = False
     carried: Awaitable[None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
-        return {
-            "part": self.part,
-            "lands": self.lands,
-            "deltas": [delta.clone() for delta in self.deltas],
-            "began": None if self.began is None else self.began.clone(),
-            "done": self.done,
-            "refused": self.refused,
-        }
+        kept = {name: value for name, value in vars(self).items() if name != "carried"}
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
 class Weights(Protocol):
@@ -558,6 +555,9 @@ class Weights(Protocol):
 
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part."""
+
+    def add(self, span: slice, values: Tensor) -> None:
+        """Add to a part."""
 
     def carry(self, exchange: Begin) -> Awaitable[None] | None:
         """Begin an exchange, after those before; None: it can wait until its result is needed."""
@@ -577,6 +577,9 @@ class _Vector:
         if not self._own:
             self.vector, self._own = self.vector.clone(), True
         self.vector[span] = values
+
+    def add(self, span: slice, values: Tensor) -> None:
+        self.write(span, self.vector[span] + values)
 
     def carry(self, exchange: Begin) -> None:
         return None

@@ -182,6 +182,12 @@ class _Model:
         for tensor, place in self._within(span):
             tensor.copy_(values[place].view(tensor.shape))
 
+    @torch.no_grad()
+    def add(self, span: slice, values: Tensor) -> None:
+        """Add to a part, in the same tensors."""
+        for tensor, place in self._within(span):
+            tensor.add_(values[place].view(tensor.shape))
+
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
         return self.carrier(exchange)

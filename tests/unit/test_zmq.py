@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, testing
 from sparsync.transports.driver import run
-from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+from sparsync.transports.zmq import ZmqCommunicator, mesh
 from sparsync.transports.zmq.communicator import _staged
 
 from .zmq_group import RAW, UP_TO, meet, message, together
@@ -50,8 +50,10 @@ def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline
             for place, ((_, size), result) in enumerate(zip(plan, results, strict=True))
         )
 
-    options = ZmqSettings(inline=inline, zero_copy=zero_copy)
-    assert together(program, 2, settings=options) == [True, True]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mesh, "INLINE", inline)
+        patched.setattr(mesh, "ZERO_COPY", zero_copy)
+        assert together(program, 2) == [True, True]
 
 
 def test_a_channel_beyond_32_bits_is_refused():
@@ -154,17 +156,13 @@ def test_one_built_over_another_communicator_is_the_same_group():
     assert together(program, 3) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_a_payload_beyond_the_limit_is_refused_by_the_sender():
+def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):
     def program(comm):
-        with pytest.raises(ConfigurationError, match="101 bytes exceeds max_message = 100"):
+        with pytest.raises(ConfigurationError, match="101 bytes exceeds 100, the most"):
             comm.isend(torch.zeros(101, dtype=torch.uint8), 1 - comm.rank, "p", RAW)
 
-    together(program, 2, settings=ZmqSettings(max_message=100))
-
-
-def test_settings_are_checked():
-    with pytest.raises(ConfigurationError, match="high_water is 0; give a number above zero"):
-        ZmqSettings(high_water=0)
+    monkeypatch.setattr(mesh, "MAX_MESSAGE", 100)
+    together(program, 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,7 +9,7 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+from sparsync.transports.zmq import ZmqCommunicator, mesh
 
 from .zmq_group import RAW, UP_TO, meet, message, together
 
@@ -20,7 +20,9 @@ def payload(source, dest):
 
 @pytest.mark.parametrize("framing", [UP_TO, RAW])
 @pytest.mark.parametrize("inline", [1, 2**17])
-def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(framing, inline):
+def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(
+    framing, inline, monkeypatch
+):
     def program(comm):
         rank, everyone = comm.rank, range(comm.world_size)
         calls = [comm.alltoallv, lambda *a: Communicator.alltoallv(comm, *a)]
@@ -37,11 +39,12 @@ def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(f
         assert counted[0] == counted[1] and counted[0].sent == 30_000 * rank
         return True
 
-    assert together(program, 4, settings=ZmqSettings(inline=inline)) == [True] * 4
+    monkeypatch.setattr(mesh, "INLINE", inline)
+    assert together(program, 4) == [True] * 4
 
 
 @pytest.mark.parametrize("size", [9, 300, 20_000])
-def test_the_same_payload_for_all_reaches_ranks_that_got_other_messages_before(size):
+def test_the_same_payload_for_all_reaches_ranks_that_got_other_messages_before(size, monkeypatch):
     """Its frame is reused where the header is the same, sequence number included."""
 
     def program(comm):
@@ -58,8 +61,8 @@ def test_the_same_payload_for_all_reaches_ranks_that_got_other_messages_before(s
             assert first.result.tolist() == [7]
         return [int(r.unique()) for r in received]
 
-    settings = ZmqSettings(inline=10_000)
-    assert together(program, 4, settings=settings) == [[0, 1, 2, 3]] * 4
+    monkeypatch.setattr(mesh, "INLINE", 10_000)
+    assert together(program, 4) == [[0, 1, 2, 3]] * 4
 
 
 def test_a_missing_message_runs_into_the_deadline_and_names_its_rank():

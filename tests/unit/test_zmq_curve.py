@@ -95,7 +95,6 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             card = {
                 "endpoint": comm.mesh.endpoints[0],
                 "encrypted": True,
-                "max_message": comm.mesh.settings.max_message,
                 "job": comm.mesh.job,
             }
             store.set("sparsync/meetings/1/0", json.dumps(card))

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import Engine, run
-from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings, mesh
+from sparsync.transports.zmq import ZmqCommunicator, mesh
 
 from .zmq_group import RAW, UP_TO, fails, meet, message, together
 
@@ -144,7 +144,7 @@ def test_an_algorithm_may_handle_the_loss_of_a_peer(on_engine):
     assert "message from rank 1 in phase 'p' will not come" in together(rank, 2)[0]
 
 
-def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost():
+def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost(monkeypatch):
     count, size = 60, 1 << 20
 
     def program(comm):
@@ -167,8 +167,9 @@ def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost():
             operation.wait()
         return waiting
 
-    few = ZmqSettings(high_water=2, zero_copy=2**30)
-    assert together(program, 2, settings=few)[0] > count // 2
+    monkeypatch.setattr(mesh, "HIGH_WATER", 2)
+    monkeypatch.setattr(mesh, "ZERO_COPY", 2**30)
+    assert together(program, 2)[0] > count // 2
 
 
 def test_a_payload_may_change_when_its_send_is_done():
@@ -188,7 +189,7 @@ def test_a_payload_may_change_when_its_send_is_done():
     assert together(program, 2)[1] == 3 << 20
 
 
-def test_the_last_messages_are_delivered_after_close():
+def test_the_last_messages_are_delivered_after_close(monkeypatch):
     def program(comm):
         if comm.rank == 0:
             for place in range(50):
@@ -200,7 +201,8 @@ def test_the_last_messages_are_delivered_after_close():
             operation.wait()
         return [int(r.result[-1]) for r in receives]
 
-    assert together(program, 2, settings=ZmqSettings(high_water=4))[1] == list(range(50))
+    monkeypatch.setattr(mesh, "HIGH_WATER", 4)
+    assert together(program, 2)[1] == list(range(50))
 
 
 def test_close_twice_and_use_after_close():
@@ -245,7 +247,7 @@ def test_a_forgotten_communicator_closes_its_sockets():
     assert context.closed
 
 
-def test_too_many_messages_that_nobody_receives_end_with_a_named_error():
+def test_too_many_messages_that_nobody_receives_end_with_a_named_error(monkeypatch):
     def program(comm):
         if comm.rank == 1:
             for _ in range(3):
@@ -256,4 +258,5 @@ def test_too_many_messages_that_nobody_receives_end_with_a_named_error():
             waiting.wait()
         return meet(comm)
 
-    together(program, 2, settings=ZmqSettings(max_unclaimed=1000))
+    monkeypatch.setattr(mesh, "MAX_UNCLAIMED", 1000)
+    together(program, 2)

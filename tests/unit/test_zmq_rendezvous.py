@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError
-from sparsync.transports.zmq import ZmqCommunicator, ZmqSettings
+from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 
 from .zmq_group import exchange, together
 
@@ -55,19 +55,19 @@ def test_arguments_that_cannot_work_are_refused_in_one_line(options, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_ranks_with_other_settings_are_refused():
+def test_keys_on_some_ranks_alone_are_refused_by_all(tmp_path):
+    make_curve_keys(tmp_path, 2)
     store = HashStore()
 
     def program(rank):
+        keys = tmp_path if rank == 0 else None
         try:
-            ZmqCommunicator(
-                rank, 2, store=store, timeout=5, settings=ZmqSettings(max_message=100 + rank)
-            )
+            ZmqCommunicator(rank, 2, store=store, timeout=5, curve_keys=keys)
         except ConfigurationError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(program, range(2)))
     assert set(texts) == {
-        "max_message differs: rank 0 has 100, ranks 1 have 101; give all ranks the same"
+        "encrypted differs: rank 0 has True, ranks 1 have False; give all ranks the same curve_keys"
     }

@@ -2,6 +2,5 @@
 
 from sparsync.transports.zmq.communicator import ZmqCommunicator, host_over
 from sparsync.transports.zmq.curve import make_curve_keys
-from sparsync.transports.zmq.mesh import ZmqSettings
 
-__all__ = ["ZmqCommunicator", "ZmqSettings", "host_over", "make_curve_keys"]
+__all__ = ["ZmqCommunicator", "host_over", "make_curve_keys"]

@@ -21,8 +21,9 @@ from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import choose_interface, meet
+from sparsync.transports.zmq import mesh as limits
 from sparsync.transports.zmq.curve import load_curve_keys
-from sparsync.transports.zmq.mesh import Link, Mesh, Parcel, ZmqSettings
+from sparsync.transports.zmq.mesh import Link, Mesh, Parcel
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
@@ -51,7 +52,6 @@ class ZmqCommunicator(Communicator):
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption; whoever can reach the port
             and knows the job's number can send, so use it on networks that you trust.
-        settings: limits and buffers.
 
     Attributes:
         dropped: messages that were refused, by reason (malformed, of another job, ...).
@@ -78,7 +78,6 @@ class ZmqCommunicator(Communicator):
         interface: str | None = None,
         timeout: float = 300.0,
         curve_keys: Path | str | None = None,
-        settings: ZmqSettings = ZmqSettings(),  # noqa: B008 (frozen)
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -88,12 +87,11 @@ class ZmqCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self._interface, self._curve_keys = choose_interface(interface, store), curve_keys
         keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
-        self.mesh = mesh = Mesh(rank, world_size, self._interface, settings, keys)
+        self.mesh = mesh = Mesh(rank, world_size, self._interface, keys)
         self.dropped, self.lost = mesh.dropped, mesh.lost
         card = {
             "endpoint": mesh.endpoint,
             "encrypted": keys is not None,
-            "max_message": settings.max_message,
             "job": secrets.randbits(63),
         }
         try:
@@ -119,14 +117,8 @@ class ZmqCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
-        return host_over(
-            actor,
-            self,
-            self,
-            interface=self._interface,
-            curve_keys=self._curve_keys,
-            settings=self.mesh.settings,
-        )
+        options = {"interface": self._interface, "curve_keys": self._curve_keys}
+        return host_over(actor, self, self, **options)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send without waiting; a CUDA payload is staged through pinned memory."""
@@ -147,18 +139,18 @@ class ZmqCommunicator(Communicator):
         last: tuple[bytes, Tensor, Parcel] | None = None
         for dest, payload in payloads.items():
             length = payload.numel()
-            if length > mesh.settings.max_message:
+            if length > limits.MAX_MESSAGE:
                 raise ConfigurationError(
-                    f"a payload of {length} bytes exceeds max_message = "
-                    f"{mesh.settings.max_message}; raise it on all ranks"
+                    f"a payload of {length} bytes exceeds {limits.MAX_MESSAGE}, the most of a message; "
+                    "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            flags = APART if length > mesh.settings.inline else 0
+            flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, step, sequence, length
             header = Header(flags, *facts).pack()
             if last is None or payload is not last[1] or header != last[0]:
-                last = header, payload, Parcel(header, payload, mesh.settings)
+                last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])  # often all ranks get the same
             link.send(parcel)
             if not parcel.done or link.lost:
@@ -377,29 +369,25 @@ def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
     for rank, text in enumerate(raw):
         try:
             card = json.loads(text)
-            cards.append([card[k] for k in ("encrypted", "max_message", "endpoint", "job")])
+            cards.append((card["job"], card["endpoint"], card["encrypted"]))
         except (ValueError, TypeError, KeyError) as error:
             raise PeerError(
                 f"rank {rank} left {text[:32]!r}... instead of an address; all ranks need the same "
                 "version of sparsync"
             ) from error
-    encrypted, limits, endpoints, jobs = (list(column) for column in zip(*cards, strict=True))
+    jobs, endpoints, encrypted = (list(column) for column in zip(*cards, strict=True))
     near = [e.startswith(("tcp://127.", "tcp://[::1]")) for e in endpoints]
+    places = ["loopback" if local else "reachable" for local in near]
     addresses = ", ".join(f"rank {rank} {endpoint}" for rank, endpoint in enumerate(endpoints))
-    for what, values, remedy in (
-        ("encrypted", encrypted, "give all ranks the same"),
-        ("max_message", limits, "give all ranks the same"),
-        (
-            "interface",
-            ["loopback" if local else "reachable" for local in near],
-            f"give all ranks interface= ({addresses})",
-        ),
+    for what, values, cure in (
+        ("encrypted", encrypted, "the same curve_keys"),
+        ("interface", places, f"interface= ({addresses})"),
     ):
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
             raise ConfigurationError(
                 f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "
-                f"{values[others[0]]}; {remedy}"
+                f"{values[others[0]]}; give all ranks {cure}"
             )
     return jobs[0], endpoints
 

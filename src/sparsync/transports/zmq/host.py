@@ -17,7 +17,7 @@ from sparsync.transports.actors import Actor, Host, Reply
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Framing, Raw
-from sparsync.transports.zmq.mesh import Mesh
+from sparsync.transports.zmq.mesh import MAX_MESSAGE, Mesh
 
 __all__ = ["ZmqHost"]
 
@@ -139,7 +139,7 @@ class ZmqHost(Host):
         mesh = self._mesh
         try:
             if self._receive is None:
-                self._receive = self._irecv_any(mesh.settings.max_message, "actor", _WHOLE)
+                self._receive = self._irecv_any(MAX_MESSAGE, "actor", _WHOLE)
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)

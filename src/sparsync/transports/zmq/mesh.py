@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from typing import Any, Final, final
 
 import torch
@@ -20,7 +19,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper
 from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header, Mailboxes
 
-__all__ = ["Link", "Mesh", "Parcel", "ZmqSettings"]
+__all__ = ["Link", "Mesh", "Parcel"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
@@ -33,6 +32,18 @@ HEARTBEAT: Final = 20.0
 GRACE: Final = 0.5
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
+HIGH_WATER: Final = (
+    64  # messages per link that ZeroMQ queues on either side; above, the sender waits
+)
+MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that announces more is cut off
+MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody asked for them
+# payloads up to this many bytes travel in the header's frame: one copy more, but a frame less to pass
+# to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a second frame
+# took 13 us of the caller and 7 us of that thread; the copy 10 us)
+INLINE: Final = 2**17
+# payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
+# wake-up (a memcpy of 1 MiB takes as long)
+ZERO_COPY: Final = 2**20
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -40,34 +51,6 @@ WATCHED: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-
-
-@dataclass(frozen=True)
-class ZmqSettings:
-    """Limits and buffers of the transport, all above zero.
-
-    Attributes:
-        high_water: messages per link that ZeroMQ queues on either side; above, the sender waits.
-        max_message: bytes of one payload; a peer that announces more is cut off.
-        max_unclaimed: bytes of messages that arrived before anybody asked for them.
-        inline: payloads up to this many bytes travel in the header's frame: one copy more, but a frame
-            less to pass to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of
-            7 ranks, a second frame took 13 us of the caller and 7 us of that thread; the copy 10 us).
-        zero_copy: payloads from this many bytes on are sent from the tensor's own memory, which costs
-            a thread's wake-up (a memcpy of 1 MiB takes as long).
-    """
-
-    high_water: int = 64
-    max_message: int = 2**31
-    max_unclaimed: int = 2**31
-    inline: int = 2**17
-    zero_copy: int = 2**20
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int | float) or not 0 < value < 2**62:
-                raise ConfigurationError(f"{field.name} is {value!r}; give a number above zero")
 
 
 @final
@@ -79,12 +62,12 @@ class Parcel:
         accepted: ZeroMQ has taken the message.
     """
 
-    def __init__(self, header: bytes, payload: Tensor, settings: ZmqSettings) -> None:
+    def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
         self.frames: list[Any] = [header, view]
-        if length <= settings.inline:
+        if length <= INLINE:
             self.frames = [header + view if length else header]
-        self.zero_copy = length >= settings.zero_copy
+        self.zero_copy = length >= ZERO_COPY
         self.tracker: zmq.MessageTracker | None = None
         self.accepted = False
 
@@ -123,7 +106,7 @@ class Link:
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
         self.peer, endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
-        self.socket, self.events = _watched(mesh.context, zmq.PUSH, endpoint, mesh.settings)
+        self.socket, self.events = _watched(mesh.context, zmq.PUSH, endpoint)
         if keys is not None:
             self.socket.curve_serverkey = keys.publics[peer]
             self.socket.curve_publickey = keys.publics[keys.rank]
@@ -181,14 +164,13 @@ class Mesh:
         rank: int,
         world_size: int,
         interface: str,
-        settings: ZmqSettings,
         keys: CurveKeys | None,
     ) -> None:
-        self.rank, self.world_size, self.settings, self.keys = rank, world_size, settings, keys
+        self.rank, self.world_size, self.keys = rank, world_size, keys
         self.job, self.endpoints = 0, list[str]()
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
-        self.mailboxes = Mailboxes(settings.max_unclaimed)
+        self.mailboxes = Mailboxes(MAX_UNCLAIMED)
         self.dropped: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
         self._connected: set[int] = set()  # file descriptors
@@ -205,7 +187,7 @@ class Mesh:
         self.context = context
         self.doorkeeper = None if keys is None else Doorkeeper(context, keys.publics)
         address = f"tcp://[{interface}]:*" if ":" in interface else f"tcp://{interface}:*"
-        self.incoming, self._events = _watched(context, zmq.PULL, address, settings)
+        self.incoming, self._events = _watched(context, zmq.PULL, address)
         if keys is not None:  # accept encrypted connections only
             self.incoming.curve_server = True
             self.incoming.curve_secretkey = keys.secret
@@ -232,7 +214,7 @@ class Mesh:
         for shift in range(1, self.world_size):
             peer = (self.rank + shift) % self.world_size
             self.links[peer] = link = Link(self, peer)
-            link.send(Parcel(hello, nothing, self.settings))  # a peer may be gone again already
+            link.send(Parcel(hello, nothing))  # a peer may be gone again already
 
     def check_open(self) -> None:
         """Refuse the use of a closed communicator."""
@@ -391,8 +373,8 @@ class Mesh:
         elif not self.mailboxes.deliver(header, payload):
             self.lose(
                 source,
-                f"messages that nobody receives would take more than {self.settings.max_unclaimed} "
-                "bytes; raise max_unclaimed if a rank may run so far ahead",
+                f"messages that nobody receives would take more than {MAX_UNCLAIMED} bytes; "
+                "a rank runs too far ahead of the others, as a barrier would prevent",
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
@@ -407,7 +389,7 @@ class Mesh:
 
 
 def _watched(
-    context: zmq.Context[Any], kind: int, address: str, settings: ZmqSettings
+    context: zmq.Context[Any], kind: int, address: str
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
     """Return a socket for one end of connections, and the one that tells what happens to them.
 
@@ -415,8 +397,8 @@ def _watched(
     """
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
-    socket.sndhwm = socket.rcvhwm = settings.high_water
-    socket.maxmsgsize = settings.max_message
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.maxmsgsize = MAX_MESSAGE
     socket.reconnect_ivl = -1
     socket.heartbeat_timeout = socket.heartbeat_ttl = round(HEARTBEAT * 1000)
     socket.heartbeat_ivl = socket.heartbeat_timeout // 4

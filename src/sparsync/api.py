@@ -15,8 +15,9 @@ from sparsync.presets import Algorithm, preset, presets, resolve
 from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
 from sparsync.transports.agree import agree
-from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.launchers import connect_mpi
 from sparsync.transports.process_group import check_transport, connect_group
 

@@ -64,7 +64,7 @@ def phases(simulation: Simulation) -> set[str]:
 
 def entry_words_sent(traffic: Traffic) -> float:
     """Indices and values alone."""
-    return (traffic.parts.index + traffic.parts.value) / WORD_BYTES
+    return (traffic.sent_parts.index + traffic.sent_parts.value) / WORD_BYTES
 
 
 def entry_words_received(traffic: Traffic, messages_with_header: int) -> float:

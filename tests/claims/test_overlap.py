@@ -9,7 +9,7 @@ from sparsync.cli.workloads.text import ByteText, ByteTransformer
 from sparsync.feedback import shares
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
-from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import Links, simulate
 from sparsync.units import plan_units
 

@@ -55,7 +55,8 @@ def reduce(make, world_size, overlap):
 def entry_words(simulation):
     """Most words of indices and values that any rank sent or received, headers left out."""
     sent = max(
-        ledger.total().parts.index + ledger.total().parts.value for ledger in simulation.ledgers
+        ledger.total().sent_parts.index + ledger.total().sent_parts.value
+        for ledger in simulation.ledgers
     )
     received = max(
         ledger.total().received - HEADER_BYTES * blocks(ledger) for ledger in simulation.ledgers
@@ -65,7 +66,7 @@ def entry_words(simulation):
 
 def blocks(ledger):
     """How many headers a rank received: as many bytes of them were sent, on average of the ranks."""
-    return ledger.total().parts.header / HEADER_BYTES
+    return ledger.total().sent_parts.header / HEADER_BYTES
 
 
 def messages(simulation):

@@ -24,6 +24,7 @@ MODULES = (
     "sparsync.selection",
     "sparsync.testing",
     "sparsync.transports.communicator",
+    "sparsync.transports.groups",
     "sparsync.transports.driver",
     "sparsync.transports.sim",
     "sparsync.wire",

@@ -2,8 +2,8 @@
 
 from sparsync import Correction
 from sparsync.feedback.state import parse_state, reducer_state, restore_reducer
-from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run
+from sparsync.transports.groups import SoloCommunicator
 
 from .small_reducers import gradients, reducer_on
 

@@ -14,8 +14,8 @@ from sparsync.cost.calibrate import calibrate
 from sparsync.cost.links import Probe, fit_line, fit_pace, fit_with_intervals
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports.agree import check_equal_parameters
-from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import Fault, Links, Route, Topology, simulate
 
 LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)

@@ -177,7 +177,7 @@ def test_bytes_per_step_are_the_stated_cost(make, sent, world_size):
             vector = await averager.average(comm, vector, step)
             comm.ledger.begin_step(step + 1)
             last, expected = comm.ledger.last_step, sent(comm.world_size, 4 * 101)
-            assert last.sent == last.received == last.parts.value == expected
+            assert last.sent == last.received == last.sent_parts.value == expected
 
     simulate(program, world_size)
 

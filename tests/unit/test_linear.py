@@ -15,7 +15,7 @@ from sparsync.errors import PeerError
 from sparsync.linear.problem import LOSSES, LazyWeights, Products, soft
 from sparsync.linear.solvers import EXCHANGES, SCHEDULES, Scd
 from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire.packed import Packed
 from tests.unit.linear_problems import make_data, make_problem, sgd, shares, train
 

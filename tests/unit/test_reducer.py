@@ -15,8 +15,8 @@ from sparsync.monitoring import XiProbe
 from sparsync.presets import Algorithm, oktopk, resolve
 from sparsync.selection import Exact, Sampled
 from sparsync.selection.base import mixed_seed
-from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run, together
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import Unit, plan_units
 from sparsync_papers.optimizers import UpdateSpaceSGD
 

@@ -12,8 +12,8 @@ from sparsync import ConfigurationError
 from sparsync.errors import PeerError
 from sparsync.integrations.sentinel import Sentinel, check_replicas
 from sparsync.transports.agree import digest, divergences, heal_
-from sparsync.transports.communicator import SoloCommunicator
 from sparsync.transports.driver import run
+from sparsync.transports.groups import SoloCommunicator, Subgroup
 from sparsync.transports.sim import simulate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool,
@@ -154,23 +154,29 @@ def test_a_majority_heals_in_place(world_size, torn):
     assert held == [right] * world_size
 
 
+def groups_of(comm):
+    """The replicas of this rank's part, and the parts of its replica, of six ranks."""
+    home = comm.rank // 2 * 2
+    return Subgroup(comm, range(comm.rank % 2, 6, 2)), Subgroup(comm, [home, home + 1])
+
+
 def compare_parts(policy, *torn):
     """Three replicas of two parts, ranks 10 to 15; return what each holds then, and what was said."""
 
     async def program(comm):
-        peers, parts = await comm.split(comm.rank % 2), await comm.split(comm.rank // 2)
+        peers, parts = groups_of(comm)
         tensors = {"a": torch.zeros(2)}
         flip("a", *torn)(comm.rank, tensors)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                sentinel, rank = Sentinel(policy=policy), 10 + comm.rank
-                await check_replicas(sentinel, peers, tensors, 99, parts, rank=rank)
-            except PeerError as error:
-                return str(error)
+        try:
+            sentinel, rank = Sentinel(policy=policy), 10 + comm.rank
+            await check_replicas(sentinel, peers, tensors, 99, parts, rank=rank)
+        except PeerError as error:
+            return str(error)
         return tensors["a"].tolist()
 
-    return simulate(program, 6).results
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return simulate(program, 6).results
 
 
 def test_what_one_part_finds_all_parts_do():
@@ -189,7 +195,7 @@ def test_a_part_without_majority_ends_all_parts():
 
 def test_what_one_part_warns_of_all_parts_say():
     async def program(comm):
-        peers, parts = await comm.split(comm.rank % 2), await comm.split(comm.rank // 2)
+        peers, parts = groups_of(comm)
         await check_replicas(
             Sentinel(policy="warn"), peers, {"a": torch.ones(1) * (comm.rank == 3)}, 0, parts
         )

@@ -77,7 +77,7 @@ def test_neutral_entries_are_not_sent(name, op):
     for vector in (DenseVector(neutral), stored):
         run = reduce_all(partial(FACTORIES[name], op=op, cap=None), [vector] * 5)
         assert all(result.total.nnz == 0 for result in run.results)
-        assert all(ledger.total().parts.value == 0 for ledger in run.ledgers)
+        assert all(ledger.total().sent_parts.value == 0 for ledger in run.ledgers)
 
 
 @pytest.mark.parametrize("name", ["recursive doubling", "split-allgather", "dynamic"])
@@ -141,7 +141,7 @@ def test_one_dense_region_makes_the_total_dense_on_all_ranks():
     run = reduce_all(partial(Dynamic, cap=None), [DenseVector(t) for t in tensors])
     assert all(isinstance(r.total, DenseVector) for r in run.results)
     assert torch.equal(run.results[3].total.values, 4 * tensors[0])
-    sent = [ledger.by_phase()["allgather"].parts for ledger in run.ledgers]
+    sent = [ledger.by_phase()["allgather"].sent_parts for ledger in run.ledgers]
     assert all(parts.index == 0 for parts in sent)
     assert sum(parts.value for parts in sent) == 3 * 20 * 4  # that region alone, to three ranks
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from sparsync.averaging.base import Companion
 from sparsync.transports.actors import Reply
-from sparsync.transports.communicator import Communicator, Subgroup
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Finished, Operation, Task
+from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Framing
 
 __all__ = [

@@ -19,7 +19,8 @@ from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, ste
 from sparsync.averaging.base import Accompanied
 from sparsync.errors import require
 from sparsync.sparse import DenseVector
-from sparsync.transports.communicator import Communicator, Subgroup
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Codec, Qsgd, Whole
 from sparsync.wire.base import MessageFraming

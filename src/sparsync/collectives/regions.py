@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sparsync.sparse import SparseVector
-from sparsync.transports.communicator import Communicator, Subgroup, rounds
+from sparsync.transports.communicator import Communicator, rounds
 from sparsync.transports.driver import Operation
+from sparsync.transports.groups import Subgroup
 from sparsync.wire.base import Codec, MessageFraming
 
 __all__ = [
@@ -425,10 +426,8 @@ async def _allgatherv(
     group = Subgroup(comm, holding) if idle else comm
     shares = [lengths[rank] for rank in holding]
     even_share = sum(shares) * (len(shares) - 1) / len(shares)
-    gather = group.allgatherv
-    if dissemination_sends(shares) > _TOLERANCE * even_share:
-        gather = group.ring_allgatherv
-    messages = await gather(payload, shares, phase, framing)
+    ring = dissemination_sends(shares) > _TOLERANCE * even_share
+    messages = await group.allgatherv(payload, shares, phase, framing, ring=ring)
     for operation in sending:
         await operation
     return messages

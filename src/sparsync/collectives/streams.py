@@ -211,8 +211,9 @@ class Call:
         capacities = [
             self.capacity(comm.world_size, stop - start, dense=dense) for start, stop in spans
         ]
-        gather = comm.ring_allgatherv if ring else comm.allgatherv
-        messages = await gather(encoded.payload, capacities, "allgather", self.framing)
+        messages = await comm.allgatherv(
+            encoded.payload, capacities, "allgather", self.framing, ring=ring
+        )
         regions = [
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)

@@ -320,7 +320,7 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     Example:
         >>> from sparsync.presets import resolve
         >>> from sparsync.transports.driver import run
-        >>> from sparsync.transports.communicator import SoloCommunicator
+        >>> from sparsync.transports.groups import SoloCommunicator
         >>> from sparsync.units import plan_units
         >>> units = plan_units([("w", torch.zeros(4))])
         >>> reducer = Reducer(SoloCommunicator(), units, resolve("allgather"), 0.25)

@@ -19,8 +19,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 from sparsync.errors import ConfigurationError
 from sparsync.linear.problem import Problem, Products
 from sparsync.linear.solvers import SOLVERS, Solver
-from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
+from sparsync.transports.groups import SoloCommunicator
 
 __all__ = ["SparseLinearClassifier"]
 

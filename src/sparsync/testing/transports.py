@@ -13,6 +13,7 @@ from sparsync.sparse import SparseVector
 from sparsync.testing.cases import WORLD_SIZES
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
+from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import simulate
 from sparsync.wire.base import MessageFraming
@@ -42,7 +43,7 @@ def check_communicator(
         CommunicationError: what the transport raised, of the first rank that did.
 
     Example:
-        >>> from sparsync.transports.communicator import SoloCommunicator
+        >>> from sparsync.transports.groups import SoloCommunicator
         >>> check_communicator([1], connect=lambda world_size: [SoloCommunicator()])
     """
     for world_size in world_sizes:
@@ -105,16 +106,15 @@ async def exercise_communicator(comm: Communicator) -> None:
     assert [g.tolist() for g in gathered] == [[[r, 5]] for r in range(world_size)], "allgather"
     lengths = [r % 3 for r in range(world_size)]
     mine = torch.full((lengths[rank],), rank, dtype=torch.uint8)
-    for gather in (comm.allgatherv, comm.ring_allgatherv):
-        blocks = await gather(mine, lengths, "check", Raw("control"))
+    for ring in (False, True):
+        blocks = await comm.allgatherv(mine, lengths, "check", Raw("control"), ring=ring)
         for r, block in enumerate(blocks):
-            assert block.tolist() == [r] * lengths[r], f"{gather.__name__}: block {r}"
+            assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    half = await comm.split(rank % 2, key=-rank)
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
-    shared = await half.allgather(torch.tensor([rank]), "check")
-    assert [int(t) for t in shared] == members, "split orders by key"
+    shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
+    assert [int(t) for t in shared] == members, "a group inside is in the order given"
     await comm.barrier()
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
-from sparsync.errors import DeadlockError
-from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.driver import Operation
 
-__all__ = ["Actor", "Host", "Reply", "SoloHost"]
+__all__ = ["Actor", "Host", "Reply"]
 
 Reply = Callable[[Any], None]  # ends what a rank awaits of its actor; called once
 
@@ -82,32 +81,3 @@ class Host(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the actor."""
-
-
-@final
-class SoloHost(Host):
-    """Calls the actor of a world of one at once; nobody writes to it."""
-
-    rank, world_size = 0, 1
-
-    def __init__(self, actor: Actor) -> None:
-        actor.host = self
-
-    def send(self, dest: int, payload: Tensor) -> None:
-        """Never reached."""
-        raise AssertionError("a world of one sends nothing")
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Call at once."""
-        function()
-
-    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call at once; nothing that comes later could answer."""
-        answers: list[Any] = []
-        function(answers.append)
-        if not answers:
-            raise DeadlockError(f"{where()} waits for itself")
-        return Finished(answers[0])
-
-    def close(self) -> None:
-        """Nothing runs."""

@@ -10,22 +10,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal, Protocol, TypeVar, final
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Actor, Host, SoloHost
+from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
 __all__ = [
-    "Closeable",
     "Communicator",
     "ReduceOp",
-    "SoloCommunicator",
-    "Subgroup",
     "check_timeout",
     "rounds",
 ]
@@ -45,13 +42,6 @@ def check_timeout(seconds: float) -> float:
             f"timeout is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
         )
     return float(seconds)
-
-
-class Closeable(Protocol):
-    """Something that can be ended."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
@@ -95,7 +85,7 @@ class Communicator(ABC):
         self.device = device
         self.ledger = Ledger()
         self.tag = 0
-        self.companions: dict[str, Closeable] = {}
+        self.companions: dict[str, Any] = {}  # each with ``close``
 
     def channel(self, tag: int) -> Communicator:
         """Return a handle on the same group, links and ledger whose messages never meet others'.
@@ -232,16 +222,32 @@ class Communicator(ABC):
         return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
 
     async def allgatherv(
-        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+        self,
+        payload: Tensor,
+        capacities: Sequence[int],
+        phase: str,
+        framing: Framing,
+        *,
+        ring: bool = False,
     ) -> list[Tensor]:
         """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
 
         Cost: ceil(log2 P) messages; all others' bytes received.  A message is sent again in every
         round by the ranks that hold it early, its owner first: when one rank holds most bytes it
-        sends them up to ceil(log2 P) times (the ring sends them once).
+        sends them up to ceil(log2 P) times.  With ``ring`` P - 1 messages, but nobody sends anything
+        twice.
         """
         world_size, rank = self.world_size, self.rank
-        blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i
+        blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i; on a ring, to rank - i
+        if ring:
+            source, dest = (rank - 1) % world_size, (rank + 1) % world_size
+            for hop in range(1, world_size):
+                most = capacities[(rank - hop) % world_size]
+                receiving = self.irecv(source, most, phase, framing)
+                sending = self.isend(blocks[-1], dest, phase, framing)
+                blocks.append(await receiving)
+                await sending
+            return [blocks[(rank - r) % world_size] for r in range(world_size)]
         for skip, count in reversed(list(rounds(world_size))):
             around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
             outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
@@ -251,20 +257,6 @@ class Communicator(ABC):
             blocks += expected.cut(await receiving)
             await sending
         return [blocks[(r - rank) % world_size] for r in range(world_size)]
-
-    async def ring_allgatherv(
-        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
-    ) -> list[Tensor]:
-        """Do as ``allgatherv``, on a ring: P - 1 rounds, but nobody sends more than the total."""
-        world_size, rank = self.world_size, self.rank
-        blocks = {rank: payload.to(self.device)}
-        for hop in range(world_size - 1):
-            passing, coming = (rank - hop) % world_size, (rank - hop - 1) % world_size
-            receiving = self.irecv((rank - 1) % world_size, capacities[coming], phase, framing)
-            sending = self.isend(blocks[passing], (rank + 1) % world_size, phase, framing)
-            blocks[coming] = await receiving
-            await sending
-        return [blocks[r] for r in range(world_size)]
 
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
@@ -291,62 +283,3 @@ class Communicator(ABC):
     async def barrier(self) -> None:
         """Return when every rank has called."""
         await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
-
-    async def split(self, color: int, key: int = 0) -> Subgroup:
-        """Form one group per ``color``; ranks inside are ordered by ``(key, rank)``."""
-        mine = torch.tensor([color, key], dtype=torch.int64)
-        entries = [t.tolist() for t in await self.allgather(mine, "split")]
-        members = [r for r in range(self.world_size) if entries[r][0] == color]
-        return Subgroup(self, sorted(members, key=lambda r: (entries[r][1], r)))
-
-
-@final
-class Subgroup(Communicator):
-    """Some ranks of a parent communicator, renumbered; shares its links and its ledger."""
-
-    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
-        if parent.rank not in ranks or len(set(ranks)) != len(ranks):
-            raise ConfigurationError(
-                f"Subgroup: ranks {list(ranks)} must be distinct and contain rank {parent.rank}"
-            )
-        super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
-        self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        self.tag = parent.tag
-
-    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Send through the parent."""
-        return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
-
-    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Receive through the parent."""
-        source = self.ranks[source]
-        return self.parent.channel(self.tag).start_recv(source, capacity, phase, framing)
-
-    @property
-    def now(self) -> float:
-        """Ask the parent."""
-        return self.parent.now
-
-    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account through the parent."""
-        return self.parent.work(nbytes, dense=dense)
-
-
-@final
-class SoloCommunicator(Communicator):
-    """The communicator of a single process without ``torch.distributed``: no peer, no message."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
-
-    def host(self, actor: Actor) -> Host:
-        """Run an actor that nobody writes to."""
-        return SoloHost(actor)
-
-    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: ``isend`` refuses first."""
-        raise AssertionError("a world of one sends nothing")
-
-    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: ``irecv`` refuses first."""
-        raise AssertionError("a world of one receives nothing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 from torch import Tensor
@@ -102,10 +102,7 @@ class Several(Framing):
 
     def parts(self, payload: Tensor) -> Parts:
         """Sum the parts of the messages."""
-        total = Parts()
-        for block in self.cut(payload):
-            total = total + self.framing.parts(block)
-        return total
+        return sum(map(self.framing.parts, self.cut(payload)), Parts())
 
 
 @dataclass
@@ -116,25 +113,20 @@ class Traffic:
     received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
-    parts: Parts = field(default_factory=Parts)  # of what was sent
+    sent_parts: Parts = Parts()
 
-    def add(self, other: Traffic) -> None:
-        """Accumulate another span into this one."""
-        self.sent += other.sent
-        self.received += other.received
-        self.messages_sent += other.messages_sent
-        self.messages_received += other.messages_received
-        self.parts = self.parts + other.parts
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent + other.sent,
+            self.received + other.received,
+            self.messages_sent + other.messages_sent,
+            self.messages_received + other.messages_received,
+            self.sent_parts + other.sent_parts,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers."""
-        return {
-            "sent": self.sent,
-            "received": self.received,
-            "messages_sent": self.messages_sent,
-            "messages_received": self.messages_received,
-            "sent_parts": asdict(self.parts),
-        }
+        return asdict(self)
 
 
 class Ledger:
@@ -164,18 +156,16 @@ class Ledger:
             self.last_step = self.current_step()
             self.sent_max = max(self.sent_max, self.last_step.sent)
             self.received_max = max(self.received_max, self.last_step.received)
-            for phase, traffic in self.phases.items():
-                self._finished.setdefault(phase, Traffic()).add(traffic)
-            self.phases = {}
+            self._finished, self.phases = self.by_phase(), {}
         self.step = step
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
         """Record what this rank sent."""
-        self._of(phase).add(Traffic(sent=nbytes, messages_sent=messages, parts=parts))
+        self._add(phase, Traffic(nbytes, 0, messages, 0, parts))
 
     def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
         """Record what this rank received."""
-        self._of(phase).add(Traffic(received=nbytes, messages_received=messages))
+        self._add(phase, Traffic(0, nbytes, 0, messages))
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
@@ -188,7 +178,7 @@ class Ledger:
     def take(self, other: Ledger) -> None:
         """Add what another one recorded in its current step."""
         for phase, traffic in other.phases.items():
-            self._of(phase).add(traffic)
+            self._add(phase, traffic)
 
     def spent(self, stage: str, seconds: float) -> None:
         """Record time: of the machine, or virtual in the simulator."""
@@ -204,26 +194,18 @@ class Ledger:
 
     def current_step(self) -> Traffic:
         """Sum the current step over its phases."""
-        return _summed(self.phases)
+        return sum(self.phases.values(), Traffic())
 
     def by_phase(self) -> dict[str, Traffic]:
         """Sum the whole run per phase, the current step included."""
-        result: dict[str, Traffic] = {}
-        for phases in (self._finished, self.phases):
-            for phase, traffic in phases.items():
-                result.setdefault(phase, Traffic()).add(traffic)
-        return result
+        whole = dict(self._finished)
+        for phase, traffic in self.phases.items():
+            whole[phase] = whole.get(phase, Traffic()) + traffic
+        return whole
 
     def total(self) -> Traffic:
         """Sum the whole run, the current step included."""
-        return _summed(self.by_phase())
+        return sum(self.by_phase().values(), Traffic())
 
-    def _of(self, phase: str) -> Traffic:
-        return self.phases.setdefault(phase, Traffic())
-
-
-def _summed(phases: dict[str, Traffic]) -> Traffic:
-    result = Traffic()
-    for traffic in phases.values():
-        result.add(traffic)
-    return result
+    def _add(self, phase: str, traffic: Traffic) -> None:
+        self.phases[phase] = self.phases.get(phase, Traffic()) + traffic

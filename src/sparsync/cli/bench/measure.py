@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
-from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import SimCommunicator, Simulation, simulate
 
 __all__ = [

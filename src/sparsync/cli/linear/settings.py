@@ -22,8 +22,9 @@ from sparsync.cli.options import (
     ranks_option,
 )
 from sparsync.errors import ConfigurationError
-from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import Links
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sparsync.cli.launch import on_one_thread
 from sparsync.cli.simulate.gradients import gradients, placed
 from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
 from sparsync.feedback.reducer import Reducer
-from sparsync.transports.communicator import SoloCommunicator
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.ledger import Framing, Several
 from sparsync.transports.sim import Prices, SimCommunicator, Simulation, Weight, simulate
 from sparsync.units import Slot, Unit

@@ -113,27 +113,22 @@ class SimCommunicator(Communicator):
         return receive
 
     async def allgatherv(
-        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
+        self,
+        payload: Tensor,
+        capacities: Sequence[int],
+        phase: str,
+        framing: Framing,
+        *,
+        ring: bool = False,
     ) -> list[Tensor]:
-        """Collect one message per rank; this rank packs its own alone."""
-        packed = self._with_packed(payload, framing)
-        return await Communicator.allgatherv(packed, payload, capacities, phase, framing)
-
-    async def ring_allgatherv(
-        self, payload: Tensor, capacities: Sequence[int], phase: str, framing: Framing
-    ) -> list[Tensor]:
-        """Collect one message per rank on a ring; this rank packs its own alone."""
-        packed = self._with_packed(payload, framing)
-        return await Communicator.ring_allgatherv(packed, payload, capacities, phase, framing)
-
-    def _with_packed(self, payload: Tensor, framing: Framing) -> SimCommunicator:
-        """Charge one message; return a handle that passes messages on as they are."""
-        if self.prices is None or self.world_size == 1:
-            return self
-        self._pack(payload, self.prices.weigh(payload, framing))
-        handle = copy.copy(self)
-        handle._passes_on = True
-        return handle
+        """Collect one message per rank; this rank packs its own alone, and passes others on."""
+        handle = self
+        if self.prices is not None and self.world_size > 1:
+            self._pack(payload, self.prices.weigh(payload, framing))
+            handle = copy.copy(self)
+            handle._passes_on = True
+        call = super(SimCommunicator, handle).allgatherv
+        return await call(payload, capacities, phase, framing, ring=ring)
 
     def _pack(self, payload: Tensor, weight: Weight) -> None:
         assert self.prices is not None

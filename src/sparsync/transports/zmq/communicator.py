@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.actors import Actor, Host, SoloHost
+from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
+from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import choose_interface, meet
 from sparsync.transports.zmq import mesh as limits

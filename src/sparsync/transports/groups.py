@@ -1,0 +1,98 @@
+"""Ranks of a group as a group of their own, and a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError, DeadlockError
+from sparsync.transports.actors import Actor, Host, Reply
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.ledger import Framing
+
+__all__ = ["SoloCommunicator", "SoloHost", "Subgroup"]
+
+
+@final
+class Subgroup(Communicator):
+    """Some ranks of a parent communicator, renumbered; shares its links and its ledger."""
+
+    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
+        if parent.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise ConfigurationError(
+                f"Subgroup: ranks {list(ranks)} must be distinct and contain rank {parent.rank}"
+            )
+        super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
+        self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
+        self.tag = parent.tag
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send through the parent."""
+        return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive through the parent."""
+        source = self.ranks[source]
+        return self.parent.channel(self.tag).start_recv(source, capacity, phase, framing)
+
+    @property
+    def now(self) -> float:
+        """Ask the parent."""
+        return self.parent.now
+
+    def work(self, nbytes: int, *, dense: bool = False) -> Operation:
+        """Account through the parent."""
+        return self.parent.work(nbytes, dense=dense)
+
+
+@final
+class SoloCommunicator(Communicator):
+    """The communicator of a single process without ``torch.distributed``: no peer, no message."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor that nobody writes to."""
+        return SoloHost(actor)
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Never reached: ``isend`` refuses first."""
+        raise AssertionError("a world of one sends nothing")
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Never reached: ``irecv`` refuses first."""
+        raise AssertionError("a world of one receives nothing")
+
+
+@final
+class SoloHost(Host):
+    """Calls the actor of a world of one at once; nobody writes to it."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, actor: Actor) -> None:
+        actor.host = self
+
+    def send(self, dest: int, payload: Tensor) -> None:
+        """Never reached."""
+        raise AssertionError("a world of one sends nothing")
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call at once."""
+        function()
+
+    def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
+        """Call at once; nothing that comes later could answer."""
+        answers: list[Any] = []
+        function(answers.append)
+        if not answers:
+            raise DeadlockError(f"{where()} waits for itself")
+        return Finished(answers[0])
+
+    def close(self) -> None:
+        """Nothing runs."""

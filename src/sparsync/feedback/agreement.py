@@ -102,10 +102,10 @@ def _layers(reducer: Reducer) -> list[dict[str, Any]]:
             "name": slot.name,
             "size": slot.size,
             "unit": number,
-            "method": "dense" if unit.dense else method,
+            "method": "dense" if unit.dense else selector.method(4 * slot.size),
         }
         for number, (unit, selector) in enumerate(
             zip(reducer.units, reducer.selectors, strict=True)
         )
-        for slot, method in zip(unit.slots, selector.methods(unit.layers), strict=True)
+        for slot in unit.slots
     ]

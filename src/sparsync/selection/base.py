@@ -42,9 +42,9 @@ class Selector(Stateful):
         """Return the selector for a unit of layers of these sizes: itself, unless layers matter."""
         return self
 
-    def methods(self, sizes: Sequence[int]) -> list[str]:
-        """Name the method that is used on every layer of a unit, for statistics."""
-        return [type(self).__name__] * len(sizes)
+    def method(self, size_bytes: int) -> str:
+        """Name the method that is used on a layer of this many bytes, for statistics."""
+        return type(self).__name__
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return which entries to collect in the pass that accumulates, where it costs next to nothing.

@@ -119,8 +119,7 @@ class Sampled(Selector):
         seed: of the samples; the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
-    about k entries.
-    State: ``SampledState``.
+    about k entries.   State: ``SampledState``.
     Differs from the paper: it cuts only where there are far more than k; it has no lower thresholds
     where there are too few, and no ``least``.
 

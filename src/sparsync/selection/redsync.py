@@ -88,7 +88,6 @@ class BinarySearchState:
     served: int = 0  # calls that it has served, the search itself included
 
 
-@final
 class BinarySearch(Selector):
     """Selects what reaches a threshold that k to 2k entries reach, found by bisection.
 
@@ -107,8 +106,7 @@ class BinarySearch(Selector):
         cap: of k, on calls that reuse.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
-    trials; a call that reuses: n comparisons.
-    State: ``BinarySearchState``.
+    trials; a call that reuses: n comparisons.   State: ``BinarySearchState``.
     Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
     k entries lower the upper one (printed: fewer than k/2); exact where ``eps`` ends the search; the cap.
 
@@ -141,7 +139,7 @@ class BinarySearch(Selector):
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
-    ) -> SparseVector:
+    ) -> Vector:
         """Return what reaches the threshold, which is searched for once per period."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
@@ -177,7 +175,7 @@ class BinarySearch(Selector):
 
 
 @final
-class BySize(Selector):
+class BySize(BinarySearch):
     """Selects by the method that suits the bytes of the layer: one instance serves one layer.
 
     ============================  ===============  ===================================
@@ -196,7 +194,7 @@ class BySize(Selector):
         reuse_period: of ``BinarySearch`` (section 5.4: 5).
         cap: of ``BinarySearch``; None: as published.
 
-    Cost: that of the method.   State: that of ``BinarySearch``; the others have none.
+    Cost: that of the method.   State: that of the search; the other methods have none.
     Differs from the paper: the counter of the reuse outlives the call (printed: it is set to 0 in every
     call).
 
@@ -225,40 +223,24 @@ class BySize(Selector):
                 f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
                 f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304"
             )
+        super().__init__(reuse_period=reuse_period, cap=cap)
         self.exact_from, self.trimmed_from, self.search_from = exact_from, trimmed_from, search_from
-        self._search = BinarySearch(reuse_period=reuse_period, cap=cap)
-        self.reuses = self._search.reuses
-
-    @property
-    def state(self) -> Any:
-        """The state of the binary search: no other method has one."""
-        return self._search.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._search.state = state
 
     def method(self, size_bytes: int) -> str:
-        """Return how a layer of this many bytes is selected from, for statistics."""
+        """Name the tier of a layer of this many bytes."""
         if size_bytes < self.exact_from:
             return "dense"
         if size_bytes < self.trimmed_from:
             return "exact"
         return "trimmed" if size_bytes < self.search_from else "binary-search"
 
-    def methods(self, sizes: Sequence[int]) -> list[str]:
-        """Name the tier of every layer, whose elements have 4 bytes."""
-        return [self.method(4 * size) for size in sizes]
-
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
         """Return the choice of the method for the bytes of ``accumulated``."""
         method = self.method(accumulated.numel() * accumulated.element_size())
-        if method == "binary-search":
-            return self._search.select(accumulated, k, step)
-        stateless: Selector = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}[method]()
-        return stateless.select(accumulated, k, step)
+        stateless = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}.get(method)
+        return (stateless() if stateless else super()).select(accumulated, k, step)
 
 
 @dataclass(frozen=True)
@@ -316,12 +298,12 @@ class OneSigned(Selector):
         return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
 
     def for_layers(self, sizes: Sequence[int]) -> OneSigned:
-        """Ask the selector inside."""
+        """Tell the selector inside."""
         return OneSigned(self.selector.for_layers(sizes))
 
-    def methods(self, sizes: Sequence[int]) -> list[str]:
-        """Name those of the selector inside."""
-        return self.selector.methods(sizes)
+    def method(self, size_bytes: int) -> str:
+        """Name that of the selector inside."""
+        return self.selector.method(size_bytes)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
@@ -368,11 +350,11 @@ class Layered(Selector):
 
     def for_layers(self, sizes: Sequence[int]) -> Layered:
         """Return the selector for layers of these sizes."""
-        return Layered(self.make_selector, tuple(sizes))
+        return Layered(self.make_selector, sizes)
 
-    def methods(self, sizes: Sequence[int]) -> list[str]:
-        """Ask every layer's selector."""
-        return [layer.methods([n])[0] for layer, n in zip(self._layers, sizes, strict=True)]
+    def method(self, size_bytes: int) -> str:
+        """Ask a layer's selector: they are alike."""
+        return self._layers[0].method(size_bytes)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None

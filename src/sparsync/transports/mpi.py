@@ -7,7 +7,6 @@ import copy
 import importlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
@@ -17,12 +16,16 @@ from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
-from sparsync.transports.ledger import Framing, Ledger
+from sparsync.transports.ledger import Framing
 
 __all__ = ["MpiCommunicator", "load_mpi"]
 
 _NAP: Final = 0.125  # of the time waited so far, slept between looks: a wait ends at most that late
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only when it is called
+_LINGER: Final = 1.0  # seconds
+# what MPI reduces itself; its max and min of floats may lose a NaN
+_INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS: Final = (torch.float32, torch.float64)
 
 
 def load_mpi() -> Any:
@@ -81,12 +84,13 @@ class MpiCommunicator(Communicator):
             )
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.timeout = check_timeout(timeout)
-        self._session = _Session(mpi, mpi.COMM_NULL, self.rank, self.ledger, self.timeout, spin)
+        self.spin, self.mpi = spin, mpi
+        self.pending: dict[int, _Request] = {}  # MPI reads or writes their buffers until they end
         self._tags = int(comm.Get_attr(mpi.TAG_UB))
-        made, request = comm.Idup()
-        _Request(self._session, 0, "wait for all ranks to connect", lambda: request).wait()
-        made.Set_errhandler(mpi.ERRORS_RETURN)
-        self._session.comm = made
+        # of the library's own: no message meets the caller's.  Null when it is freed
+        self.comm, request = comm.Idup()
+        _Request(self, "wait for all ranks to connect", lambda: request).wait()
+        self.comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     @classmethod
     def over(cls, comm: Communicator, *, timeout: float = 300.0) -> MpiCommunicator:
@@ -145,23 +149,19 @@ class MpiCommunicator(Communicator):
         """Start ``Isend`` from the payload's own memory."""
         if payload.numel() == 0 and not framing.variable:
             return Finished()  # both sides know that there is nothing
-        session, payload = self._session, payload.contiguous()
-        return _Request(
-            session,
-            self.tag,
-            f"send to rank {dest} in phase '{phase}'",
-            lambda: session.comm.Isend([payload.numpy(), session.mpi.BYTE], dest, self.tag),
-        )
+        buffer = [payload.contiguous().numpy(), self.mpi.BYTE]
+        where = f"send to rank {dest} in phase '{phase}'"
+        return _Request(self, where, lambda: self.comm.Isend(buffer, dest, self.tag))
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Start ``Irecv`` into a buffer of ``capacity`` bytes; the message says how long it is."""
         if capacity == 0 and not framing.variable:
             self.ledger.received(phase, 0)
             return Finished(torch.empty(0, dtype=torch.uint8))
-        session, buffer = self._session, torch.empty(capacity, dtype=torch.uint8)
+        buffer = torch.empty(capacity, dtype=torch.uint8)
 
         def finish(status: Any) -> Tensor:
-            length = status.Get_count(session.mpi.BYTE)
+            length = status.Get_count(self.mpi.BYTE)
             if length != capacity and not framing.variable:
                 raise PeerError(
                     f"rank {self.rank}, step {self.ledger.step}: message from rank {source} in phase "
@@ -172,10 +172,9 @@ class MpiCommunicator(Communicator):
             return buffer[:length]
 
         return _Request(
-            session,
-            self.tag,
+            self,
             f"message from rank {source} in phase '{phase}' (at most {capacity} bytes)",
-            lambda: session.comm.Irecv([buffer.numpy(), session.mpi.BYTE], source, self.tag),
+            lambda: self.comm.Irecv([buffer.numpy(), self.mpi.BYTE], source, self.tag),
             finish,
             receiving=True,
         )
@@ -189,20 +188,19 @@ class MpiCommunicator(Communicator):
         to other transports' up to rounding.  MPI's max and min may lose a NaN: of floats they, and
         what MPI has no type for, go point to point.
         """
-        session = self._session
-        mpi, dtype = session.mpi, _native_type(session.mpi, tensor.dtype, op)
-        if dtype is None or self.world_size == 1 or tensor.numel() == 0:
+        native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
+        if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op)
+        mpi = self.mpi
         result = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         buffer, native_op = (
-            [result.numpy(), dtype],
+            result.view(-1).numpy(),
             {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
         )
         await _Request(
-            session,
-            self.tag,
+            self,
             f"allreduce in phase '{phase}'",
-            lambda: session.comm.Iallreduce(mpi.IN_PLACE, buffer, native_op[op]),
+            lambda: self.comm.Iallreduce(mpi.IN_PLACE, buffer, native_op[op]),
             late=True,
         )
         self.ledger.reduced(phase, result, self.world_size)
@@ -210,67 +208,34 @@ class MpiCommunicator(Communicator):
 
     # ---- the end -------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Free the MPI communicator that was duplicated.  MPI itself goes on."""
-        super().close()
-        self._session.close()
-
-
-def _native_type(mpi: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
-    """Return the type by which MPI reduces a dtype; None where its own reduction does not do."""
-    if dtype in (torch.float32, torch.float64):  # its max and min may lose a NaN
-        native = mpi.FLOAT if dtype == torch.float32 else mpi.DOUBLE
-        return native if op == "sum" else None
-    return {
-        torch.uint8: mpi.UINT8_T,
-        torch.int8: mpi.INT8_T,
-        torch.int16: mpi.INT16_T,
-        torch.int32: mpi.INT32_T,
-        torch.int64: mpi.INT64_T,
-    }.get(dtype)
-
-
-@dataclass(eq=False)
-class _Session:
-    """The state that a communicator and its channels share.
-
-    Attributes:
-        mpi: the module ``mpi4py.MPI``.
-        comm: a communicator of the library's own, so that no message meets the caller's.
-        pending: requests that MPI has not ended: it reads or writes their buffers until then.
-    """
-
-    mpi: Any
-    comm: Any
-    rank: int
-    ledger: Ledger
-    timeout: float
-    spin: float
-    pending: dict[int, _Request] = field(default_factory=dict)
-    closed: bool = False
+    @property
+    def closed(self) -> bool:
+        """No more messages."""
+        return bool(self.mpi.Is_finalized()) or self.comm == self.mpi.COMM_NULL
 
     def rest(self, waited: float, left: float) -> None:
         """Let others run between looks; MPI itself would spin, which starves ranks that share cores."""
         nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
         time.sleep(max(nap, 0.0))
 
-    def close(self, linger: float = 1.0) -> None:
-        """Give what was sent ``linger`` seconds to leave, drop the receives, free the communicator."""
-        if self.closed or self.mpi.Is_finalized():
-            self.closed = True
+    def close(self) -> None:
+        """Give what was sent a second to leave, drop the receives, free what was duplicated.
+
+        MPI itself goes on.
+        """
+        super().close()
+        if self.closed:
             return
-        self.closed = True
         for request in list(self.pending.values()):
             request.cancel()
-        until = time.monotonic() + linger
+        until = time.monotonic() + _LINGER
         while self.pending and time.monotonic() < until:
             for request in list(self.pending.values()):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:  # MPI may use their buffers until it ends, so these must not be reused
             atexit.register(list, self.pending.values())
-        if self.comm != self.mpi.COMM_NULL:
-            self.comm.Free()
+        self.comm.Free()
 
 
 @final
@@ -278,8 +243,7 @@ class _Request(Operation):
     """A send, a receive or a collective of MPI.
 
     Args:
-        session: of the communicator.
-        tag: the channel.
+        comm: of its channel.
         where: for errors: "message from rank 3 in phase 'split'".
         start: calls MPI; the request that it returns keeps the buffers.
         finish: takes the status, returns the result; None: there is none.
@@ -291,8 +255,7 @@ class _Request(Operation):
 
     def __init__(
         self,
-        session: _Session,
-        tag: int,
+        comm: MpiCommunicator,
         where: str,
         start: Callable[[], Any],
         finish: Callable[[Any], Tensor] | None = None,
@@ -300,14 +263,14 @@ class _Request(Operation):
         receiving: bool = False,
         late: bool = False,
     ) -> None:
-        if session.closed:
+        if comm.closed:
             raise ConfigurationError(
-                f"rank {session.rank}: this MPI communicator is closed; connect again"
+                f"rank {comm.rank}: this MPI communicator is closed; connect again"
             )
-        self.session, self.tag, self.where = session, tag, where
+        self.comm, self.where = comm, where
         self.start, self.finish, self.receiving = start, finish, receiving
         self.native: Any = None
-        self.status = session.mpi.Status()
+        self.status = comm.mpi.Status()
         self.waiting_since: float | None = None
         if not late:
             self.poll(0.0, begin=True)
@@ -318,11 +281,11 @@ class _Request(Operation):
             self._begin()
         if self._ended() or seconds <= 0:
             return self.done
-        session, now = self.session, time.monotonic()
+        comm, now = self.comm, time.monotonic()
         if self.waiting_since is None:
             self.waiting_since = now
-        deadline = self.waiting_since + session.timeout
-        if any(other.tag != self.tag for other in session.pending.values()):
+        deadline = self.waiting_since + comm.timeout
+        if any(other.comm.tag != comm.tag for other in comm.pending.values()):
             seconds = min(seconds, _LONGEST_NAP)
         until = min(now + seconds, deadline)
         while not self._ended():
@@ -330,17 +293,17 @@ class _Request(Operation):
             if now >= deadline:
                 self.cancel()
                 raise DeadlineError(
-                    f"{self._place} did not complete within {session.timeout:g} s; "
+                    f"{self._place} did not complete within {comm.timeout:g} s; "
                     "is that rank alive? Raise timeout= if it is only slow"
                 )
             if now >= until:
                 break
-            session.rest(now - self.waiting_since, until - now)
+            comm.rest(now - self.waiting_since, until - now)
         return self.done
 
     def wait(self) -> None:
         """Block until done, at most until the deadline."""
-        while not self.poll(self.session.timeout):
+        while not self.poll(self.comm.timeout):
             pass
 
     def cancel(self) -> None:
@@ -353,17 +316,17 @@ class _Request(Operation):
         """See whether MPI is through with the buffers; nobody looks at what arrived."""
         try:
             ended = self.native.Test()
-        except self.session.mpi.Exception:
+        except self.comm.mpi.Exception:
             ended = True
         if ended:
-            self.session.pending.pop(id(self), None)
+            self.comm.pending.pop(id(self), None)
 
     def _begin(self) -> None:
         try:
             self.native = self.start()
-        except self.session.mpi.Exception as error:
+        except self.comm.mpi.Exception as error:
             raise self._failure(error) from error
-        self.session.pending[id(self)] = self
+        self.comm.pending[id(self)] = self
 
     def _ended(self) -> bool:
         if self.done or self.native is None:
@@ -371,17 +334,17 @@ class _Request(Operation):
         try:
             if not self.native.Test(self.status):
                 return False
-        except self.session.mpi.Exception as error:
-            self.session.pending.pop(id(self), None)
+        except self.comm.mpi.Exception as error:
+            self.comm.pending.pop(id(self), None)
             raise self._failure(error) from error
-        self.session.pending.pop(id(self), None)
+        self.comm.pending.pop(id(self), None)
         if self.finish is not None:
             self.result = self.finish(self.status)
         self.done = True
         return True
 
     def _failure(self, error: Any) -> PeerError:
-        if error.Get_error_class() == self.session.mpi.ERR_TRUNCATE:
+        if error.Get_error_class() == self.comm.mpi.ERR_TRUNCATE:
             return PeerError(
                 f"{self._place} is longer than it can be here; do the ranks disagree on size, k, codec "
                 "or version?"
@@ -391,4 +354,4 @@ class _Request(Operation):
 
     @property
     def _place(self) -> str:
-        return f"rank {self.session.rank}, step {self.session.ledger.step}: {self.where}"
+        return f"rank {self.comm.rank}, step {self.comm.ledger.step}: {self.where}"

@@ -14,7 +14,15 @@ from sparsync.errors import PeerError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Raw
 
-__all__ = ["Divergence", "agree", "check_equal_parameters", "digest", "divergences", "heal_"]
+__all__ = [
+    "Divergence",
+    "agree",
+    "check_equal_parameters",
+    "digest",
+    "divergences",
+    "heal_",
+    "tell",
+]
 
 _TEXT_BYTES = 1 << 16  # of a value that others are told
 _NAMED = 3  # ranks whose value is in a message
@@ -47,9 +55,7 @@ async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
 async def _disagreement(
     comm: Communicator, name: str, value: object, others: Sequence[int]
 ) -> PeerError:
-    raw = str(value).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    texts = [_printable(theirs) for theirs in await comm.allgather(mine, "agreement")]
+    texts = await tell(comm, str(value), _TEXT_BYTES, "agreement")
     named = {r: texts[r] for r in (comm.rank, *others[:_NAMED])}
     columns = enumerate(zip_longest(*named.values()))
     first = next((at for at, characters in columns if len(set(characters)) > 1), 0)
@@ -58,17 +64,20 @@ async def _disagreement(
     return PeerError(f"ranks disagree on {name}: {', '.join(said + more)}; give all ranks the same")
 
 
-def _printable(text: Tensor) -> str:
-    """Return one line, and nothing that a terminal obeys: it is from another machine."""
-    said = bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
-    return "".join(c if c.isprintable() else "?" for c in said)
-
-
 def _excerpt(text: str, first: int) -> str:
     """Return what fits in a message, with the first character that differs."""
     start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
     end = start + _SHOWN
     return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
+
+
+async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[str]:
+    """Return the texts of all ranks, cut to a length; nothing in them that a terminal obeys."""
+    raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    everyone = await comm.allgather(mine, phase)
+    texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
+    return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------
@@ -144,7 +153,6 @@ async def check_equal_parameters(
         PeerError: names the first tensor that differs and the ranks that do; on all ranks.
 
     Cost: that of ``digest``; two allgathers, of 8 bytes per tensor in the second.
-
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
@@ -183,16 +191,10 @@ async def heal_(
 ) -> None:
     """Overwrite what differs, in place, by what the majority holds; all ranks call it.
 
-    Raises:
-        PeerError: a tensor has no majority; then nothing is changed.
+    Each has a majority.
 
     Cost: a message of the tensor's bytes for every rank that is healed, all from the majority's lowest.
     """
-    hopeless = [each for each in torn if not each.majority]
-    if hopeless:
-        raise PeerError(
-            f"{hopeless[0]}: nobody can tell which is right; restart from the last checkpoint"
-        )
     for each in torn:
         tensor, source = tensors[each.name].detach(), each.majority[0]
         if comm.rank == source:

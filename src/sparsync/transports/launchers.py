@@ -9,6 +9,7 @@ import gc
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -20,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from sparsync.errors import ConfigurationError, DeadlineError
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
-from sparsync.transports.mpi import MpiCommunicator, load_mpi
+from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.rendezvous import host_of_rank_0
 
 __all__ = [
@@ -208,28 +209,21 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
 
     if here.host is not None and "MASTER_PORT" in os.environ:
         return store(here.host, _number(os.environ, "MASTER_PORT"))
-    if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ and _mpi_knows(here):
-        with MpiCommunicator(timeout=timeout) as comm:  # rank 0's system chooses the port
+    if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ:
+        # where mpi4py is missing, or of another MPI, a scheduler may still tell
+        with suppress(ConfigurationError), connect_mpi(timeout) as comm:
+            # rank 0's system chooses the port
             host = host_of_rank_0(comm)
             served = store(host, 0) if here.rank == 0 else None
             mine = torch.tensor([served.port if served is not None else 0])
             port = int(run(comm.allgather(mine, "port"))[0])
-        return served if served is not None else store(host, port)
+            return served if served is not None else store(host, port)
     if here.host is not None and "SLURM_JOB_ID" in os.environ:
         return store(here.host, slurm_port(os.environ))
     raise ConfigurationError(
         f"rank {here.rank} ({here.launcher}) cannot know where rank 0 listens: set MASTER_ADDR and "
         "MASTER_PORT, or pip install 'sparsync[mpi]' and start with the mpiexec of mpi4py's MPI"
     )
-
-
-def _mpi_knows(here: Placement) -> bool:
-    """Tell whether mpi4py is there and uses the launcher's MPI: else each process is its own world."""
-    try:
-        world = load_mpi().COMM_WORLD
-    except ConfigurationError:
-        return False
-    return bool(world.Get_rank() == here.rank and world.Get_size() == here.world_size)
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:

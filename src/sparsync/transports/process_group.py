@@ -367,7 +367,7 @@ class Groups:
         They meet through the store: gloo would not say which rank is missing.
         """
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
-        card = json.dumps(list(numbers)).encode()
+        card = json.dumps(list(numbers))
         cards = meet(store_of(self.world), rank, size, card, self.timeout, "attach")
         return [json.loads(card) for card in cards]
 

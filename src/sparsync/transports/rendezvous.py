@@ -10,7 +10,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
@@ -20,13 +19,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
 __all__ = ["choose_interface", "host_of_rank_0", "meet", "store_of"]
 
 _PREFIX: Final = "sparsync/meetings"
-_HOST_BYTES: Final = 256  # a host name has at most 255
+_CARD_BYTES: Final = 256  # of what ranks tell each other over a communicator, e.g. a host's name
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -36,23 +36,24 @@ def store_of(group: dist.ProcessGroup | None) -> Store:
 
 
 def meet(
-    store: Store,
+    store: Store | Communicator,
     rank: int,
     world_size: int,
-    card: bytes,
+    card: str,
     timeout: float,
     phase: str = "rendezvous",
-) -> list[bytes]:
+) -> list[str]:
     """Return every rank's card, in rank order; every rank's n-th meeting in a store is the same one.
 
-    Rank 0, which may serve the store, returns when all have read.
-
-    A card is what a rank tells the others, in UTF-8; ``phase`` is named in errors.
+    A card is what a rank tells the others; ``phase`` is named in errors.  Rank 0, which may serve the
+    store, returns when all have read.  Over another communicator of the ranks a card has 256 bytes.
 
     Raises:
         DeadlineError: names the ranks that are missing after ``timeout`` seconds.
         PeerError: the store does not answer.
     """
+    if isinstance(store, Communicator):
+        return run(tell(store, card, _CARD_BYTES, phase))
     deadline = time.monotonic() + timeout
     where = f"rank {rank}, phase '{phase}'"
 
@@ -76,7 +77,7 @@ def meet(
         meeting = store.add(counter, 1)
         keys = [f"{_PREFIX}/{meeting}/{r}" for r in range(world_size)]
         store.set(f"{keys[rank]} arrived", "1")  # stays when the card is withdrawn
-        store.set(keys[rank], card.decode())
+        store.set(keys[rank], card)
         try:
             wait(keys)
         except DeadlineError:
@@ -84,7 +85,7 @@ def meet(
                 store.delete_key(keys[rank])
                 store.add(counter, -1)
             raise
-        cards = [store.get(key) for key in keys]
+        cards = [store.get(key).decode(errors="replace") for key in keys]
         read = [f"{key} read" for key in keys]
         store.set(read[rank], "1")
     except DeadlineError:
@@ -155,8 +156,5 @@ def _host_of(store: Store) -> str | None:
 
 def host_of_rank_0(comm: Communicator) -> str:
     """Return the name of rank 0's host, or the loopback address where all ranks share it."""
-    raw = socket.gethostname().encode().ljust(_HOST_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    everyone = run(comm.allgather(mine, "hosts"))
-    names = [bytes(theirs.tolist()).rstrip(b"\0").decode() for theirs in everyone]
+    names = run(tell(comm, socket.gethostname(), _CARD_BYTES, "hosts"))
     return "127.0.0.1" if len(set(names)) == 1 else names[0]

@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, check_timeout
-from sparsync.transports.driver import Finished, Operation, run
+from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import choose_interface, meet
@@ -29,7 +29,6 @@ from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
-_CARD_BYTES: Final = 256  # fixed, so that an allgather of equal shapes carries it
 _MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
 
 
@@ -96,17 +95,10 @@ class ZmqCommunicator(Communicator):
             "job": secrets.randbits(63),
         }
         try:
-            mesh.connect(*_agreed(self._swap_cards(store, json.dumps(card).encode())))
+            mesh.connect(*_agreed(meet(store, rank, world_size, json.dumps(card), timeout)))
         except BaseException:
             mesh.close()
             raise
-
-    def _swap_cards(self, store: Store | Communicator, card: bytes) -> list[bytes]:
-        """Return the cards of all ranks, in rank order."""
-        if isinstance(store, Communicator):
-            mine = torch.frombuffer(bytearray(card.ljust(_CARD_BYTES)), dtype=torch.uint8)
-            return [bytes(c.tolist()) for c in run(store.allgather(mine, "zmq addresses"))]
-        return meet(store, self.rank, self.world_size, card, self.timeout)
 
     def channel(self, tag: int) -> ZmqCommunicator:
         """Return a handle on the same links and ledger whose messages never meet others'."""
@@ -364,7 +356,7 @@ def _staged(payload: Tensor) -> Tensor:
     return pinned
 
 
-def _agreed(raw: Sequence[bytes]) -> tuple[int, list[str]]:
+def _agreed(raw: Sequence[str]) -> tuple[int, list[str]]:
     """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together."""
     cards = []
     for rank, text in enumerate(raw):

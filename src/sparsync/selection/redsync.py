@@ -88,6 +88,7 @@ class BinarySearchState:
     served: int = 0  # calls that it has served, the search itself included
 
 
+@final
 class BinarySearch(Selector):
     """Selects what reaches a threshold that k to 2k entries reach, found by bisection.
 
@@ -139,7 +140,7 @@ class BinarySearch(Selector):
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
-    ) -> Vector:
+    ) -> SparseVector:
         """Return what reaches the threshold, which is searched for once per period."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
@@ -175,7 +176,7 @@ class BinarySearch(Selector):
 
 
 @final
-class BySize(BinarySearch):
+class BySize(Selector):
     """Selects by the method that suits the bytes of the layer: one instance serves one layer.
 
     ============================  ===============  ===================================
@@ -223,8 +224,18 @@ class BySize(BinarySearch):
                 f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
                 f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304"
             )
-        super().__init__(reuse_period=reuse_period, cap=cap)
+        self._search = BinarySearch(reuse_period=reuse_period, cap=cap)
+        self.reuses = self._search.reuses
         self.exact_from, self.trimmed_from, self.search_from = exact_from, trimmed_from, search_from
+
+    @property
+    def state(self) -> Any:
+        """The state of the binary search: no other method has one."""
+        return self._search.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._search.state = state
 
     def method(self, size_bytes: int) -> str:
         """Name the tier of a layer of this many bytes."""
@@ -239,8 +250,10 @@ class BySize(BinarySearch):
     ) -> Vector:
         """Return the choice of the method for the bytes of ``accumulated``."""
         method = self.method(accumulated.numel() * accumulated.element_size())
-        stateless = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}.get(method)
-        return (stateless() if stateless else super()).select(accumulated, k, step)
+        if method == "binary-search":
+            return self._search.select(accumulated, k, step)
+        stateless: Selector = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}[method]()
+        return stateless.select(accumulated, k, step)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather, Collective
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.selection import Exact, Selector
-from sparsync.transports.communicator import Communicator, SoloCommunicator
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire import Coo
 from sparsync.wire.base import Codec, Encoded
 

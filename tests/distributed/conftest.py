@@ -1,3 +1,22 @@
-"""Tests of this folder may run on every rank."""
+"""Tests of this folder may run on every rank; all ranks are forked from one server, which is warm."""
+
+import multiprocessing
+from multiprocessing import forkserver
+
+import pytest
 
 from tests.on_ranks import together  # noqa: F401
+
+WARM = [
+    "sparsync.testing",
+    "tests.distributed.fault_programs",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_server():
+    multiprocessing.set_forkserver_preload(WARM)
+    forkserver.ensure_running()

@@ -1,36 +1,34 @@
-"""What the ranks of the fault tests do; called in processes that ``fault_server`` has forked."""
+"""What the ranks of the fault tests do; as a script, a rank of a job as users write it."""
 
 import os
+import resource
 import signal
-import threading
+import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
+import torch._dynamo  # takes seconds, and DDP imports it when it is first used: here once for all forks
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import sparsync
 from sparsync.averaging import Wagma
-from sparsync.averaging.base import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.cli.lab import Seat, _run_command
+from sparsync.checkpoint import files
 from sparsync.errors import SparsyncError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import reducer_state
 from sparsync.presets import resolve
 from sparsync.testing.cases import digest
-from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
-from sparsync.transports.process_group import connect_group
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
+from tests.attaching import attach
 
-from .fault_server import listeners
-from .fault_watch import Moment, Watched
+from .fault_jobs import Watched
+from .small_model import flat, model, train
 
 SIZES = {"a": 400, "b": 1, "c": 99}
 STEPS = 4
@@ -38,41 +36,63 @@ DENSITY = 0.1
 OPTIONS = {name: {"balance_trigger": 1.0} for name in ("oktopk", "oktopk-paper")}
 MODEL = 64
 ARRIVE = "arrive"  # before a step's average
-Breakdown = tuple[int, Moment]  # a rank, and when it breaks down
 
 
-def make_reducer(comm: Communicator, algorithm: str, scale: int = 1) -> Reducer:
+def described(error):
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+def equal(a, b):
+    """Compare two saved states, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+# ---- reducing and averaging -----------------------------------------------------------------------
+
+
+def make_reducer(comm, algorithm, scale=1):
     """Two units, so that they share k; xi is measured on every second step."""
     named = [(name, torch.zeros(scale * size)) for name, size in SIZES.items()]
     chosen = resolve(algorithm, **OPTIONS.get(algorithm, {}))
     return Reducer(comm, plan_units(named, 1600 * scale), chosen, DENSITY, xi_period=2)
 
 
-def gradients(reducer: Reducer, step: int) -> list[torch.Tensor]:
+def gradients(reducer, step):
     """Return what this rank adds: large in a place that moves, so that regions are out of balance."""
-    comm = reducer.comm
-    generator = torch.Generator().manual_seed(1000 * step + comm.rank)
+    generator = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = [torch.randn(unit.size, generator=generator) for unit in reducer.units]
     width = drawn[0].numel() // STEPS
     drawn[0][step * width : step * width + width // 2] *= 10
     return drawn
 
 
-def breakdowns(program: Callable[[Watched], Any], ranks: int, turn: int) -> list[Breakdown]:
+def make_averager(name):
+    """A scheme that averages often."""
+    often = {"period": 2, "sync_period": 2, "group_size": 2}
+    return SCHEMES[name](**{k: v for k, v in often.items() if k in options_of(name)})
+
+
+def breakdowns(program, ranks, turn):
     """Return a victim and a moment for every phase of a program, as a simulated run has them.
 
     A phase's first operation, and one in its middle.  Of the steps in which a phase occurs it is the
     last: thresholds and residuals are there by then.  Victims take turns.
     """
 
-    async def counted(comm: Communicator) -> dict[tuple[int, str], int]:
+    async def counted(comm):
         watched = Watched(comm)
         await program(watched)
         return dict(watched.seen)
 
     seen = simulate(counted, ranks).results
     last = {phase: step for step, phase in sorted({place for of in seen for place in of})}
-    found: list[Breakdown] = []
+    found = []
     for phase, step in last.items():
         for middle in (False, True):
             able = [r for r in range(ranks) if seen[r].get((step, phase), 0) > middle]
@@ -83,8 +103,8 @@ def breakdowns(program: Callable[[Watched], Any], ranks: int, turn: int) -> list
     return found
 
 
-def breakdowns_of_preset(name: str, ranks: int) -> list[Breakdown]:
-    async def program(comm: Watched) -> None:
+def breakdowns_of_preset(name, ranks):
+    async def program(comm):
         reducer = make_reducer(comm, name)
         for step in range(STEPS):
             await reducer.reduce(gradients(reducer, step))
@@ -92,8 +112,8 @@ def breakdowns_of_preset(name: str, ranks: int) -> list[Breakdown]:
     return breakdowns(program, ranks, len(name))
 
 
-def breakdowns_of_scheme(name: str, ranks: int) -> list[Breakdown]:
-    async def program(comm: Watched) -> None:
+def breakdowns_of_scheme(name, ranks):
+    async def program(comm):
         averager, vector = make_averager(name), torch.zeros(MODEL)
         await averager.begin(comm, vector, 0)
         for step in range(STEPS):
@@ -105,87 +125,15 @@ def breakdowns_of_scheme(name: str, ranks: int) -> list[Breakdown]:
     return breakdowns(program, ranks, len(name))
 
 
-def make_averager(name: str) -> Averager:
-    """A scheme that averages often."""
-    often = {"period": 2, "sync_period": 2, "group_size": 2}
-    return SCHEMES[name](**{k: v for k, v in often.items() if k in options_of(name)})
-
-
-@dataclass(frozen=True)
-class Seating:
-    """Where a rank is, and what it is to suffer.
-
-    Attributes:
-        tell: sends something to the server at once; first of all the ports that are listened on.
-        rank: this one of ``ranks``.
-        port: of the store.
-        transport: "zmq" or "torch".
-        timeout: seconds that a wait may take.
-        victim: the rank that breaks down, at ``moment``: of a communicator, or a step.
-        how: the name of a signal that it sends itself, or the commands of iproute2 that it runs.
-        seats: of a lab, by rank: namespace and address.
-    """
-
-    tell: Callable[[Any], Any]
-    rank: int
-    ranks: int
-    port: int
-    transport: str
-    timeout: float
-    victim: int = -1
-    moment: Any = None
-    how: Any = "SIGKILL"
-    seats: Any = None
-
-    def connect(self) -> Watched:
-        """Join the group; the victim's communicator knows its moment."""
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-        if self.seats:  # the store stays outside of the lab
-            Seat(*self.seats[self.rank]).enter()
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.ranks,
-            timeout=timedelta(seconds=self.timeout),
-        )
-        comm = connect_group(transport=self.transport, timeout=self.timeout)
-        self.tell(listening())
-        store.set(f"seated {self.rank}", "")  # nobody breaks down while others connect
-        store.wait([f"seated {rank}" for rank in range(self.ranks)])
-        watched = isinstance(self.moment, list) and self.rank == self.victim
-        return Watched(comm, tuple(self.moment) if watched else None, self.break_down)
-
-    def break_down(self) -> None:
-        """Suffer it."""
-        if isinstance(self.how, str):
-            os.kill(os.getpid(), getattr(signal, self.how))
-        else:
-            for command in self.how:
-                _run_command(command, 10.0)
-
-
-def listening() -> list[tuple[int, str]]:
-    """Return the ports that this process listens on, and the inodes of the sockets."""
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # what looked is closed again
-            links.append(str(entry.readlink()))
-    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
-    return [(port, inode) for port, inode in listeners() if inode in inodes]
-
-
-def reduce_steps(algorithm: str, scale: int = 1, **seating: Any) -> dict[str, Any]:
+def reduce_steps(member, algorithm, scale=1):
     """Reduce, step by step, while one rank breaks down."""
-    comm = Seating(**seating).connect()
+    comm = member.connect()
     reducer = make_reducer(comm, algorithm, scale)
-    said: dict[str, Any] = {"error": None, "seconds": []}
+    said = {"error": None, "seconds": []}
     try:
-        for step in range(
-            STEPS + 1
-        ):  # who needed nothing any more of the victim notices in the last
-            before, said["step"] = reducer_state(reducer), step
-            started = time.perf_counter()
+        # who needed nothing any more of the victim notices in the last
+        for step in range(STEPS + 1):
+            before, started = reducer_state(reducer), time.perf_counter()
             averages = run(reducer.reduce(gradients(reducer, step)))
             said["seconds"].append(time.perf_counter() - started)
         said["digest"] = [digest(average) for average in averages]
@@ -193,14 +141,15 @@ def reduce_steps(algorithm: str, scale: int = 1, **seating: Any) -> dict[str, An
         said |= described(error)
         reducer.refuse()
         said["kept"] = equal(before, reducer_state(reducer))
-    return said | ended(comm)
+    comm.close()
+    return said
 
 
-def average_steps(scheme: str, **seating: Any) -> dict[str, Any]:
+def average_steps(member, scheme):
     """Average, step by step, while one rank breaks down."""
-    comm = Seating(**seating).connect()
+    comm = member.connect()
     averager, vector = make_averager(scheme), torch.zeros(MODEL)
-    said: dict[str, Any] = {"error": None, "step": 0}
+    said = {"error": None, "step": 0}
     try:
         run(averager.begin(comm, vector, 0))
         for step in range(STEPS + 2):
@@ -211,50 +160,181 @@ def average_steps(scheme: str, **seating: Any) -> dict[str, Any]:
             time.sleep(0.05)  # an actor's messages come while its rank computes
     except SparsyncError as error:
         said |= described(error)
-    return said | ended(comm)
+    comm.close()
+    return said
 
 
-def average_by_wagma(steps: int, deadline: float, **seating: Any) -> dict[str, Any]:
+def average_by_wagma(member, steps, deadline):
     """Average without waiting for late ranks, while one breaks down before it steps."""
-    seat = Seating(**seating)
-    comm = seat.connect()
-    model = torch.nn.Linear(8, 4)
-    torch.nn.init.zeros_(model.weight)
-    averager = Wagma(model, comm=comm, sync_period=5, deadline=deadline)
+    comm, fault = member.connect(), member.fault
+    net = torch.nn.Linear(8, 4)
+    torch.nn.init.zeros_(net.weight)
+    averager = Wagma(net, comm=comm, sync_period=5, deadline=deadline)
     own = 0
     while averager.steps < steps:
-        if seat.rank == seat.victim and averager.steps == seat.moment:
-            seat.break_down()
+        if member.is_victim and averager.steps == fault.moment:
+            member.break_down()
         time.sleep(0.1)
         with torch.no_grad():
-            model.weight += seat.rank
+            net.weight += member.rank
         averager.step()
         own += 1
     averager.finish()
+    alive = set(range(member.ranks)) - ({fault.victim} if fault.how == "SIGKILL" else set())
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"finished {seat.rank}", "")  # who ends may take back what others have not read
-    alive = set(range(seat.ranks)) - ({seat.victim} if seat.how == "SIGKILL" else set())
-    store.wait([f"finished {rank}" for rank in alive])
-    left_out = [entry[0] for entry in averager.left_out]
-    return {"own": own, "left out": left_out, "weights": model.weight.sum().item()}
-
-
-def ended(comm: Communicator) -> dict[str, Any]:
-    """Close; return the threads that are left."""
+    member.meet(store, "finished", alive)  # who ends may take back what others have not read
     comm.close()
-    return {"threads": [t.name for t in threading.enumerate() if t is not threading.main_thread()]}
+    left_out = [entry[0] for entry in averager.left_out]
+    return {"own": own, "left out": left_out, "weights": net.weight.sum().item()}
 
 
-def described(error: BaseException) -> dict[str, str]:
-    return {"error": type(error).__name__, "text": str(error)}
+# ---- training -------------------------------------------------------------------------------------
+
+AT = 2  # step at which something happens
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Compare two saved states, bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+class Raises(torch.nn.Module):
+    """Raises an error on its way forward or backward, once it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.when = model(), ""
+
+    def forward(self, x):
+        if self.when == "forward":
+            raise ValueError("the model failed going forward")
+        y = self.inner(x)
+        if self.when == "backward":
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, gradient):
+        raise ValueError("the model failed going backward")
+
+
+def attached(fault, net):
+    """Return a model under DDP, and its handle."""
+    ddp = DistributedDataParallel(net)
+    return ddp, attach(ddp, density=0.1, transport=fault.transport, timeout=fault.timeout)
+
+
+def model_raises(member, when):
+    """Train; the model of one rank raises an error."""
+    member.join()
+    ddp, sync = attached(member.fault, Raises())
+    said = {"error": None}
+    try:
+        for step in range(2 * AT):
+            if step == AT and member.is_victim:
+                ddp.module.when = when
+            before = sync.state_dict()
+            train(ddp, range(step, step + 1))
+    except (ValueError, SparsyncError) as error:
+        said = {**described(error), "kept": equal(before, sync.state_dict())}
+    sync.close()
+    return said
+
+
+def full_disk(member, folder, means):
+    """Save; fill the disk of one rank; fail to save; train on; make room, and save again."""
+    member.join()
+    ddp, sync = attached(member.fault, model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    shared = {"model": ddp.module, "optimizer": optimizer}
+    train(ddp, range(AT), optimizer)
+    sparsync.save(sync, folder, **shared)
+    saved = flat(ddp)
+    train(ddp, range(AT, 2 * AT), optimizer)
+    if member.is_victim:
+        fill(folder, means)
+    dist.barrier()
+    started = time.monotonic()
+    try:
+        sparsync.save(sync, folder, **shared)
+        said = {"error": None}
+    except SparsyncError as error:
+        said = described(error)
+    said["seconds"] = time.monotonic() - started
+    dist.barrier()  # every rank has taken its files back
+    said["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt*"))
+    train(ddp, range(2 * AT, 3 * AT), optimizer)
+    reached = flat(ddp)
+    sparsync.load(sync, folder, **shared)
+    said["loaded"] = torch.equal(flat(ddp), saved)
+    train(ddp, range(AT, 3 * AT), optimizer)
+    said["as before"] = torch.equal(flat(ddp), reached)
+    if member.is_victim:
+        make_room(folder, means)
+    dist.barrier()
+    said["saved again"] = sparsync.save(sync, folder, **shared).name
+    sync.close()
+    return said
+
+
+def fill(folder, means):
+    """Leave no room: on the file system itself, or for this process's files."""
+    if means == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        return
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def make_room(folder, means):
+    if means == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    else:
+        (folder / "filler").unlink()
+
+
+def killed_while_saving(member, folder):
+    """Save; train; save, while one rank is killed when its file is written and not yet in place."""
+    member.join()
+    ddp, sync = attached(member.fault, model())
+    train(ddp, range(AT))
+    sparsync.save(sync, folder, model=ddp.module)
+    train(ddp, range(AT, 2 * AT))
+    if member.is_victim:
+        files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    said = {"error": None}
+    try:
+        sparsync.save(sync, folder, model=ddp.module)
+    except SparsyncError as error:
+        said = described(error)
+    sync.close()
+    return said
+
+
+def resume(member, folder):
+    """Load what the last job has left, and compare it with a run that nobody has killed."""
+    member.join()
+    ends = []
+    for loads in (False, True):
+        ddp, sync = attached(member.fault, model(seed=loads))
+        if loads:
+            sparsync.load(sync, folder, model=ddp.module)
+        else:
+            train(ddp, range(AT))
+        steps = sync.stats()["steps"]
+        train(ddp, range(AT, 2 * AT))
+        ends.append(flat(ddp))
+        sync.close()
+    return {"steps": steps, "as if": torch.equal(*ends)}
+
+
+def script(when):
+    """Train like a user: ``when`` the model of rank 1 raises, or "never"; for ever, if it does not."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    ddp = DistributedDataParallel(Raises())
+    attach(ddp, density=0.1, timeout=20)
+    for step in range(10_000_000):
+        if step == AT:
+            sys.stdout.write(f"rank {dist.get_rank()} at step {step}\n")
+            sys.stdout.flush()
+            ddp.module.when = when if dist.get_rank() == 1 else ""
+        train(ddp, range(step, step + 1))
+
+
+if __name__ == "__main__":
+    script(sys.argv[1])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,8 @@ from sparsync.cli.bench.rows import ratios
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
 
+from .commands import run_well, torchrun
+
 pytestmark = pytest.mark.gloo
 
 SETTINGS = BenchSettings(
@@ -19,12 +19,6 @@ SETTINGS = BenchSettings(
 )
 
 COMPARED = ("dense", "allgather", "budgeted", "halving", "oktopk", "topkdsa", "ring", "sparcml")
-
-
-def run(*command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -78,11 +72,10 @@ def test_the_lab_counts_what_crosses_its_links():
 
 @pytest.mark.slow
 def test_the_command_under_a_launcher(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--transport", "torch", "--collectives", "oktopk", "--size", "5000", "--steps", "2"]
-    out = run(*launcher, "sparsync", "bench", *options, "--json", f"{tmp_path}/b.json")
-    assert (
-        sum("oktopk" in line for line in out.splitlines()) == 3
-    )  # only rank 0 prints: three tables
+    written = ["--json", f"{tmp_path}/b.json"]
+    out = run_well(*torchrun(2), "-m", "sparsync", "bench", *options, *written)
+    # only rank 0 prints: three tables
+    assert sum("oktopk" in line for line in out.splitlines()) == 3
     (row,) = json.loads((tmp_path / "b.json").read_text())
     assert (row["ranks"], row["transport"], row["wrong"]) == (2, "torch", 0)

@@ -7,10 +7,9 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
-from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -20,9 +19,10 @@ import sparsync
 from sparsync.errors import CheckpointError
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
+from .commands import ROOT, end, start, torchrun
 from .small_model import flat
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 SETTINGS = {"density": 0.1, "transport": sparsync.Transport(timeout=30)}
 BOTH_RANKS = ["sparsync-rank-0-of-2.pt", "sparsync-rank-1-of-2.pt"]
 TORN = ["was saved with other weights", "from another checkpoint"]
@@ -415,25 +415,42 @@ def test_transformers_skips_an_overflow(folder):
 # ---- examples and imports -------------------------------------------------------------------------
 
 
-def example(name, folder, *more):
-    """Run an example on two ranks; return its last line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [EXAMPLES / f"train_{name}.py", "--folder", folder, *more]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert process.returncode == 0, process.stderr
-    assert "sparsync" not in process.stderr, process.stderr  # no warning of ours
-    return process.stdout.splitlines()[-1]
+def example(name, ranks, *options):
+    """Run an example; return its last line."""
+    process = start(*torchrun(ranks), EXAMPLES / f"train_{name}.py", *options, stderr=PIPE)
+    out, err = end(process, 240)
+    assert process.returncode == 0, err[-3000:]
+    assert "sparsync" not in err, err  # no warning of ours
+    said = out.splitlines()[-1]
+    before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", said).groups())
+    return said, after / before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
 def test_the_example_learns_and_resumes_in_new_processes(name, tmp_path):
-    through, again = example(name, tmp_path), example(name, tmp_path, "--resume")
-    before, after = re.search(r"loss ([\d.]+) -> ([\d.]+)", through).groups()
-    assert float(after) < 0.9 * float(before)
+    options = ("--folder", tmp_path)
+    through, ratio = example(name, 2, *options)
+    again, _ = example(name, 2, *options, "--resume")
+    assert ratio < 0.9, through
     weights = r"2 ranks, 40 steps.*weights (\w{16})$"
     assert re.search(weights, through)[1] == re.search(weights, again)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("fsdp", [], "2 replicas x 2 shards"),
+        ("fsdp", ["--ddp"], "2 replicas x 2 shards"),
+        ("pipeline", ["--schedule", "1f1b"], "2 replicas x 2 stages"),
+        ("tensor_parallel", [], "2 replicas x 2 tensor-parallel ranks"),
+    ],
+)
+def test_the_example_of_a_divided_model_learns(name, options, shape):
+    said, ratio = example(name, 4, "--steps", "25", "--timeout", "60", *options)
+    assert ratio < 0.8, said
+    assert said.startswith(f"{shape}, 25 steps") and said.endswith("replicas equal: True"), said
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])

@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +27,9 @@ from sparsync.transports.sim import simulate
 from tests.contracts.table import CALLS, OTHERS, exercise
 from tests.on_ranks import gathered, on_ranks, refused
 
+from .commands import ROOT, run_well
 from .test_transports import check_algorithm, check_calls
 
-ROOT = Path(__file__).parents[2]
 RANKS = 4
 RAW = Raw("value")
 
@@ -206,17 +205,11 @@ def test_a_rank_that_fails_ends_the_job(dies):
         assert lines[1] == "rank 1: ConfigurationError: this one does not want to"
 
 
-def start(*command):
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_command_starts_mpiexec_itself(tmp_path):
     options = ["--transport", "mpi", "--ranks", "2", "--collectives", "dense,oktopk"]
     more = ["--size", "5000", "--steps", "2", "--warmup", "1", "--json", f"{tmp_path}/b.json"]
-    start(sys.executable, "-m", "sparsync", "bench", *options, *more)
+    run_well("-m", "sparsync", "bench", *options, *more)
     rows = json.loads((tmp_path / "b.json").read_text())
     assert [(r["collective"], r["ranks"], r["transport"], r["wrong"]) for r in rows] == [
         ("dense", 2, "mpi", 0),
@@ -227,7 +220,8 @@ def test_the_command_starts_mpiexec_itself(tmp_path):
 def test_arrays_and_ddp_under_mpiexec():
     program = [sys.executable, "-m", "tests.distributed.test_mpi"]
     example = ["examples/train_ddp.py", "--transport", "mpi", "--steps", "15"]
-    out = start(*mpiexec_command(2), *program, *example)
+    command = [*mpiexec_command(2), *program, *example]
+    out = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
     found = re.search(r"^2 ranks, 15 steps: loss ([\d.]+) -> ([\d.]+),.*equal: (\w+)$", out, re.M)
     assert found, out
     assert float(found[2]) < 0.9 * float(found[1]) and found[3] == "True"

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -16,51 +15,18 @@ from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 
+from .commands import run, run_well, torchrun
+
 pytestmark = pytest.mark.gloo
 
 SMALL = ("--layers", "1", "--width", "64")
 
 
-def run(*command):
-    """Run a command in a process group of its own; nothing of it may be left when it returns."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=300)
-        assert_ended(process.pid)
-    finally:
-        if group_is_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, out, err
-
-
-def group_is_alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def assert_ended(group, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while group_is_alive(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not group_is_alive(group), "processes were left running"
-
-
 def test_two_algorithms_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--algorithm", "dense,oktopk", "--ranks", "2", "--steps", "3"]
-    options += ["--layers", "1", "--width", "64"]
     files = ["--json", f"{tmp_path}/new/t.json", "--plot", f"{tmp_path}/new/loss.png"]
-    code, out, err = run("-m", "sparsync", "train", *options, *files)
-    assert code == 0, err
+    out = run_well("-m", "sparsync", "train", *options, *SMALL, *files)
     assert "dense" in out and "oktopk" in out and "bit-identical" in out
 
     dense, sparse = json.loads((tmp_path / "new" / "t.json").read_text())
@@ -82,11 +48,9 @@ def test_two_algorithms_are_compared(tmp_path):
 
 @pytest.mark.slow
 def test_the_same_command_under_a_launcher(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--algorithm", "oktopk", "--steps", "2", "--json", f"{tmp_path}/t.json"]
     options += ["--workload", "digits", "--nesterov", "--weight-decay", "1e-4"]
-    code, out, err = run(*launcher, "sparsync", "train", *options)
-    assert code == 0, err
+    out = run_well(*torchrun(2), "-m", "sparsync", "train", *options)
     assert out.count("bit-identical") == 1  # only rank 0 prints
     result = json.loads((tmp_path / "t.json").read_text())
     assert (result["ranks"], result["algorithm"]) == (2, "oktopk")
@@ -142,8 +106,7 @@ def test_a_training_in_the_lab(tmp_path):
         pytest.skip(str(error))
     options = ["--algorithm", "dense,oktopk", "--ranks", "2", "--steps", "3", "--lab", "200mbit"]
     more = [*SMALL, "--transport", "torch", "--json", f"{tmp_path}/t.json"]
-    code, out, err = run("-m", "sparsync", "train", *options, *more)
-    assert code == 0, err
+    out = run_well("-m", "sparsync", "train", *options, *more)
     assert "on links of 200 Mbit/s" in out
     for result in json.loads((tmp_path / "t.json").read_text()):
         assert result["lab"] == 200e6 and result["replicas_equal"] is True
@@ -185,8 +148,7 @@ def test_an_interrupt_ends_all():
 def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
     options = ["--algorithm", "dense,allreduce,local", "--period", "2", "--workload", "digits"]
     more = ["--ranks", "2", "--steps", "5", "--delay", "persistent:1:0.2"]
-    code, out, err = run("-m", "sparsync", "train", *options, *more, "--json", f"{tmp_path}/t.json")
-    assert code == 0, err
+    out = run_well("-m", "sparsync", "train", *options, *more, "--json", f"{tmp_path}/t.json")
     assert "delay persistent:1:0.2" in out and "bit-identical" in out
     dense, every, local = json.loads((tmp_path / "t.json").read_text())
     assert dense["options"] is None

@@ -1,4 +1,4 @@
-"""``attach`` with DDP, on three ranks of gloo and ZeroMQ."""
+"""``attach`` with DDP, and updates of local optimizers, on three ranks of gloo and ZeroMQ."""
 
 import gc
 import os
@@ -9,22 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Correction
+from sparsync import Correction, LocalAdamW, OuterStep
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
-from sparsync_papers.optimizers import UpdateSpaceSGD
+from sparsync_papers.optimizers import UpdateSpaceAdamW, UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import (
     all_refuse_what_is_not_finite,
     attach,
     attached,
+    backward,
     batch,
     ddp_model,
     flat,
-    flat_gradient,
     model,
     resumes_exactly,
     train,
@@ -32,69 +31,11 @@ from .small_model import (
 
 
 @on_ranks(3)
-def test_every_ddp_setting_gives_the_same_training():
-    """With one unit they agree bit for bit."""
-    ends = []
-    for options in (
-        {},
-        {"bucket_cap_mb": 0.001},
-        {"bucket_cap_mb": 100},
-        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
-        {"static_graph": True, "bucket_cap_mb": 0.001},
-        {"find_unused_parameters": True},
-    ):
-        ddp = ddp_model(**options)
-        with attached(ddp):
-            train(ddp, range(6))
-        ends.append(flat(ddp))
-        assert torch.equal(ends[-1], ends[0]), options
-    assert same_everywhere(ends[0])
-
-
-class Branching(torch.nn.Module):
-    """Uses ``rare`` only when told to."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.always = torch.nn.Linear(20, 5)
-        self.rare = torch.nn.Linear(20, 5)
-
-    def forward(self, x, *, rare):
-        return self.always(x) + (self.rare(x) if rare else 0.0)
-
-
-@on_ranks(3)
-def test_unused_parameters_lose_nothing():
-    """What waits for a parameter that no rank uses is delivered, and reaches its gradient."""
-    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True)
-    world_size, delivered = dist.get_world_size(), 0.0
-    with attached(ddp, density=0.05) as sync:
-        x, y = batch(0)
-        (ddp(x, rare=True) - y).pow(2).mean().backward()  # leaves residual on ``rare``
-        for step in range(1, 30):
-            sums = [sync.reducer.residuals[0].value.clone()]
-            ddp.zero_grad()
-            x, y = batch(step)
-            (0.01 * (ddp(x, rare=False) - y).pow(2).mean()).backward()
-            sums.append(sync.reducer.residuals[0].value)
-            both = torch.stack(sums)
-            dist.all_reduce(both)
-            before, after = both[:, 105:210]  # the elements of ``rare``
-            average = flat_gradient(ddp.module.rare)
-            assert torch.allclose(before, after + world_size * average, atol=1e-5)
-            delivered += float(average.abs().sum())
-    assert delivered > 0
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("algorithm", ["oktopk", "allgather"])
-def test_resume_is_exact_with_other_buckets(algorithm):
-    options = {} if algorithm == "allgather" else {"threshold_period": 4}
-
+def test_resume_is_exact_with_other_buckets():
     def make(seed):
-        ddp = ddp_model(seed, bucket_cap_mb=0.001 if seed else 25)
-        return ddp, attach(ddp, algorithm, **options)
+        views = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True} if seed else {}
+        ddp = ddp_model(seed, **views)
+        return ddp, attach(ddp, threshold_period=4)
 
     resumes_exactly(make)
 
@@ -110,34 +51,6 @@ def test_nonfinite_gradients_are_refused_collectively():
         return ddp.register_forward_pre_hook(lambda module, inputs: inputs[0] * factor)
 
     all_refuse_what_is_not_finite(make, "0.weight", poison)
-
-
-@on_ranks(3)
-def test_update_space_is_algorithm_2():
-    """To the letter, against a dense simulation of it in this process."""
-    net = model()
-    optimizer = UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
-    reference, residual = model(), torch.zeros(flat(net).numel())
-    k = optimizer.reducer.units[0].entries(0.1)
-    for step in range(5):
-        lr = 0.1 / (step + 1)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        x, y = batch(step)
-        for module in (net, reference):
-            module.zero_grad()
-            (module(x) - y).pow(2).mean().backward()
-        optimizer.step()
-        accumulated = residual + lr * torch.cat([p.grad.flatten() for p in reference.parameters()])
-        chosen = accumulated.abs().topk(k).indices
-        sent = torch.zeros_like(accumulated)
-        sent[chosen] = accumulated[chosen]
-        residual = accumulated - sent
-        total = sum(gathered(sent))
-        updated = flat(reference) - total / dist.get_world_size()
-        torch.nn.utils.vector_to_parameters(updated, reference.parameters())
-    assert torch.allclose(flat(net), flat(reference), atol=1e-7)
-    assert same_everywhere(flat(net))
 
 
 @on_ranks(3)
@@ -244,6 +157,85 @@ def test_attach_refuses():
     ddp = ddp_model()
     with attached(ddp), refused("already", "freshly wrapped"):
         attach(ddp)
+
+
+# ---- updates of local optimizers -------------------------------------------------------------------
+
+
+def step_of(net, optimizer, step):
+    net.zero_grad()
+    backward(net, step)
+    optimizer.step()
+
+
+@on_ranks(3)
+def test_different_initial_weights_are_named():
+    local = OuterStep(model(seed=dist.get_rank() % 2), period=1)
+    with refused("the initial values of", error=PeerError):
+        local.step()
+
+
+@on_ranks(3)
+def test_update_space_is_algorithm_2():
+    """To the letter, against a dense simulation of it in this process."""
+    net = model()
+    optimizer = UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
+    reference, residual = model(), torch.zeros(flat(net).numel())
+    k = optimizer.reducer.units[0].entries(0.1)
+    for step in range(5):
+        lr = 0.1 / (step + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = batch(step)
+        for module in (net, reference):
+            module.zero_grad()
+            (module(x) - y).pow(2).mean().backward()
+        optimizer.step()
+        accumulated = residual + lr * torch.cat([p.grad.flatten() for p in reference.parameters()])
+        chosen = accumulated.abs().topk(k).indices
+        sent = torch.zeros_like(accumulated)
+        sent[chosen] = accumulated[chosen]
+        residual = accumulated - sent
+        total = sum(gathered(sent))
+        updated = flat(reference) - total / dist.get_world_size()
+        torch.nn.utils.vector_to_parameters(updated, reference.parameters())
+    assert torch.allclose(flat(net), flat(reference), atol=1e-7)
+    assert same_everywhere(flat(net))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("algorithm", "period"), [("signs", 3), ("budgeted", 1), ("oktopk", 2)])
+def test_replicas_are_equal_where_they_should_be(algorithm, period):
+    """And only there; that resuming is exact, ``test_recovery`` shows."""
+    net = model()
+    optimizer = LocalAdamW(net.parameters(), 3, lr=0.01)
+    local = OuterStep(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
+    for step in range(14):
+        step_of(net, optimizer, step)
+        local.step()
+    own = flat(net)
+    assert not same_everywhere(own)
+    with local.shared():
+        shared = flat(net)
+    assert same_everywhere(shared) and not torch.equal(own, shared)
+    local.finish()
+    assert same_everywhere(flat(net))
+    assert torch.allclose(flat(net), torch.stack(gathered(own)).mean(0), atol=1e-6)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("moment", ["local", "frozen", "refreshed"])
+def test_update_space_adam_keeps_replicas_equal(moment):
+    net = model()
+    optimizer = UpdateSpaceAdamW(
+        net, 0.01, density=0.1, second_moment=moment, refresh_period=3, warmup_steps=2
+    )
+    for step in range(8):
+        step_of(net, optimizer, step)
+    assert same_everywhere(flat(net))
+    squares = torch.cat([state["exp_avg_sq"].flatten() for state in optimizer.state.values()])
+    # step 8 = 2 + 2 * 3: refreshed a moment ago
+    assert same_everywhere(squares) == (moment != "local")
 
 
 # ---- something is wrong with another rank ----------------------------------------------------------

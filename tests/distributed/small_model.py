@@ -106,6 +106,29 @@ def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: An
     return state
 
 
+def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
+    """With fixed weights: sum of averages + mean of what two replicas keep == sum of dense averages."""
+    wanted, got = (torch.zeros(flat(net).numel()) for _ in range(2))
+    for step in range(5):
+        for module, into in ((dense, wanted), (net, got)):
+            module.zero_grad()
+            backward(module, step)
+            into += flat_gradient(module)
+    state, left = sync.state_dict(), {}
+    for name, parameter in getattr(net, "module", net).named_parameters():  # of DDP, or itself
+        left[name] = torch.zeros(parameter.shape)
+        if piece := state["pieces"].get(name):
+            ends = zip(piece["offset"], piece["size"], strict=True)
+            place = tuple(slice(offset, offset + size) for offset, size in ends)
+            part = left[name].view(piece["shape"])[place]
+            part += state["residual"][name].view(part.shape)
+    kept = torch.cat([value.flatten() for value in left.values()])
+    dist.all_reduce(kept)
+    assert not torch.allclose(got, wanted, atol=1e-5)
+    assert torch.allclose(got + kept / 2, wanted, atol=1e-5)
+    sync.close()
+
+
 def all_refuse_what_is_not_finite(
     make: Make, name: str, poison: Callable[[Any], Any], backward: Any = backward
 ) -> None:

@@ -25,10 +25,10 @@ from .small_model import (
     backward,
     ddp_model,
     flat,
-    flat_gradient,
     model,
     residuals,
     resumes_exactly,
+    the_law_holds,
     train,
 )
 
@@ -76,24 +76,8 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options, everythi
 
 @on_ranks(4)
 def test_the_law_holds_over_nodes():
-    """With fixed weights: sum of averages + mean of what is left == sum of dense averages."""
-    dense, (ddp, sync) = ddp_model(), on_nodes(density=0.05, algorithm="budgeted")
-    wanted, got, left = (torch.zeros(flat(ddp).numel()) for _ in range(3))
-    for step in range(5):
-        for net, into in ((dense, wanted), (ddp, got)):
-            net.zero_grad()
-            backward(net, step)
-            into += flat_gradient(net)
-    state, start = sync.state_dict(), 0
-    for name, parameter in ddp.module.named_parameters():
-        if piece := state["pieces"].get(name):
-            first = start + piece["offset"][0]
-            left[first : first + piece["size"][0]] = state["residual"][name]
-        start += parameter.numel()
-    dist.all_reduce(left)  # each rank of a node holds its own part: their sum over two nodes
-    assert not torch.allclose(got, wanted, atol=1e-5)
-    assert torch.allclose(got + left / 2, wanted, atol=1e-5)
-    sync.close()
+    ddp, sync = on_nodes(density=0.05, algorithm="budgeted")
+    the_law_holds(ddp, sync, ddp_model(), backward)
 
 
 @on_ranks(4)
@@ -183,13 +167,13 @@ def test_the_sentinel_is_heard_on_all_ranks(make, policy):
     sync.close()
 
 
-@pytest.mark.slow
 @on_ranks(4)
-def test_a_node_that_fails_is_heard_of():
+@pytest.mark.parametrize("make", [pytest.param(on_nodes, marks=pytest.mark.slow), shards])
+def test_a_part_that_fails_is_heard_of(make):
     """The exchange of rank 0's first unit fails while gradients of others are still to come."""
-    ddp, sync = on_nodes()
-    train(ddp, range(3))
-    exchange = sync.reducer.exchange
+    net, sync = make(unit_bytes=700)
+    train(net, range(3))
+    before, exchange = residuals(sync), sync.reducer.exchange
     part = dist.get_rank() % 2  # ranks 0 and 2, of which neither waits for the other, fail
 
     async def failing(unit):
@@ -198,16 +182,17 @@ def test_a_node_that_fails_is_heard_of():
     if part == 0:
         sync.reducer.exchange = failing
     # by then the first exchange has failed
-    hook = ddp.module[2].weight.register_hook(lambda gradient: time.sleep(0.3))
+    hook = list(net.parameters())[2].register_hook(lambda gradient: time.sleep(0.3))
     started = time.monotonic()
     said = ["the other node is gone", "the exchange of part 0 of this replica failed"]
     with refused(said[part], error=PeerError):
-        train(ddp, range(3, 4))
+        train(net, range(3, 4))
     assert time.monotonic() - started < 15, "waited for the timeout of 30 s"
     hook.remove()
     sync.reducer.exchange = exchange
-    train(ddp, range(4, 6))
-    assert same_everywhere(flat(ddp)) and sync.stats()["steps"] == 5
+    assert all(map(torch.equal, before, residuals(sync)))
+    train(net, range(4, 6))
+    assert same_everywhere(flat(net)) and sync.stats()["steps"] == 5
     sync.close()
 
 

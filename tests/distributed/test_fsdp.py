@@ -91,6 +91,19 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
 
 
 @on_ranks(4)
+def test_one_shard_is_plain_data_parallelism():
+    """With the same units, bit for bit."""
+    mesh = grid(4, 1)
+    ddp, net = DistributedDataParallel(Net()), sharded(mesh)
+    syncs = [small_model.attach(ddp), attach(net, mesh)]
+    for model in (ddp, net):
+        train(model, range(6), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert torch.equal(flat(ddp), flat(net))
+    for sync in syncs:
+        sync.close()
+
+
+@on_ranks(4)
 def test_the_law_holds_over_shards_and_replicas():
     mesh, dense = grid(), DistributedDataParallel(Net())
     net = sharded(mesh)

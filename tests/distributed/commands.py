@@ -14,12 +14,15 @@ def torchrun(ranks):
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def start(*command, **options):
-    """Start Python with these arguments; its output is one stream, unless told otherwise."""
+def start(*command, before=(), **options):
+    """Start Python with these arguments; its output is one stream, unless told otherwise.
+
+    ``before`` is a command that is to start it.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
     return subprocess.Popen(
-        [sys.executable, *map(str, command)],
+        [*before, sys.executable, *map(str, command)],
         cwd=ROOT,
         text=True,
         env={**environment, "HF_HUB_OFFLINE": "1"},

@@ -3,18 +3,16 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
+from .commands import ROOT, start
+
 pytestmark = pytest.mark.gloo
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # a restart waits for heartbeats that have stopped, and four ranks share two cores
 
 
@@ -27,24 +25,15 @@ def agent(number, port, folder, log):
         "--rdzv-conf=is_host=false,last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5",
     ]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=3:4", "--nproc-per-node=1"),
-        *("--max-restarts=3", "--monitor-interval=0.1", "--local-addr=127.0.0.1", *rendezvous),
-        *(str(ROOT / "examples" / "elastic.py"), f"--folder={folder}"),
+        *("-m", "torch.distributed.run", "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=3"),
+        *("--monitor-interval=0.1", "--local-addr=127.0.0.1", *rendezvous),
+        *(ROOT / "examples" / "elastic.py", f"--folder={folder}"),
         *("--steps=50", "--save-every=10", "--crash=25", "--timeout=60"),
     ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a new one per round: its holder may have died
-    }
     with (log / f"agent-{number}.txt").open("w") as output:
-        return subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        # a new store per round: the holder of a shared one may have died
+        apart = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+        return start(*command, before=apart, stdout=output)
 
 
 def finish(agents):

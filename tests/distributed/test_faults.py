@@ -28,7 +28,7 @@ from . import fault_programs as programs
 from .commands import end, start, torchrun
 from .fault_jobs import Fault, run
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
-from .test_lab import refusal
+from .test_lab import IN_THE_LAB
 
 pytestmark = pytest.mark.gloo
 
@@ -260,8 +260,6 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
 
 
 # ---- links ----------------------------------------------------------------------------------------
-
-IN_THE_LAB = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
 
 def in_the_lab(transport, how, timeout, scale):

@@ -1,5 +1,7 @@
 """The lab for real: bytes cross it, its rates are met, and nothing is left of it."""
 
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,8 +17,7 @@ from sparsync.cli.launch import RankError, launch
 from sparsync.errors import ConfigurationError
 
 from . import lab_programs as programs
-
-ROOT = Path(__file__).parents[2]
+from .commands import end, start
 
 
 def refusal() -> str:
@@ -30,7 +31,8 @@ def refusal() -> str:
     return "" if kernel._may_create() else "the kernel allows no network namespaces to this user"
 
 
-pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(refusal()), reason=refusal())]
+IN_THE_LAB = pytest.mark.skipif(bool(refusal()), reason=refusal())
+pytestmark = [pytest.mark.gloo, IN_THE_LAB]
 
 
 def interfaces() -> list[str]:
@@ -169,21 +171,65 @@ def test_a_lab_that_cannot_be_built_leaves_nothing(monkeypatch):
     ],
 )
 def test_nothing_is_left_after_a_signal(number, tmp_path):
-    command = [sys.executable, "-m", "tests.distributed.lab_programs", "parent", str(tmp_path)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            deadline = time.monotonic() + 60
-            ranks = [tmp_path / "rank0", tmp_path / "rank1"]
-            while not all(file.exists() and file.read_text() for file in ranks):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            inodes = [int(word) for word in (tmp_path / "namespaces").read_text().split()]
-            assert len(inodes) == 3 and all(programs.holders(inode) for inode in inodes)
-            process.send_signal(number)
-            assert process.wait(30) != 0
-        finally:
-            process.kill()
+    process = start("-m", programs.__name__, "parent", tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        ranks = [tmp_path / "rank0", tmp_path / "rank1"]
+        while not all(file.exists() and file.read_text() for file in ranks):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        inodes = [int(word) for word in (tmp_path / "namespaces").read_text().split()]
+        assert len(inodes) == 3 and all(programs.holders(inode) for inode in inodes)
+        process.send_signal(number)
+        end(process)
+        assert process.returncode != 0
+    finally:
+        process.kill()
     assert gone(inodes) == []
     assert not [file.name for file in ranks if programs.runs(file.read_text())]
+
+
+# ---- of a user who is not root: inside a user namespace, or one clear line ------------------------
+
+PROGRAM = ["-m", programs.__name__, "unprivileged"]
+# root with no capability but the one to map itself is as ordinary as any user; it may read this
+# installation, which others perhaps may not
+DROPPED = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
+DROP = DROPPED if os.geteuid() == 0 else []
+FORBID = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {" ".join(DROPPED)} "$@"'
+
+
+def may_have_user_namespaces():
+    if not (shutil.which("setpriv") and shutil.which("unshare")):
+        return False
+    trial = [*DROP, "unshare", "-Urn", "true"]
+    return subprocess.run(trial, capture_output=True, timeout=30).returncode == 0
+
+
+AS_USER = pytest.mark.skipif(
+    not may_have_user_namespaces(), reason="no setpriv or unshare, or no user namespaces"
+)
+
+
+@pytest.mark.slow
+@AS_USER
+def test_an_ordinary_user_gets_a_user_namespace():
+    process = start(*PROGRAM, before=DROP, stderr=subprocess.PIPE)
+    out, err = end(process, 120)
+    assert process.returncode == 0, err
+    pid, user, sent, first, second = out.split()
+    assert int(pid) == process.pid  # the same process: executed again, not started
+    assert int(user) != Path("/proc/self/ns/user").stat().st_ino
+    assert int(sent) >= 400_000
+    assert (first, second) == ("10.77.0.1", "10.77.0.2")
+
+
+@AS_USER
+def test_where_the_kernel_allows_neither_there_is_one_line():
+    before = ["unshare", "-Ur", "sh", "-c", FORBID, "sh"]
+    process = start(*PROGRAM, before=before, stderr=subprocess.PIPE)
+    out, err = end(process, 120)
+    assert process.returncode == 1 and out == ""
+    line = err.splitlines()[-1]
+    assert "ConfigurationError: lab: this process may not make network namespaces (" in line
+    assert "run as root" in line

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import time
 
@@ -27,7 +26,7 @@ from sparsync.transports.sim import simulate
 from tests.contracts.table import CALLS, OTHERS, exercise
 from tests.on_ranks import gathered, on_ranks, refused
 
-from .commands import ROOT, run_well
+from .commands import end, run_well, start
 from .test_transports import check_algorithm, check_calls
 
 RANKS = 4
@@ -218,10 +217,9 @@ def test_the_command_starts_mpiexec_itself(tmp_path):
 
 
 def test_arrays_and_ddp_under_mpiexec():
-    program = [sys.executable, "-m", "tests.distributed.test_mpi"]
     example = ["examples/train_ddp.py", "--transport", "mpi", "--steps", "15"]
-    command = [*mpiexec_command(2), *program, *example]
-    out = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
+    program = ["-m", "tests.distributed.test_mpi", *example]
+    out, _ = end(start(*program, before=mpiexec_command(2)))
     found = re.search(r"^2 ranks, 15 steps: loss ([\d.]+) -> ([\d.]+),.*equal: (\w+)$", out, re.M)
     assert found, out
     assert float(found[2]) < 0.9 * float(found[1]) and found[3] == "True"

@@ -1,4 +1,4 @@
-"""``attach`` with DDP, and updates of local optimizers, on three ranks of gloo and ZeroMQ."""
+"""``attach`` with DDP, on three ranks of gloo and ZeroMQ."""
 
 import gc
 import os
@@ -10,17 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparsync import Correction, LocalAdamW, OuterStep
+from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
-from sparsync_papers.optimizers import UpdateSpaceAdamW, UpdateSpaceSGD
+from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import (
     all_refuse_what_is_not_finite,
     attach,
     attached,
-    backward,
     batch,
     ddp_model,
     flat,
@@ -177,22 +176,6 @@ def test_attach_refuses():
         attach(ddp)
 
 
-# ---- updates of local optimizers -------------------------------------------------------------------
-
-
-def step_of(net, optimizer, step):
-    net.zero_grad()
-    backward(net, step)
-    optimizer.step()
-
-
-@on_ranks(3)
-def test_different_initial_weights_are_named():
-    local = OuterStep(model(seed=dist.get_rank() % 2), period=1)
-    with refused("the initial values of", error=PeerError):
-        local.step()
-
-
 @on_ranks(3)
 def test_update_space_is_algorithm_2():
     """To the letter, against a dense simulation of it in this process."""
@@ -219,41 +202,6 @@ def test_update_space_is_algorithm_2():
         torch.nn.utils.vector_to_parameters(updated, reference.parameters())
     assert torch.allclose(flat(net), flat(reference), atol=1e-7)
     assert same_everywhere(flat(net))
-
-
-@on_ranks(3)
-@pytest.mark.parametrize(("algorithm", "period"), [("signs", 3), ("budgeted", 1), ("oktopk", 2)])
-def test_replicas_are_equal_where_they_should_be(algorithm, period):
-    """And only there; that resuming is exact, ``test_recovery`` shows."""
-    net = model()
-    optimizer = LocalAdamW(net.parameters(), 3, lr=0.01)
-    local = OuterStep(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
-    for step in range(14):
-        step_of(net, optimizer, step)
-        local.step()
-    own = flat(net)
-    assert not same_everywhere(own)
-    with local.shared():
-        shared = flat(net)
-    assert same_everywhere(shared) and not torch.equal(own, shared)
-    local.finish()
-    assert same_everywhere(flat(net))
-    assert torch.allclose(flat(net), torch.stack(gathered(own)).mean(0), atol=1e-6)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("moment", ["local", "frozen", "refreshed"])
-def test_update_space_adam_keeps_replicas_equal(moment):
-    net = model()
-    optimizer = UpdateSpaceAdamW(
-        net, 0.01, density=0.1, second_moment=moment, refresh_period=3, warmup_steps=2
-    )
-    for step in range(8):
-        step_of(net, optimizer, step)
-    assert same_everywhere(flat(net))
-    squares = torch.cat([state["exp_avg_sq"].flatten() for state in optimizer.state.values()])
-    # step 8 = 2 + 2 * 3: refreshed a moment ago
-    assert same_everywhere(squares) == (moment != "local")
 
 
 # ---- something is wrong with another rank ----------------------------------------------------------

@@ -17,8 +17,8 @@ PIP := -m pip install --disable-pip-version-check
 # the native kernels once more, built with the address and undefined-behaviour sanitizers
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
-ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py tests/unit/test_parcels.py \
-  $(wildcard tests/unit/test_packed*.py) tests/unit/test_wire_hostile.py
+ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py \
+  tests/unit/test_packed.py tests/unit/test_wire_hostile.py
 
 AT_ONCE := $(filter-out tests/distributed/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src
 

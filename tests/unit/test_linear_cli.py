@@ -81,6 +81,7 @@ def test_the_losses_do_not_depend_on_the_staleness_of_nothing(command, file, tmp
     assert late != synchronous and late[-1] < late[0]
 
 
+@pytest.mark.slow
 def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
     """SparCML, section 8.2: trigram gradients are sparse."""
     settings = LinearSettings(

@@ -1,4 +1,4 @@
-"""Packed messages: every backend gives the bytes of the specification; sizes; how values are rounded."""
+"""Packed messages: every backend gives the bytes of the specification; sizes, rounding, parcels."""
 
 import struct
 from math import ceil
@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, SparseVector
-from sparsync.kernels import packing
-from sparsync.wire import Packed
+from sparsync import SparseVector
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import native, packing
+from sparsync.wire import Coo, Packed
+from sparsync.wire.packed import decode_sum, decode_undealt, encode_dealt
 
 from .strategies import same, same_vector
 from .wire_messages import BACKENDS, FORMS, backends, forms, packable, using, vector
@@ -24,7 +26,7 @@ blocks = st.sampled_from([1, 3, 8, 128])
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(packable(max_nnz=300), forms, blocks)
 def test_native_messages_equal_those_of_the_specification_bit_for_bit(original, form, block):
     with using("native"):
@@ -117,3 +119,207 @@ def test_int8_is_off_by_at_most_half_a_step(values):
         allowed = max(step / 2 * 1.001, 63.5 * 2.0**-149)  # denormal scales are coarse
         for x, y in zip(values[start : start + 8], got[start : start + 8], strict=True):
             assert abs(x - y) <= allowed
+
+
+CODECS = [Packed(), Packed("int8"), Packed("int8", block=5), Packed("fp32"), Coo()]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, 3.4e38, 1.0]
+
+
+def noise(size, nnz, seed, special=False):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(size, generator=generator)[:nnz].sort().values
+    values = torch.randn(indices.numel(), generator=generator)
+    if special and indices.numel():
+        places = torch.randint(indices.numel(), (4,), generator=generator)
+        choice = torch.randint(len(SPECIAL), (4,), generator=generator)
+        values[places] = torch.tensor(SPECIAL)[choice]
+    return SparseVector(indices, values, size)
+
+
+def on_the_specification(function):
+    """Call with the native kernels switched off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "chosen", lambda: "torch")
+        return function()
+
+
+def same_bits(a, b):
+    assert torch.equal(a.indices, b.indices)
+    nan = a.values.isnan()
+    assert torch.equal(nan, b.values.isnan())
+    assert torch.equal(a.values[~nan], b.values[~nan]) and a.size == b.size
+
+
+problems = st.tuples(
+    st.sampled_from(CODECS),
+    st.integers(1, 400),  # size
+    st.integers(0, 120),  # entries
+    st.integers(1, 9),  # ranks
+    st.integers(0, 10_000),  # seed
+)
+
+
+@given(problems, st.booleans())
+def test_cpp_deals_and_packs_as_the_specification(problem, special):
+    codec, size, nnz, world_size, seed = problem
+    v, rank = noise(size, min(nnz, size), seed, special), seed % world_size
+    fast = encode_dealt(codec, v, world_size, rank, limit=size)
+    slow = on_the_specification(lambda: encode_dealt(codec, v, world_size, rank, limit=size))
+    for mine, other in zip(fast.messages, slow.messages, strict=True):
+        assert torch.equal(mine, other)
+    same_bits(fast.own, slow.own)
+    same_bits(
+        SparseVector(v.indices, fast.arriving, size), SparseVector(v.indices, slow.arriving, size)
+    )
+
+
+def exchanged(codec, vectors, world_size, rank):
+    """The messages that a rank receives, and its own share."""
+    sent = [encode_dealt(codec, v, world_size, r, v.size) for r, v in enumerate(vectors)]
+    return [parcels.messages[rank] for parcels in sent], sent[rank].own
+
+
+@given(problems)
+def test_cpp_sums_as_the_specification(problem):
+    codec, size, nnz, world_size, seed = problem
+    vectors = [noise(size, min(nnz, size), seed + r, special=r == 1) for r in range(world_size)]
+    rank = seed % world_size
+    messages, own = exchanged(codec, vectors, world_size, rank)
+    for k in (0, 1, nnz // 2, nnz, size):
+        fast = decode_sum(codec, messages, rank, own, k)
+        slow = on_the_specification(lambda k=k: decode_sum(codec, messages, rank, own, k))
+        same_bits(fast.check(), slow)
+
+
+@given(problems)
+def test_dealing_and_joining_is_the_identity_up_to_rounding(problem):
+    codec, size, nnz, world_size, seed = problem
+    v = noise(size, min(nnz, size), seed)
+    parcels = encode_dealt(codec, v, world_size, rank=0, limit=size)
+    messages = [codec.encode(parcels.own).payload, *parcels.messages[1:]]
+    for k in (0, 1, nnz // 2, nnz - 1, size):
+        fast = decode_undealt(codec, messages, size, max(k, 0), v).check()
+        slow = on_the_specification(lambda k=k: decode_undealt(codec, messages, size, max(k, 0), v))
+        same_bits(fast, slow)
+    if world_size == 1:
+        return
+    assert torch.isin(fast.indices, v.indices).all()
+    if codec.exact:
+        same_vector(fast, v)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_what_does_not_fit_is_the_smallest_and_does_not_arrive(codec):
+    v = noise(1000, 600, seed=1)
+    parcels = encode_dealt(codec, v, world_size=3, rank=2, limit=50)
+    arrived = parcels.arriving != 0
+    assert [codec.decode(m, 334).nnz for m in parcels.messages[:2]] == [50, 50]
+    assert int(arrived.sum()) <= 100 + parcels.own.nnz
+    assert v.values[arrived].abs().max() == v.values.abs().max()
+
+
+@pytest.mark.parametrize("size", [10, 2**31, 2**34])
+def test_indices_beyond_32_bits(size):
+    v = SparseVector(torch.tensor([0, size // 2, size - 1]), torch.tensor([1.0, 2.0, 3.0]), size)
+    parcels = encode_dealt(Packed(), v, world_size=8, rank=0, limit=3)
+    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
+    same_vector(decode_undealt(Packed(), messages, size, 3, v), v)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 200), st.integers(0, 255))
+def test_hostile_bytes_give_an_error_or_entries_within_the_vector(seed, place, byte):
+    size, world_size = 97, 3
+    v = noise(size, 60, seed)
+    parcels = encode_dealt(Packed(), v, world_size, rank=0, limit=size)
+    messages = [Packed().encode(parcels.own).payload, *parcels.messages[1:]]
+    broken = messages[1].clone()
+    broken[place % broken.numel()] = byte
+    for decode in (
+        lambda: decode_undealt(Packed(), [messages[0], broken, messages[2]], size, 30, v),
+        lambda: decode_sum(Packed(), [messages[0], broken, messages[2]], 0, parcels.own, size),
+    ):
+        try:
+            result = decode()
+        except WireFormatError:
+            continue
+        result.check()
+
+
+def test_messages_of_another_form_are_understood():
+    size, vectors = 200, [noise(200, 90, seed) for seed in range(3)]
+    others = [Packed("int8"), Packed("fp32"), Packed("int8", block=3)]
+    sent = [
+        encode_dealt(c, v, 3, r, size) for r, (c, v) in enumerate(zip(others, vectors, strict=True))
+    ]
+    messages, own = [parcels.messages[0] for parcels in sent], sent[0].own
+    fast = decode_sum(Packed(), messages, 0, own, 50)
+    same_bits(fast, on_the_specification(lambda: decode_sum(Packed(), messages, 0, own, 50)))
+    assert fast.nnz == 50
+
+
+def test_messages_for_another_region_are_refused():
+    own = noise(50, 20, seed=1)
+    message = Packed().encode(noise(51, 20, seed=2)).payload
+    for bad in (message, message[:-1], message[:9], message[:0]):
+        with pytest.raises(WireFormatError):
+            decode_sum(Packed(), [message, bad], 0, own, 9)
+
+
+def test_an_element_beyond_the_vector_is_refused():
+    # 4 elements of 3 owners: the last group has one; an owner claims another
+    width = 2
+    claim = SparseVector(torch.tensor([1]), torch.tensor([1.0]), width)
+    empty = SparseVector.empty(width, claim.values)
+    for codec in (Packed(), Coo()):
+        refused = 0
+        for owner in range(3):
+            vectors = [claim if r == owner else empty for r in range(3)]
+            messages = [codec.encode(x).payload for x in vectors]
+            try:
+                decode_undealt(codec, messages, 4, 9, claim)
+            except WireFormatError as error:
+                assert f"rank {owner}" in str(error) and "beyond the vector's 4" in str(error)
+                refused += 1
+        assert refused == 2
+
+
+def test_unordered_entries_are_refused():
+    v = SparseVector(torch.tensor([5, 2]), torch.tensor([1.0, 2.0]), 9)
+    with pytest.raises(ConfigurationError, match="ascend"):
+        encode_dealt(Packed(), v, world_size=1, rank=5, limit=9)
+
+
+def written_by(kernel, messages, arguments, capacity):
+    """Call a kernel with room for ``capacity`` entries; return how many it wrote beyond them."""
+    indices, values = torch.full((64,), -1), torch.full((64,), -1.0)
+    raw = [(message.data_ptr(), message.numel()) for message in messages]
+    room = indices.data_ptr(), values.data_ptr(), capacity
+    with pytest.raises(ValueError, match=f"room for {capacity} entries, and there are"):
+        kernel(raw, *arguments, room, native.chosen())
+    return int((indices[capacity:] != -1).sum() + (values[capacity:] != -1).sum())
+
+
+@pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
+@pytest.mark.parametrize("capacity", [0, 1, 29])
+def test_cpp_writes_no_more_entries_than_fit(capacity):
+    codec, v = Packed("fp32"), noise(200, 60, seed=1)
+    header = codec.header(0, 100, torch.float32)
+    style = *struct.unpack("<2Q", header.pack()), header.option, header.detail, 100
+    parcels = encode_dealt(codec, v, 2, 0, 200)
+    own = parcels.own
+    messages = [codec.encode(own).payload, parcels.messages[1]]
+    mine = 0, own.indices.data_ptr(), own.values.data_ptr(), own.nnz
+    for kernel, arguments in (
+        (native.EXTENSION.unpack_and_sum, (*mine, style, 30)),
+        (native.EXTENSION.unpack_and_undeal, (style, 200, 30)),
+    ):
+        assert written_by(kernel, messages, arguments, capacity) == 0
+
+
+def test_ties_across_a_tile_fit_the_room_that_is_made():
+    size = 1 << 17  # all entries of a tile tie, and k is far smaller
+    v = SparseVector.from_dense(torch.ones(size))
+    parcels = encode_dealt(Packed(), v, world_size=2, rank=0, limit=size)
+    messages = [Packed().encode(parcels.own).payload, parcels.messages[1]]
+    for k in (1, 5, (1 << 16) + 1):
+        same_vector(decode_undealt(Packed(), messages, size, k, v), v.top(k))

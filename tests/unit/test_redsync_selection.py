@@ -13,7 +13,6 @@ from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
 from sparsync.selection import (
     Blockwise,
     Exact,
-    ExactState,
     GaussianK,
     Layered,
     Reused,
@@ -278,16 +277,6 @@ def test_every_call_takes_its_turn_an_empty_one_too():
     assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
     selector.select(torch.zeros(0), 1, 0)
     assert selector.select(accumulated, 1, 0).indices.tolist() == [1]
-
-
-def test_a_refused_step_gives_the_turn_back_and_the_inner_state():
-    selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -1.0])
-    before = selector.state
-    selector.select(accumulated, 1, 0)
-    assert selector.state.bottom and selector.state.selector != ExactState()
-    selector.state = before
-    assert selector.selector.state == ExactState()
-    assert selector.select(accumulated, 1, 0).indices.tolist() == [0]
 
 
 BROKEN = {

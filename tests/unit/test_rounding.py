@@ -232,7 +232,7 @@ def layers_of(original: SparseVector, codec: SignMean) -> list[SparseVector]:
 # ---- means ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(messages((SignMean,)))
 def test_every_entry_of_a_layer_arrives_as_the_mean_of_the_layer(drawn):
     codec, original = drawn
@@ -254,7 +254,7 @@ def test_every_entry_of_a_layer_arrives_as_the_mean_of_the_layer(drawn):
         assert abs(Fraction(arrived.values[0].item()) - exact) <= slack
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(messages((SignMean,)), st.booleans())
 def test_the_error_never_exceeds_the_vector(drawn, one_signed):
     codec, original = drawn
@@ -334,7 +334,7 @@ def rows_of(values: torch.Tensor, block: int) -> list[list[Fraction]]:
 # ---- what a block keeps ---------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(any_floats(), blocks)
 def test_the_error_of_signs_never_exceeds_the_block(values, block):
     decoded = rounded(Signs(block), values)

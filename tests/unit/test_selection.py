@@ -358,13 +358,10 @@ def test_without_enough_entries_in_the_sample_the_selection_is_exact():
     same_vector(Sampled().select(noise(), 16, 0), SparseVector.from_dense(noise()).top(16))
 
 
-def test_every_call_draws_another_sample_and_a_reloaded_selector_goes_on():
+def test_every_call_draws_another_sample():
     accumulated, selector = noise(), Sampled()
     counts = [selector.select(accumulated, 1600, 0).nnz for _ in range(6)]
     assert len(set(counts)) > 1 and selector.state == SampledState(6)
     again = Sampled()
-    assert [again.select(accumulated, 1600, 0).nnz for _ in range(3)] == counts[:3]
-    reloaded = Sampled()
-    reloaded.load_state_dict(again.state_dict())
-    assert [reloaded.select(accumulated, 1600, 0).nnz for _ in range(3)] == counts[3:]
+    assert [again.select(accumulated, 1600, 0).nnz for _ in range(6)] == counts
     assert counts != [Sampled(seed=9).select(accumulated, 1600, 0).nnz for _ in range(6)]

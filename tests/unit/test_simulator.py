@@ -1,4 +1,4 @@
-"""The simulator: its clock, networks, ports and work as sim/ documents them, and what it refuses."""
+"""The simulator: its clock, networks, ports and work as sim/ documents them; primitives and groups."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import DeadlockError
 from sparsync.transports.driver import run
+from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import Links, Prices, Route, Topology, TwoLevel, Weight
 
@@ -287,3 +288,49 @@ def test_one_message_to_all_is_packed_once():
 def test_bad_networks_are_refused(make, said):
     with pytest.raises(ConfigurationError, match=said):
         make()
+
+
+WORLD_SIZES = range(1, 10)
+
+
+def on_every_rank(program, world_size):
+    return simulate(program, world_size).results
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2), (2, 0, 3), (1, 2, 3)])
+def test_allreduce_keeps_the_shape(shape):
+    async def program(comm):
+        mine = torch.ones(shape) * (comm.rank + 1)
+        turned = mine.T if mine.dim() == 2 else mine  # not contiguous
+        total = await comm.allreduce(turned, "p")
+        assert bool((mine == comm.rank + 1).all())
+        return total.shape == turned.shape and bool((total == 6).all())
+
+    assert all(on_every_rank(program, 3))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_rank_of_a_ring_sends_more_than_there_is(world_size):
+    lengths = [(5 * rank) % 4 for rank in range(world_size)]
+
+    async def program(comm):
+        await comm.allgatherv(payload(lengths[comm.rank]), lengths, "p", BYTES, ring=True)
+
+    for rank, ledger in enumerate(simulate(program, world_size).ledgers):
+        traffic = ledger.total()
+        assert traffic.messages_sent == traffic.messages_received == world_size - 1
+        assert traffic.received == sum(lengths) - lengths[rank]
+        assert traffic.sent <= sum(lengths)
+
+
+# ---- groups in a group ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [[1, 2], [0, 0, 1]])
+def test_a_subgroup_holds_its_own_rank_and_nobody_twice(ranks):
+    async def program(comm):
+        if comm.rank == 0:
+            with pytest.raises(ConfigurationError, match="must be distinct and contain rank 0"):
+                Subgroup(comm, ranks)
+
+    simulate(program, 3)

@@ -121,29 +121,6 @@ def test_the_packed_example_of_the_document():  # tests/house_rules reads the ot
 
 
 @pytest.mark.parametrize(
-    ("codec", "expected"),
-    [
-        (Coo(), "5101020000000000"),
-        (Whole(), "5103020000000000"),
-        (Packed(), "5102020100000000" + "0500000000000000"),
-        (Qsgd(), "5104020400000000" + "0000000000000004"),
-        (SparseQsgd(block=1), "5105020400000000" + "0500000000000100"),
-        (SignMean(), "5106020100000000" + "0500000000000100" + "00" * 8),
-        (SignMean("packed"), "5106020200000000" + "0500000000000100" + "00" * 8),
-        (Signs(), "5107020000000000" + "0000000000000001"),
-        (LloydMax(), "5108020200000000" + "0000000000000001"),
-    ],
-)
-def test_an_empty_message_is_its_header(codec, expected, each_backend):
-    empty = sent(codec, [], [], 5, torch.float64)
-    if isinstance(empty, DenseVector):
-        empty = DenseVector(empty.values[:0])
-    payload = codec.encode(empty).payload
-    assert hex_of(payload) == expected
-    same(codec.decode(payload, empty.size).values, empty.values)
-
-
-@pytest.mark.parametrize(
     ("codec", "tail"),
     [
         (Coo(), "ffffffff0000803f"),
@@ -161,7 +138,7 @@ def test_a_region_may_have_2_to_the_32_elements(codec, tail, each_backend):
 # ---- round trips ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(messages())
 def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
     codec, original = drawn

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sparsync.collectives import Allgather
-from sparsync.presets import Algorithm
+from sparsync.presets import Algorithm, resolve
 from sparsync.selection import Blockwise
 from sparsync.wire import SparseQsgd
 
@@ -33,8 +33,9 @@ def sparseloco() -> Algorithm:
     )
 
 
+# of bits alone two cost nearly nothing and one costs much; what costs is the period (docs/optimizers.md)
 DEFAULT: Final[Mapping[str, Any]] = MappingProxyType(
-    {"algorithm": "signs", "period": 2, "fragments": 2, "delay": 1, "residual": "weights"}
+    {"algorithm": "quantised", "period": 2, "fragments": 2, "delay": 1, "residual": "weights"}
 )
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -48,6 +49,26 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "algorithm": "dense",
             "density": 1.0,
             "period": 500,
+            "outer_lr": 0.7,
+            "momentum": 0.9,
+            "nesterov": True,
+        },
+        # sections 2.2 to 2.4: a fragment's exchange ends a step later, in 4 bits; the outer step as DiLoCo's
+        "streaming-diloco": {
+            "algorithm": resolve("quantised", bits=4),
+            "density": 1.0,
+            "period": 100,
+            "fragments": 10,
+            "delay": 1,
+            "outer_lr": 0.7,
+            "momentum": 0.9,
+            "nesterov": True,
+        },
+        # with torch.optim.Muon inside; 2 bits, error feedback
+        "muloco": {
+            "algorithm": "quantised",
+            "density": 1.0,
+            "period": 30,
             "outer_lr": 0.7,
             "momentum": 0.9,
             "nesterov": True,

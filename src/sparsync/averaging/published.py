@@ -11,7 +11,7 @@ from sparsync.presets import Algorithm, resolve
 from sparsync.selection import Blockwise
 from sparsync.wire import SparseQsgd
 
-__all__ = ["DEFAULT", "OUTER_SETTINGS", "sparseloco"]
+__all__ = ["OUTER_SETTINGS", "sparseloco"]
 
 _CHUNK: Final = 4096
 _ENTRIES: Final = 64  # of a chunk; SparseLoCo: chunks of 64 x 64; 1.6 %, of its 1 to 3 %
@@ -33,13 +33,17 @@ def sparseloco() -> Algorithm:
     )
 
 
-# of bits alone two cost nearly nothing and one costs much; what costs is the period (docs/optimizers.md)
-DEFAULT: Final[Mapping[str, Any]] = MappingProxyType(
-    {"algorithm": "quantised", "period": 2, "fragments": 2, "delay": 1, "residual": "weights"}
-)
-
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        # what ``attach`` does: two bits cost nearly nothing and one bit much; what costs is the period
+        "updates": {
+            "algorithm": "quantised",
+            "density": 1.0,
+            "period": 2,
+            "fragments": 2,
+            "delay": 1,
+            "residual": "weights",
+        },
         # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
         # Algorithm 1 with Top_k; its experiments have H = 1, 4, 8; the density is a choice
@@ -53,7 +57,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # sections 2.2 to 2.4: a fragment's exchange ends a step later, in 4 bits; the outer step as DiLoCo's
+        # sections 2.2 to 2.4: fragments in 4 bits, applied a step later; the outer step is DiLoCo's
         "streaming-diloco": {
             "algorithm": resolve("quantised", bits=4),
             "density": 1.0,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.outer import Begin, OuterStep
-from sparsync.averaging.published import DEFAULT, OUTER_SETTINGS
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -46,10 +46,8 @@ def make_outer(
             raise ConfigurationError(
                 "this OuterStep has a model already; make one for each attach, without a model"
             )
-    elif algorithm is None:
-        outer = OuterStep(**DEFAULT)
-    elif isinstance(algorithm, str) and algorithm in OUTER_SETTINGS:
-        outer = OuterStep(**OUTER_SETTINGS[algorithm])
+    elif algorithm is None or algorithm in OUTER_SETTINGS:
+        outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
     else:
         outer = OuterStep(algorithm=algorithm, density=density, residual="weights")
     if compression.warmup_densities or not compression.overlap:

@@ -18,6 +18,7 @@ import sparsync
 from frontier.onebit import OneBitAdam
 from frontier.tasks import BETAS, grouped, make_optimizers
 from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.published import DEFAULT
 from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.feedback.correction import Correction
 from sparsync.integrations.options import Transport
@@ -46,8 +47,8 @@ class Exchange:
     volume: Callable[[int], Volume]  # after this many steps
     counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
     dense_steps: int = 0  # the first steps, in which all gradients are allreduced
-    after_step: Callable[[], object] = nothing
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
+    settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
 
 
@@ -139,6 +140,7 @@ def gradients(
         ddp,
         algorithm=algorithm,
         density=density,
+        exchange="gradients",
         correction=None if local_clip is None else Correction(clip=local_clip),
         transport=Transport(timeout=TIMEOUT),
     )
@@ -189,41 +191,46 @@ def since(ledger: Ledger) -> Callable[[int], Volume]:
 # ---- updates -----------------------------------------------------------------------------------------
 
 
-def outer(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any) -> Exchange:
-    """Local steps, and an exchange of what they did: the one place where the outer step is made."""
-    comm, optimizers = sparsync.connect(TIMEOUT), make_optimizers(model, kind, lr)
-    averager = OuterStep(model, comm=comm, buffers="local", **settings)
-    averager.reducer  # noqa: B018  it begins together with all ranks, and compares their models
+def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any) -> Exchange:
+    """Local steps, and an exchange of what they did."""
+    optimizers = make_optimizers(model, kind, lr)
+    sync = sparsync.attach(
+        model,
+        optimizers,
+        OuterStep(**settings),
+        exchange="updates",
+        transport=Transport(timeout=TIMEOUT),
+    )
     return Exchange(
         model,
         optimizers,
-        since(comm.ledger),
+        since(sync.reducer.comm.ledger),
         "ledger",
-        after_step=averager.step,
-        shared=averager.shared,
-        close=averager.close,
+        shared=sync.shared,
+        settle=sync.state_dict,  # it waits for what is under way
+        close=sync.close,
     )
 
 
 # ---- the table ---------------------------------------------------------------------------------------
 
 
-def _outer(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
+def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
     """Return a row of the outer step; all of them tune its rate, and momentum or decay."""
-    return Method(
-        outer, settings, knobs or {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
-    )
-
-
-def _published(name: str, knobs: Mapping[str, tuple[Any, ...]], **changed: Any) -> Method:
-    """Return a row with published settings, less the knobs."""
-    settings = {k: v for k, v in OUTER_SETTINGS[name].items() if k not in knobs}
-    return _outer(knobs, **{**settings, **changed})
+    free = {k: v for k, v in settings.items() if knobs is None or k not in knobs}
+    return Method(updates, free, _OUTER_KNOBS if knobs is None else knobs)
 
 
 _HOOK_KNOBS = {"start": (10, 5, 20), "least_gain": (2.0, 1.0, 4.0)}
 _GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
+_OUTER_KNOBS = {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
 _DILOCO_KNOBS = {"outer_lr": (0.7, 0.4, 1.0), "momentum": (0.9, 0.6, 0.3)}
+_PUBLISHED_KNOBS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "bmuf": {"outer_lr": (1.0, 0.7, 1.2), "momentum": (None, 0.5, 0.25)},
+    "qsparse-local": {"outer_lr": (1.0, 0.8, 1.2), "residual_decay": (1.0, 0.95, 0.9)},
+    "diloco": _DILOCO_KNOBS,
+    "sparseloco": {"outer_lr": (1.0, 0.7, 0.4), "residual_decay": (0.95, 0.9, 1.0)},
+}
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
@@ -237,18 +244,24 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             knobs={"warmup": (0.2, 0.15, 0.25), "block": (256, 2048, 16384)},
             optimizers=("adamw",),
         ),
-        **{f"diloco-h{h}": _published("diloco", _DILOCO_KNOBS, period=h) for h in (30, 100, 500)},
-        "sparseloco": _published(
-            "sparseloco", {"outer_lr": (1.0, 0.7, 0.4), "residual_decay": (0.95, 0.9, 1.0)}
-        ),
-        "qsparse-local": _published(
-            "qsparse-local", {"outer_lr": (1.0, 0.8, 1.2), "residual_decay": (1.0, 0.95, 0.9)}
-        ),
-        "bmuf": _published("bmuf", {"outer_lr": (1.0, 0.7, 1.2), "momentum": (None, 0.5, 0.25)}),
+        # as published, then DiLoCo at other periods than 500
         **{
-            f"signs-h{h}": _outer(algorithm="signs", period=h, residual="weights")
+            name: _updates(_PUBLISHED_KNOBS.get(name), **settings)
+            for name, settings in OUTER_SETTINGS.items()
+        },
+        **{
+            f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
+            for h in (30, 100)
+        },
+        # the one line as it is; then its parts
+        "attach": _updates({}, **DEFAULT),
+        **{
+            f"signs-h{h}": _updates(algorithm="signs", period=h, residual="weights")
             for h in (1, 2, 10)
         },
-        "budgeted-h2": _outer(algorithm="budgeted", density=0.01, period=2, residual="apart"),
+        "signs-h10-overlap": _updates(
+            algorithm="signs", period=10, fragments=10, delay=2, residual="weights"
+        ),
+        "budgeted-h2": _updates(algorithm="budgeted", density=0.01, period=2),
     }
 )

@@ -65,24 +65,21 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
     dist.barrier()
     with progress(shown=rank == 0, keep=True) as row, row(label) as bar:
         for step in range(run.steps):
-            before = _volume(exchange, step)
             moment = time.perf_counter()
             loss = _step(run, exchange, workload, step)
-            exchange.after_step()
             seconds.append(time.perf_counter() - moment)
-            after = _volume(exchange, step + 1)
-            # what evaluation sends in between is of no step
-            sent, received = (a - b for a, b in zip(after, before, strict=True))
-            volumes.append(Volume(volumes[-1].sent + sent, volumes[-1].received + received))
+            volumes.append(_volume(exchange, step + 1))
             if not run.lab and ((step + 1) % between == 0 or step + 1 == run.steps):
                 evaluation = _evaluate(exchange, model, workload, SHARES)
                 curve.append((step + 1, evaluation.loss))
             bar(run.steps, f"loss {curve[-1][1] if curve else loss:.3f}")
+    exchange.settle()
+    volumes[-1] = _volume(exchange, run.steps)
     evaluation = None if run.lab else _evaluate(exchange, model, workload, 1)
     with exchange.shared():
         digests = [digest(parameter) for parameter in model.parameters()]
     exchange.close()
-    everyone = gather((seconds, [tuple(v) for v in volumes], digests))
+    everyone = gather((seconds, [tuple(v) for v in volumes], digests, time.process_time()))
     first = min(exchange.dense_steps, run.steps)
     walls = seconds_of_all([theirs[0] for theirs in everyone])
     both = [[Volume(*v) for v in theirs[1]] for theirs in everyone]
@@ -97,6 +94,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
         "computation": computation,
         "replicas_equal": all(theirs[2] == digests for theirs in everyone),
         "seconds": time.perf_counter() - started,
+        "core_seconds": sum(theirs[3] for theirs in everyone),
     }
 
 

@@ -145,10 +145,6 @@ def compare(named_of):
     simulate(program, 4)
 
 
-def test_equal_parameters_pass():
-    compare(lambda rank: [("a", torch.arange(3)), ("b", torch.empty(0)), ("c", torch.tensor(1.0))])
-
-
 @pytest.mark.parametrize(
     ("named_of", "said"),
     [

@@ -18,10 +18,10 @@ import sparsync
 from frontier.onebit import OneBitAdam
 from frontier.tasks import BETAS, grouped, make_optimizers
 from sparsync.averaging import OUTER_SETTINGS, OuterStep
-from sparsync.averaging.published import DEFAULT
 from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.feedback.correction import Correction
 from sparsync.integrations.options import Transport
+from sparsync.presets import Algorithm, resolve
 from sparsync.transports.ledger import Ledger
 
 TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbit/s
@@ -221,14 +221,22 @@ def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any
     return Method(updates, free, _OUTER_KNOBS if knobs is None else knobs)
 
 
+def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
+    """Return a row that sends every element; its residual stays in the rank's own weights."""
+    return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
+
+
 _HOOK_KNOBS = {"start": (10, 5, 20), "least_gain": (2.0, 1.0, 4.0)}
 _GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
 _OUTER_KNOBS = {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
 _DILOCO_KNOBS = {"outer_lr": (0.7, 0.4, 1.0), "momentum": (0.9, 0.6, 0.3)}
 _PUBLISHED_KNOBS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "updates": {},  # the one line as it is
     "bmuf": {"outer_lr": (1.0, 0.7, 1.2), "momentum": (None, 0.5, 0.25)},
     "qsparse-local": {"outer_lr": (1.0, 0.8, 1.2), "residual_decay": (1.0, 0.95, 0.9)},
     "diloco": _DILOCO_KNOBS,
+    "streaming-diloco": _DILOCO_KNOBS,
+    "muloco": _DILOCO_KNOBS,
     "sparseloco": {"outer_lr": (1.0, 0.7, 0.4), "residual_decay": (0.95, 0.9, 1.0)},
 }
 
@@ -253,15 +261,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
             for h in (30, 100)
         },
-        # the one line as it is; then its parts
-        "attach": _updates({}, **DEFAULT),
+        # what the loss is made of: period, rounding, delay, selection
+        **{f"2bit-h{h}": _local("quantised", period=h) for h in (1, 2, 10, 20)},
         **{
-            f"signs-h{h}": _updates(algorithm="signs", period=h, residual="weights")
-            for h in (1, 2, 10)
+            f"2bit-h{h}-overlap": _local("quantised", period=h, fragments=10, delay=2)
+            for h in (10, 20)
         },
-        "signs-h10-overlap": _updates(
-            algorithm="signs", period=10, fragments=10, delay=2, residual="weights"
-        ),
-        "budgeted-h2": _updates(algorithm="budgeted", density=0.01, period=2),
+        "1bit-h2": _local(resolve("quantised", bits=1), period=2),
+        **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
+        **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},
     }
 )

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsync.collectives import Quantised
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
-from sparsync.wire import Signs
-from sparsync.wire.base import MessageFraming
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -33,8 +32,9 @@ class OneBitAdam(torch.optim.Optimizer):
         block: consecutive elements that share a scale.
         eps: of the denominator.
 
-    Differs from the paper: a scale per block, not one per chunk; v is corrected for bias (a warm-up of
-    60 steps is too short to do without); elements whose v is 0 do not move.
+    Differs from the paper: a scale per block, not one per chunk; both errors in one vector; v is
+    corrected for bias (a warm-up of 60 steps is too short to do without); elements whose v is 0 do not
+    move.
 
     References: Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
     """
@@ -51,10 +51,9 @@ class OneBitAdam(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.comm, self.dense_steps, self.betas, self.eps = comm, dense_steps, betas, eps
-        self.codec, self.steps = Signs(block), 0
+        self.collective, self.steps = Quantised(bits=1, block=block), 0
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
         self.mean, self.square, self.error = (torch.zeros(size) for _ in range(3))
-        self.own_error = torch.zeros(len(self._parts(self.mean)[comm.rank]))
 
     @property
     def is_dense(self) -> bool:
@@ -76,33 +75,16 @@ class OneBitAdam(torch.optim.Optimizer):
         variance = self.square / (1 - beta2 ** min(self.steps, self.dense_steps))
         update = self.mean / (1 - beta1**self.steps) / variance.sqrt_().add_(self.eps)
         update[self.square == 0] = 0.0
-        for (p, group), piece in zip(
-            parameters, update.split([p.numel() for p, _ in parameters]), strict=True
-        ):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
-                piece.view_as(p), alpha=group["lr"]
-            )
+        pieces = update.split([p.numel() for p, _ in parameters])
+        for (p, group), piece in zip(parameters, pieces, strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(piece.view_as(p), alpha=group["lr"])
 
     async def _average(self, momentum: Tensor) -> Tensor:
-        """Round to signs, average at the owners of the parts, round again, collect."""
-        comm, codec, framing = self.comm, self.codec, MessageFraming(self.codec)
-        parts = self._parts(momentum + self.error)
-        sent = [codec.encode(DenseVector(part)) for part in parts]
-        self.error = torch.cat(
-            [part - one.decoded.values for part, one in zip(parts, sent, strict=True)]
+        """Average signs in two rounds; what both of them round away is kept."""
+        accumulated = momentum + self.error
+        reduced = await self.collective.reduce(
+            self.comm, DenseVector(accumulated), len(accumulated), self.steps
         )
-        nbytes = [one.payload.numel() for one in sent]
-        own = len(parts[comm.rank])
-        received = await comm.alltoallv(
-            [one.payload for one in sent], [max(nbytes)] * comm.world_size, "split", framing
-        )
-        total = sum(codec.decode(message, own).values for message in received) / comm.world_size
-        rounded = codec.encode(DenseVector(total + self.own_error))
-        self.own_error += total - rounded.decoded.values
-        messages = await comm.allgatherv(rounded.payload, nbytes, "allgather", framing)
-        pieces = zip(messages, parts, strict=True)
-        return torch.cat([codec.decode(message, len(part)).values for message, part in pieces])
-
-    def _parts(self, vector: Tensor) -> list[Tensor]:
-        """Cut a vector into one part per rank, its owner's."""
-        return list(torch.tensor_split(vector, self.comm.world_size))
+        self.error = accumulated - reduced.delivered.to_dense()
+        return reduced.total.to_dense() / self.comm.world_size

@@ -23,8 +23,10 @@ def model(seed: int = 0) -> torch.nn.Sequential:
     )
 
 
-def batch(step: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * seed + 100 * step + dist.get_rank())
+def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a rank's inputs and targets, this one's if none is named."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(8, 20, generator=generator)
     return x, x[:, :5].sin()
 

@@ -26,7 +26,8 @@ from sparsync.errors import NonFiniteGradientError
 from sparsync.units import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
-from .small_model import attach, flat, residuals, resumes_exactly
+from .small_model import attach, batch, flat, residuals, resumes_exactly
+from .small_model import model as network
 
 EVERYTHING = {"algorithm": "allgather", "density": 1.0}
 
@@ -62,20 +63,7 @@ class Back(torch.nn.Module):
 
 # ---- pipelines ------------------------------------------------------------------------------------
 
-MICROBATCHES, ROWS = 4, 8
-
-
-def network(seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12), torch.nn.Linear(12, 3)
-    )
-
-
-def rows(step, replica):
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    x = torch.randn(ROWS, 6, generator=generator)
-    return x, x[:, :3].sin()
+MICROBATCHES = 4
 
 
 def mean_square(output, target):
@@ -124,7 +112,7 @@ class Pipe:
 
     def backward(self, step):
         self.optimizer.zero_grad()
-        x, y = rows(step, self.mesh["dp"].get_local_rank())
+        x, y = batch(step, self.mesh["dp"].get_local_rank())
         if self.place:
             self.schedule.step(target=y)
         elif self.several:
@@ -149,7 +137,7 @@ def one_process(steps, scale):
     for step in steps:
         optimizer.zero_grad()
         for replica in range(2):
-            x, y = rows(step, replica)
+            x, y = batch(step, replica)
             (scale * mean_square(net(x), y) / 2).backward()
         optimizer.step()
     return net
@@ -248,7 +236,7 @@ def test_a_forgotten_step_is_named():
     sync = attach(net, schedule=schedule, replicate=replicate)
     with refused("call step() after every step of the schedule"):
         for step in range(3):
-            x, y = rows(step, 0)
+            x, y = batch(step, 0)
             mean_square(net(x), y).backward()
     sync.close()
     with refused("schedule is int"):
@@ -413,7 +401,7 @@ def test_units_start_while_others_go_backward(overlap):
         await exchange(unit)
 
     sync.reducer.exchange = noted
-    net(torch.ones(8, 6) * dist.get_rank()).pow(2).mean().backward()
+    net(torch.ones(8, 20) * dist.get_rank()).pow(2).mean().backward()
     assert seen == [overlap]
     sync.close()
 

@@ -38,13 +38,6 @@ def test_precisions_and_brevity_by_hand():
     assert found.value == pytest.approx((1 * 3 / 4 * 2 / 3) ** (1 / 3) * math.exp(1 - 6 / 5))
 
 
-def test_bleu_is_of_the_corpus_not_a_mean_of_sentences():
-    one, two = bleu([CAT], [CAT]), bleu([["a"]], [["b"]])
-    assert (one + two).value == pytest.approx(
-        (6 / 7 * 5 / 5 * 4 / 4 * 3 / 3) ** (1 / 4)
-    )  # the second sentence has one word, and no longer n-gram
-
-
 @given(sentences, sentences)
 def test_bleu_adds_up_over_shares(first, second):
     def of(pairs):

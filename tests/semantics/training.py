@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.averaging import LocalSgd, OuterStep
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests import attaching
+from tests.distributed.small_model import batch
+from tests.distributed.small_model import model as network
 from tests.on_ranks import same_everywhere
 
 STEPS, RATE, SPARSE = 3, 0.1, 0.1
@@ -28,17 +30,6 @@ Named = dict[str, Tensor]
 
 def here() -> int:
     return dist.get_rank()
-
-
-def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    x = torch.randn(8, 20, generator=generator)
-    return x, x[:, :5].sin()
-
-
-def network() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 5))
 
 
 def mean_square(model: nn.Module, number: int, rank: int) -> Tensor:

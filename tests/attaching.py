@@ -12,7 +12,7 @@ GROUPS = {
     "transport": sparsync.Transport,
     "monitoring": sparsync.Monitoring,
 }
-OWN = ("optimizer", "density", "correction", "replicate", "schedule")
+OWN = ("optimizer", "density", "correction", "replicate")
 
 
 def options(algorithm="budgeted", transport="auto", **settings):

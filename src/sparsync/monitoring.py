@@ -145,8 +145,8 @@ class Sink:
     close: Callable[[], object] = lambda: None
 
 
-def sink_of(log: Any, rank: int) -> Sink | None:
-    """Return what writes to ``log``, as ``attach`` takes it; None for None.
+def sink_of(log: Any, rank: int) -> Sink:
+    """Return what writes to ``log``, as ``attach`` takes it.
 
     Every rank has a file of its own: ranks may log or not as they like, and nothing has to be told to
     anyone.  Lines are appended: a resumed run goes on in its file, and of a step that was repeated the
@@ -162,8 +162,6 @@ def sink_of(log: Any, rank: int) -> Sink | None:
     Raises:
         ConfigurationError: ``log`` is none of these.
     """
-    if log is None:
-        return None
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +209,7 @@ class XiProbe:
 
         xi = | TopK(mean of accumulated) - average | / | mean of gradients |         (equation 5)
 
-    ``average`` is what is applied: in Ok-Topk it is TopK(mean of TopK(accumulated)) as published; with
-    other collectives and codecs whatever they made of it, rounding included.  Learning rates cancel.
+    ``average`` is what is applied, whatever collective and codec made of it.  Learning rates cancel.
     Means and norms are those of the sample, whose coordinates are the same on all ranks, drawn again
     for every measurement: one from every run of ``every`` elements.
 
@@ -223,10 +220,8 @@ class XiProbe:
         every: elements per sampled one (not in the paper); 1 is exact.
         seed: of the samples; equal on all ranks.
 
-    Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  About
-    ``k / every`` of the largest entries are in the sample, so the relative deviation of the estimate is
-    about ``(every / k) ** 0.5``.
-    State: none outlives the step.
+    Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
+    relative deviation of the estimate is about ``(every / k) ** 0.5``.   State: none outlives the step.
 
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4, Assumption 1 and Figure 5.
     """

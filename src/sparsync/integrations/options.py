@@ -231,7 +231,7 @@ class Options:
                 self.correction,
                 watched.xi_period,
                 consensus,
-                sink_of(watched.log, comm.rank),
+                None if watched.log is None else sink_of(watched.log, comm.rank),
             )
             agree_on_reducer(
                 reducer,

@@ -20,12 +20,7 @@ from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
-__all__ = [
-    "Communicator",
-    "ReduceOp",
-    "check_timeout",
-    "rounds",
-]
+__all__ = ["Communicator", "ReduceOp", "check_timeout", "rounds"]
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
@@ -180,9 +175,8 @@ class Communicator(ABC):
         A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
         """
         world_size, size = self.world_size, tensor.numel()
-        operations: dict[ReduceOp, Callable[..., Tensor]]
-        operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-        combine = operations[op]
+        combine: Callable[..., Tensor]
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
         width = -(-size // world_size)
         padded = tensor.new_zeros(width * world_size)
         padded[:size] = tensor.flatten()

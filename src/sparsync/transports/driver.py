@@ -234,13 +234,9 @@ class Engine:
         self._jobs.put((job, future))
         return future
 
-    def stop(self) -> None:
-        """Let the thread end when it has finished what is queued; returns at once."""
-        self._jobs.put(None)
-
     def close(self) -> None:
         """Finish what is queued, then end the thread; called on the thread itself: once it returns."""
-        self.stop()
+        self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.actors import Actor, Host
@@ -114,16 +114,12 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
-        own = group or dist.distributed_c10d._get_default_group()
+        own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         # gloo ends a collective at the group's own timeout, if that is shorter
         longest = options._timeout.total_seconds() if options is not None else timeout
-        self._patience = min(timeout, longest)
+        self.patience = min(timeout, longest)
         self.roll = RollCall(group, self.rank, self.world_size)
-
-    def ran_out(self, seconds: float) -> bool:
-        """Tell whether a wait that failed after ``seconds`` ran into its deadline; gloo does not say."""
-        return seconds > 0.95 * self._patience
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
@@ -246,8 +242,8 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            comm.roll.answer()
-        if comm.ran_out(seconds):
+            comm.roll.missing(patience=0.0)  # the others ask for this rank's word
+        if seconds > 0.95 * comm.patience:  # gloo does not say that it ran into its deadline
             raise DeadlineError(
                 f"{place} did not complete within {comm.timeout:g} s; {alive} "
                 "Raise timeout= if it is only slow"
@@ -311,22 +307,23 @@ class RollCall:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         self._group, self._rank, self._world_size = group, rank, world_size
 
-    def answer(self) -> None:
-        """Say that this rank has failed."""
-        self._aside(lambda store: store.set(str(self._rank), "failed"))
-
-    def missing(self) -> str:
-        """Say so, too, and name those that have not said it a second later."""
+    def missing(self, patience: float = _PATIENCE) -> str:
+        """Say that this rank has failed, and name those that have not said it some seconds later."""
         missing = set(range(self._world_size))
 
-        def call(store: Store) -> None:
-            store.set(str(self._rank), "failed")
-            until = time.monotonic() + _PATIENCE
-            while missing and time.monotonic() < until:
-                missing.difference_update([r for r in missing if store.check([str(r)])])
-                time.sleep(_LOOK)
+        def ask() -> None:
+            with suppress(RuntimeError, KeyError, ValueError):  # lost, or the group was destroyed
+                store = PrefixStore("sparsync/failed", store_of(self._group))
+                store.set(str(self._rank), "failed")
+                until = time.monotonic() + patience
+                while missing and time.monotonic() < until:
+                    missing.difference_update([r for r in missing if store.check([str(r)])])
+                    time.sleep(_LOOK)
 
-        self._aside(call)
+        # on a thread that may be left behind: the store's host may be stuck, too
+        thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
+        thread.start()
+        thread.join(2 * _PATIENCE)
         if self._rank in missing:
             return (
                 "which rank is to blame is unknown: the store does not answer; its host may be down"
@@ -334,17 +331,6 @@ class RollCall:
         if not missing:
             return "all ranks are there: a connection between them is lost, or too slow"
         return f"no word from rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"
-
-    def _aside(self, action: Callable[[Store], None]) -> None:
-        """Ask the store on a thread that may be left behind: its host may be stuck, too."""
-
-        def ask() -> None:
-            with suppress(RuntimeError, KeyError, ValueError):  # lost, or the group was destroyed
-                action(PrefixStore("sparsync/failed", store_of(self._group)))
-
-        thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
-        thread.start()
-        thread.join(2 * _PATIENCE)
 
 
 @final

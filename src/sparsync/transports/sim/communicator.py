@@ -212,9 +212,7 @@ class Simulation(Generic[T]):
     Attributes:
         results: the value that each rank returned, in rank order.
         seconds: virtual time from the start to the last rank's end.
-        ledgers: each rank's traffic.
-        sending: bytes and seconds of each port, by phase.
-        receiving: the same for what each port received.
+        sending: bytes and seconds of each port, by phase; ``receiving``: of what it received.
     """
 
     results: list[T]

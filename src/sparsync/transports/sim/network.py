@@ -40,15 +40,10 @@ Link = tuple[int, int, int]  # source, dest, tag
 
 
 class Weight(NamedTuple):
-    """The size of a message for the network and for those who pack it.
+    """The size of a message for the network and for those who pack it."""
 
-    Attributes:
-        nbytes: that the ports carry; its payload's length, unless that stands for more.
-        entries: that are packed before and unpacked after it.
-    """
-
-    nbytes: float
-    entries: float = 0.0
+    nbytes: float  # that the ports carry; its payload's length, unless that stands for more
+    entries: float = 0.0  # that are packed before and unpacked after it
 
 
 class SimOperation(Operation):
@@ -119,14 +114,9 @@ class Usage:
 
 @dataclass
 class Port:
-    """One direction of a rank's link, or of a node's.
+    """One direction of a rank's link, or of a node's, and what it carried by phase."""
 
-    Attributes:
-        free: virtual time from which it is.
-        phases: what it carried, by phase.
-    """
-
-    free: float = 0.0
+    free: float = 0.0  # virtual time from which it is
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
 
     def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
@@ -152,10 +142,8 @@ class Port:
 class Fault:
     """A rank that stands still: it neither computes nor answers; what is sent to it waits.
 
-    Attributes:
-        rank: which one.
-        start: virtual seconds.
-        end: virtual seconds; infinity: it is dead, what is sent to it is lost, its result is None.
+    Where ``end``, in virtual seconds, is infinite it is dead: what is sent to it is lost, its result is
+    None.
     """
 
     rank: int

@@ -19,30 +19,18 @@ PortName = int | str  # a rank, or "node 3"
 
 
 class Route(NamedTuple):
-    """The way of messages from one rank to another.
+    """The way of messages from one rank to another."""
 
-    Attributes:
-        alpha: latency in seconds per message.
-        beta: seconds per byte, on both ports.
-        out: the port that it leaves through.
-        into: the port that it enters through.
-    """
-
-    alpha: float
-    beta: float
-    out: PortName
-    into: PortName
+    alpha: float  # latency in seconds per message
+    beta: float  # seconds per byte, on both ports
+    out: PortName  # they leave through it
+    into: PortName  # they enter through it
 
 
 class Topology(ABC):
-    """A network.
+    """A network."""
 
-    Attributes:
-        gamma: seconds per byte reduced.
-        ports: "single" or "unlimited".
-    """
-
-    gamma: float = 0.0
+    gamma: float = 0.0  # seconds per byte reduced
     ports: Ports = "single"
 
     @abstractmethod

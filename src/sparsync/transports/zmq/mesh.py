@@ -55,12 +55,7 @@ WATCHED: Final = (
 
 @final
 class Parcel:
-    """A message to be sent: one frame with a short payload after its header, or two frames.
-
-    Attributes:
-        tracker: while it is not done, ZeroMQ reads the payload's memory.
-        accepted: ZeroMQ has taken the message.
-    """
+    """A message to be sent: one frame with a short payload after its header, or two frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -68,8 +63,8 @@ class Parcel:
         if length <= INLINE:
             self.frames = [header + view if length else header]
         self.zero_copy = length >= ZERO_COPY
-        self.tracker: zmq.MessageTracker | None = None
-        self.accepted = False
+        self.tracker: zmq.MessageTracker | None = None  # until it is done ZeroMQ reads the payload
+        self.accepted = False  # by ZeroMQ
 
     @property
     def done(self) -> bool:
@@ -96,13 +91,7 @@ class Parcel:
 
 @final
 class Link:
-    """The outgoing socket to one peer, on which nobody else is accepted.
-
-    Attributes:
-        lost: why nothing can be sent any more; "" while the link is good.
-        lost_at: when that was seen, on the monotonic clock.
-        queue: parcels that ZeroMQ did not take yet, in order.
-    """
+    """The outgoing socket to one peer, on which nobody else is accepted."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
         self.peer, endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
@@ -111,16 +100,16 @@ class Link:
             self.socket.curve_serverkey = keys.publics[peer]
             self.socket.curve_publickey = keys.publics[keys.rank]
             self.socket.curve_secretkey = keys.secret
-        self.queue: deque[Parcel] = deque()
-        self.sequences: dict[int, int] = {}
-        self.lost, self.lost_at = "", 0.0
+        self.queue: deque[Parcel] = deque()  # that ZeroMQ did not take yet, in order
+        self.sequences: Counter[int] = Counter()  # messages sent, by channel
+        self.lost = ""  # why nothing can be sent any more
+        self.lost_at = 0.0  # when that was seen, on the monotonic clock
         self.socket.connect(endpoint)
 
     def next_sequence(self, tag: int) -> int:
         """Return the number of the next message of a channel, and count it."""
-        number = self.sequences.get(tag, 0)
-        self.sequences[tag] = number + 1
-        return number
+        self.sequences[tag] += 1
+        return self.sequences[tag] - 1
 
     def send(self, parcel: Parcel) -> None:
         """Send now, or queue after what waits."""

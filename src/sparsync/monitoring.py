@@ -48,10 +48,6 @@ class Monitor:
     ============================  =====================================================================
 
     A sink costs a pass over every residual; on a GPU the end of the step waits for it.
-
-    Attributes:
-        selected: by every unit, in the open step.
-        xi: the probe.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class Monitor:
     ) -> None:
         self._ledger, self._sink = comm.ledger, sink
         self.xi = XiProbe(xi_period, units, start=start)
-        self.selected: dict[int, Vector] = {}
+        self.selected: dict[int, Vector] = {}  # by every unit, in the open step
         self._seconds: Mapping[str, float] = {}
         self._pending: list[tuple[int, dict[str, float]]] = []
 

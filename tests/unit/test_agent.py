@@ -158,7 +158,7 @@ class Racing(ZmqHost):
 
 def test_a_failure_while_a_wait_begins_ends_the_wait():
     comm = ZmqCommunicator(0, 1, store=HashStore())
-    host = Racing(Idle(), comm, comm.mesh, comm.irecv_any)
+    host = Racing(Idle(), comm)
     waiting = host.ask(lambda reply: None, lambda: "rank 0, step 0: phase 'average'")
     with pytest.raises(PeerError, match="the actor failed"):
         waiting.poll(0)

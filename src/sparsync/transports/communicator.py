@@ -175,8 +175,9 @@ class Communicator(ABC):
         A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
         """
         world_size, size = self.world_size, tensor.numel()
-        combine: Callable[..., Tensor]
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        operations: dict[ReduceOp, Callable[..., Tensor]]
+        operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+        combine = operations[op]
         width = -(-size // world_size)
         padded = tensor.new_zeros(width * world_size)
         padded[:size] = tensor.flatten()

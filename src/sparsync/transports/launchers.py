@@ -53,17 +53,12 @@ _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 @dataclass(frozen=True)
 class Placement:
-    """One process among the ranks of its job.
-
-    Attributes:
-        local_rank: among the ranks of this host; 0 where the launcher does not tell.
-        host: rank 0's, where the environment tells (MASTER_ADDR, or Slurm's first host).
-    """
+    """One process among the ranks of its job."""
 
     rank: int
     world_size: int
-    local_rank: int
-    host: str | None
+    local_rank: int  # among the ranks of this host; 0 where the launcher does not tell
+    host: str | None  # rank 0's, where the environment tells (MASTER_ADDR, or Slurm's first host)
     launcher: Launcher
 
 

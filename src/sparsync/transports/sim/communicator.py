@@ -31,19 +31,14 @@ _YOUNG = 100_000  # objects between looks for garbage: messages under way are ma
 
 @dataclass(frozen=True)
 class Prices:
-    """Costs of messages besides the network: the work of those who pack and unpack them.
+    """Costs of messages besides the network: the work of those who pack and unpack them."""
 
-    Attributes:
-        weigh: what a message counts for.
-        encode: seconds per entry, of the rank that makes a message (not of one that passes it on).
-        decode: seconds per entry, of every rank that receives it: to unpack and to sum.
-        gamma: seconds per byte of dense sums, instead of the network's.
-    """
-
-    weigh: Callable[[Tensor, Framing], Weight]
-    encode: float = 0.0
-    decode: float = 0.0
-    gamma: float = 0.0
+    weigh: Callable[[Tensor, Framing], Weight]  # what a message counts for
+    encode: float = (
+        0.0  # s per entry, of the rank that makes a message (not of one that passes it on)
+    )
+    decode: float = 0.0  # s per entry, of every rank that receives it: to unpack and to sum
+    gamma: float = 0.0  # s per byte of dense sums, instead of the network's
 
 
 @final

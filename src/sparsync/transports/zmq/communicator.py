@@ -388,13 +388,9 @@ def _agreed(raw: Sequence[str]) -> tuple[int, list[str]]:
 def host_over(
     actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
 ) -> Host:
-    """Run an actor over a mesh that connects the ranks of ``comm``; all of them call it together.
+    """Run an actor over a mesh of the ranks of ``comm``, of any transport; all call it together.
 
-    Args:
-        actor: to run.
-        comm: of any transport; its timeout counts.
-        store: where the ranks meet.
-        options: of ``ZmqCommunicator``.
+    They meet in ``store``; the timeout is that of ``comm``, ``options`` those of ``ZmqCommunicator``.
     """
     if comm.world_size == 1:
         return SoloHost(actor)
@@ -402,4 +398,4 @@ def host_over(
     from sparsync.transports.zmq.host import ZmqHost
 
     mesh = ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options)
-    return ZmqHost(actor, mesh, mesh.mesh, mesh.irecv_any)
+    return ZmqHost(actor, mesh)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.actors import Actor, Host, Reply
-from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
-from sparsync.transports.ledger import Framing, Raw
-from sparsync.transports.zmq.mesh import MAX_MESSAGE, Mesh
+from sparsync.transports.ledger import Raw
+from sparsync.transports.zmq.mesh import MAX_MESSAGE
 
 __all__ = ["ZmqHost"]
 
@@ -32,24 +31,12 @@ class ZmqHost(Host):
 
     The rank hands work over through a queue and waits on an event: it never holds a lock that the
     actor needs, nor the other way round.  A peer whose connection ends is dead, one that is silent is
-    not.
-
-    Args:
-        actor: to run.
-        comm: used by nobody else; closed at the end.
-        mesh: its sockets.
-        receive: its ``irecv_any``.
+    not.  Nobody else uses ``comm``, which is closed at the end.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        comm: Communicator,
-        mesh: Mesh,
-        receive: Callable[[int, str, Framing], Any],
-    ) -> None:
+    def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
         self.rank, self.world_size = comm.rank, comm.world_size
-        self._actor, self._comm, self._mesh, self._irecv_any = actor, comm, mesh, receive
+        self._actor, self._comm, self._mesh = actor, comm, comm.mesh
         self._calls: deque[Callable[[], None]] = deque()
         self._asked: list[_Asked] = []
         self._error: BaseException | None = None
@@ -139,7 +126,7 @@ class ZmqHost(Host):
         mesh = self._mesh
         try:
             if self._receive is None:
-                self._receive = self._irecv_any(MAX_MESSAGE, "actor", _WHOLE)
+                self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)

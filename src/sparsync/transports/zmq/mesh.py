@@ -140,13 +140,7 @@ class Link:
 
 @final
 class Mesh:
-    """The sockets of one rank: an incoming one, bound to one interface, and a link to every other.
-
-    Attributes:
-        endpoint: where the incoming socket listens.
-        dropped: messages that were refused, by reason.
-        lost: ranks that are gone, and why.
-    """
+    """The sockets of one rank: an incoming one, bound to one interface, and a link to every other."""
 
     def __init__(
         self,
@@ -160,8 +154,8 @@ class Mesh:
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
-        self.dropped: Counter[str] = Counter()
-        self.lost: dict[int, str] = {}
+        self.dropped: Counter[str] = Counter()  # messages that were refused, by reason
+        self.lost: dict[int, str] = {}  # ranks that are gone, and why
         self._connected: set[int] = set()  # file descriptors
         self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
         self._heard: set[int] = set()
@@ -222,10 +216,8 @@ class Mesh:
     def advance(self, seconds: float, expected: int = 1) -> None:
         """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and do it.
 
-        Args:
-            seconds: 0 does not wait.
-            expected: messages that the caller needs; a long wait looks at them together, since a
-                rank that shares its core pays most for what it does between two naps.
+        A long wait looks at the ``expected`` messages together, since a rank that shares its core pays
+        most for what it does between two naps.
         """
         if seconds <= 0:
             self.drain()

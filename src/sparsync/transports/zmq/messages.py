@@ -28,30 +28,20 @@ TAGS: Final = 2**32  # channels are u32
 class Header(NamedTuple):
     """The facts about a message that a receiver reads before the payload.
 
-    Attributes:
-        flags: ``HELLO``, ``APART`` or 0 (the payload follows the header in the same frame).
-        source: rank of the sender.
-        job: number of the group, drawn by rank 0: messages of another job are refused.
-        tag: channel.
-        phase: CRC-32 of the phase's name.
-        step: the sender's ``ledger.step``.
-        sequence: number of this message among those of its source and tag, from 0.
-        length: bytes of payload.
-
     Example:
         >>> raw = Header(0, 3, 7, 1, 9, 5, 0, 16).pack()
         >>> len(raw), Header.parse(raw).source, Header.parse(raw).length
         (48, 3, 16)
     """
 
-    flags: int
-    source: int
-    job: int
-    tag: int
-    phase: int
-    step: int
-    sequence: int
-    length: int
+    flags: int  # ``HELLO``, ``APART`` or 0: the payload follows the header in the same frame
+    source: int  # rank of the sender
+    job: int  # number of the group, drawn by rank 0: messages of another job are refused
+    tag: int  # channel
+    phase: int  # CRC-32 of the phase's name
+    step: int  # the sender's ``ledger.step``
+    sequence: int  # number of this message among those of its source and tag, from 0
+    length: int  # bytes of payload
 
     def pack(self) -> bytes:
         """Write the header."""
@@ -80,20 +70,15 @@ class Header(NamedTuple):
 @final
 @dataclass(eq=False)
 class Claim:
-    """A receive, and what became of it.
-
-    Attributes:
-        source: rank that it names; None: any, at any step.
-        capacity: bytes; ``exact``: neither more nor less.
-    """
+    """A receive, and what became of it."""
 
     rank: int
-    source: int | None
+    source: int | None  # None: any, at any step
     tag: int
     step: int
     phase: str
-    capacity: int
-    exact: bool
+    capacity: int  # bytes
+    exact: bool  # neither more nor less
     sender: int | None = None
     payload: Tensor | None = None
     error: CommunicationError | None = None
@@ -105,11 +90,7 @@ class Claim:
 
 @final
 class Mailboxes:
-    """All messages that nobody has received and all receives that wait.
-
-    Args:
-        limit: bytes that unclaimed messages may take together.
-    """
+    """All messages that nobody has received, up to ``limit`` bytes, and all receives that wait."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

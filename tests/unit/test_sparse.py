@@ -175,6 +175,17 @@ def test_a_result_is_dense_exactly_when_the_bound_exceeds_the_limit(problem, lim
     assert isinstance(combined, DenseVector) == (a.nnz + b.nnz > limit)
 
 
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_neutral_element_is_neutral(name, dtype):
+    operation = OPERATIONS[name]
+    if name not in BITWISE or not dtype.is_floating_point:
+        x = torch.tensor([0, 1] if name in LOGICAL else [-3, 0, 1, 7], dtype=dtype)
+        neutral = torch.full_like(x, operation.check(dtype))
+        same(operation.apply(neutral, x), x)
+        same(operation.apply(x, neutral), x)
+
+
 def test_operands_keep_their_order():
     left = Reduction("left", lambda a, b: torch.where(a == 0, b, a), lambda dtype: 0, False)
     a, b = (SparseVector(torch.tensor([1]), torch.tensor([x]), 3) for x in (5.0, 7.0))

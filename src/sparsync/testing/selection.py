@@ -15,11 +15,9 @@ __all__ = ["check_selector"]
 
 
 def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
-    """Check a selector: order, values, zeros, NaN, exactness when a period opens, saved state.
+    """Check a selector: order, values, zeros, NaN, saved state.
 
-    Args:
-        make: builds one selector.
-        exact: exactly ``min(k, nnz)`` entries come when a period opens.
+    With ``exact`` it selects exactly ``min(k, nnz)`` entries when a period opens.
 
     Example:
         >>> from sparsync.selection import Exact

@@ -32,11 +32,7 @@ def check_collective(
     """Check a collective on the simulator, for every case and world size.
 
     Its ``order`` says whether sums are checked bit for bit, its ``result`` whether it gets whole vectors.
-
-    Args:
-        make: builds one collective; called once per rank and case.
-        rounding: what its codec rounds away is delivered by nobody: sums are checked to rounding.
-        world_sizes: the numbers of virtual ranks.
+    With ``rounding`` what its codec rounds away is delivered by nobody: sums are checked to rounding.
 
     Example:
         >>> from sparsync.collectives import Allgather

@@ -31,12 +31,9 @@ def check_communicator(
 ) -> None:
     """Check every call of a transport whose ranks are in this process.
 
-    Args:
-        world_sizes: the numbers of ranks.
-        connect: makes the communicators of a group of this many ranks; a thread drives each, and they
-            are closed in the end.  None: the simulator's are checked.
-
-    A transport between processes runs ``exercise_communicator`` on every rank.
+    ``connect`` makes the communicators of a group of this many ranks; a thread drives each, and they are
+    closed in the end.  None: the simulator's are checked.  A transport between processes runs
+    ``exercise_communicator`` on every rank.
 
     Raises:
         AssertionError: a call gave something else than it should.
@@ -64,13 +61,10 @@ def check_communicator(
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
     """Check that a wait for a rank that is silent ends, and says who waited, when and in which phase.
 
-    Args:
-        connect: makes the communicators of two ranks with a short deadline.
+    ``connect`` makes the communicators of two ranks with a short deadline, which this takes.
 
     Raises:
         AssertionError: the error came late, or does not name rank, step and phase; or there is none.
-
-    Cost: the deadline.
     """
     waiting, silent = connect()
     started = time.monotonic()

@@ -22,15 +22,10 @@ Reply = Callable[[Any], None]  # ends what a rank awaits of its actor; called on
 
 
 class Actor(ABC):
-    """A state machine that a host runs: one call at a time, none of which may wait.
+    """A state machine that a host runs: one call at a time, none of which may wait."""
 
-    Attributes:
-        host: set by the host before the first call.
-        due: when ``tick`` is to be called, by the host's clock; None: not at all.
-    """
-
-    host: Host
-    due: float | None = None
+    host: Host  # set by the host before the first call
+    due: float | None = None  # when to call ``tick``, by the host's clock; None: not at all
 
     @abstractmethod
     def receive(self, source: int, payload: Tensor) -> None:
@@ -46,12 +41,7 @@ class Actor(ABC):
 
 
 class Host(ABC):
-    """Runs one actor on one rank.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Runs one actor on one rank."""
 
     rank: int
     world_size: int
@@ -73,9 +63,7 @@ class Host(ABC):
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Run ``function(reply)`` as ``call`` does; await the result for what ``reply`` is given.
 
-        Args:
-            function: may call ``reply`` at once, or keep it for a later call of the actor.
-            where: says what the wait is for, in errors.
+        It may call ``reply`` at once or later; ``where`` says what the wait is for, in errors.
         """
 
     @abstractmethod

@@ -62,15 +62,10 @@ class Finished(Operation):
 
 
 class Task(Generic[T]):
-    """A coroutine under way.
-
-    Attributes:
-        waits_for: the operation that it awaits.
-        ended: it has returned ``result``.
-    """
+    """A coroutine under way."""
 
     waits_for: Operation
-    result: T
+    result: T  # once ``ended``
 
     def __init__(self, program: Coroutine[Operation, None, T]) -> None:
         self.program, self.ended = program, False

@@ -94,11 +94,7 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def over(cls, comm: Communicator, *, timeout: float = 300.0) -> MpiCommunicator:
-        """Build one next to another communicator of the same ranks; all of them call this together.
-
-        Args:
-            comm: any communicator of processes that ``mpiexec`` started; it tells who they are.
-            timeout: as for the class.
+        """Build one for the ranks of another communicator, which ``mpiexec`` started; all call it.
 
         Raises:
             ConfigurationError: MPI does not know these ranks.
@@ -243,8 +239,6 @@ class _Request(Operation):
     """A send, a receive or a collective of MPI.
 
     Args:
-        comm: of its channel.
-        where: for errors: "message from rank 3 in phase 'split'".
         start: calls MPI; the request that it returns keeps the buffers.
         finish: takes the status, returns the result; None: there is none.
         receiving: it may be cancelled.

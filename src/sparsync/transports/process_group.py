@@ -90,11 +90,7 @@ def check_transport(transport: str, curve_keys: Path | str | None) -> None:
 
 @final
 class TorchCommunicator(Communicator):
-    """One rank of a process group.
-
-    Args:
-        group: a process group; None for the default one.
-        timeout: seconds that any wait may take before it fails with an error.
+    """One rank of a process group; None: of the default one.
 
     CUDA tensors are staged through host memory when the backend is gloo.  NCCL, which has no channels
     and receives exactly what it was told to, is for the native collectives alone.
@@ -225,8 +221,7 @@ class TorchCommunicator(Communicator):
 def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> Iterator[None]:
     """Turn an error of torch into one that names rank, phase and step.
 
-    ``where`` says what was under way, and with which rank; ``among_all``: with all of them, so those
-    that are missing are asked for.
+    ``where`` says what was under way, and with which rank; ``among_all``: with all of them.
     """
     started = time.monotonic()
     try:
@@ -256,14 +251,8 @@ class _Call(Operation):
     """A native request: under way, or a collective that is started when it is waited for.
 
     A group's collectives must start in one order on all ranks.  Of several channels in flight only
-    the oldest is waited for, which is the same on all ranks.
-
-    Args:
-        comm: of this rank.
-        where: as for ``_named``, and ``among_all``, too.
-        start: returns the request; None: there is nothing to wait for.
-        finish: called at the end for the result.
-        started: ``start`` only returns what is under way, which may be asked.
+    the oldest is waited for, which is the same on all ranks.  ``start`` returns the request, None where
+    there is nothing to wait for; with ``started`` it may be asked at any time.
     """
 
     def __init__(
@@ -337,9 +326,7 @@ class RollCall:
 class Groups:
     """Makes process groups among the ranks that attach a model, and ends them.
 
-    Args:
-        world: the ranks that call everything here together; None: all.
-        timeout: seconds that any wait may take.
+    The ranks of ``world``, None for all, call everything here together.
     """
 
     def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
@@ -358,11 +345,7 @@ class Groups:
         return [json.loads(card) for card in cards]
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
-        """Return a group of this rank and others; ranks of the world call it for disjoint groups.
-
-        Args:
-            ranks: global ranks, this one among them.
-            backend: None for that of the default group.
+        """Return a group of global ranks, this one among them; all call it, for disjoint groups.
 
         Raises:
             CommunicationError: a rank of the group is gone, or has not come here in time.

@@ -41,19 +41,14 @@ class Topology(ABC):
 @final
 @dataclass(frozen=True)
 class Links(Topology):
-    """All ranks alike, each on a link of its own.
+    """All ranks alike, each on a link of its own."""
 
-    Attributes:
-        alpha: latency in seconds per message.
-        beta: seconds per byte, on each port.
-        gamma: seconds per byte reduced.
-        ports: "single": one message at a time in each direction; "unlimited".
-    """
-
-    alpha: float = 50e-6  # a switched Ethernet hop with the kernel's network stack
-    beta: float = 8e-9  # 1 Gbit/s
-    gamma: float = 0.0
-    ports: Ports = "single"
+    alpha: float = (
+        50e-6  # latency in s per message: a switched Ethernet hop with the kernel's stack
+    )
+    beta: float = 8e-9  # s per byte, on each port: 1 Gbit/s
+    gamma: float = 0.0  # s per byte reduced
+    ports: Ports = "single"  # one message at a time in each direction
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma"):

@@ -17,7 +17,7 @@ PIP := -m pip install --disable-pip-version-check
 # the native kernels once more, built with the address and undefined-behaviour sanitizers
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
-ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_native.py \
+ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/unit/test_native.py \
   tests/unit/test_packed.py tests/unit/test_wire_hostile.py
 
 AT_ONCE := $(filter-out tests/distributed/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src

@@ -17,6 +17,7 @@
 #include "packing.h"
 #include "parallel.h"
 #include "scan.h"
+#include "scratch.h"
 #include "select.h"
 #include "sparse.h"
 
@@ -183,6 +184,46 @@ void count_from(Address values, int64_t n, Address keys, int64_t bins, Address c
     sparsync::count_from(at<float>(values), n, at<int64_t>(keys), bins, at<int64_t>(counts));
 }
 
+using RawLevels = std::tuple<int, int64_t, float, Address, Address>;
+constexpr int64_t quantised_step = int64_t{1} << 14;  // elements; a step has whole blocks
+
+// Calls work(start, stop, scratch) for steps of whole blocks.
+template <typename Work>
+void share_blocks(int64_t n, int64_t block, int threads, const Work &work) {
+  const int64_t step = std::max(quantised_step / block, int64_t{1}) * block;
+  sparsync::share(n, threads, step, [&](int, int64_t start, int64_t stop) {
+    sparsync::Scratch scratch;
+    work(start, stop, scratch.take<float>(static_cast<uint64_t>(sparsync::levels_scratch * block)));
+  });
+}
+
+sparsync::Levels levels_of(const RawLevels &raw) {
+  const auto &[bits, block, limit, thresholds, levels] = raw;
+  return {bits, block, limit, at<float>(thresholds), at<float>(levels)};
+}
+
+void quantise(Address x, Address decoded, int64_t n, const RawLevels &raw, Address scales,
+              Address codes, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  const auto given = levels_of(raw);
+  share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
+    scan.quantise(at<float>(x) + start, stop - start, given,
+                  at<uint8_t>(scales) + 2 * start / given.block,
+                  at<uint8_t>(codes) + start * given.bits / 8, at<float>(decoded) + start, scratch);
+  });
+}
+
+void add_levels(Address into, int64_t n, const RawLevels &raw, Address scales, Address codes,
+                int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  const auto given = levels_of(raw);
+  share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
+    scan.add_levels(at<uint8_t>(scales) + 2 * start / given.block,
+                    at<uint8_t>(codes) + start * given.bits / 8, stop - start, given,
+                    at<float>(into) + start, scratch);
+  });
+}
+
 using RawMessage = std::tuple<Address, uint64_t>;
 using RawStyle = std::tuple<uint64_t, uint64_t, int, uint64_t, uint64_t>;
 using RawRoom = std::tuple<Address, Address, int64_t>;
@@ -258,6 +299,8 @@ NB_MODULE(_native, m) {
   m.def("subtract", &subtract, released());
   m.def("scatter", &scatter, released());
   m.def("count_from", &count_from, released());
+  m.def("quantise", &quantise, released());
+  m.def("add_levels", &add_levels, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

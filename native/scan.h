@@ -43,6 +43,15 @@ struct Bounds {
   uint32_t highest;  // 0 where there is none
 };
 
+// How a vector is quantised: see kernels/levels.py.
+struct Levels {
+  int bits;          // 1, 2, 3, 4 or 8
+  int64_t block;     // elements that share a scale, a multiple of 8
+  float limit;       // the largest scale
+  const float *thresholds, *levels;  // of the root mean square 1
+};
+constexpr int64_t levels_scratch = 4;  // floats that the passes below need for each element of a block
+
 struct Scan {
   // residual, gradient = residual + gradient, residual; in [start, stop)
   void (*swap_add)(float *residual, float *gradient, int64_t start, int64_t stop);
@@ -69,6 +78,12 @@ struct Scan {
   // returns how many.  There is room for n.
   int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
                  int64_t *indices, float *sums);
+  // writes a bf16 per block, a code per element, and what they say
+  void (*quantise)(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
+                   float *decoded, float *scratch);
+  // adds what they say to `into`
+  void (*add_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
+                     float *into, float *scratch);
 };
 
 // nullptr where this build or this machine does not have the instruction set

@@ -8,6 +8,7 @@
 // with that of another by the linker.
 
 #include "dealing.h"
+#include "levels_body.h"
 
 namespace {
 
@@ -206,7 +207,7 @@ int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base,
   return total;
 }
 
-constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,
-                                take,     count_from, place,  undeal, sum};
+constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,   take,
+                                count_from, place,    undeal, sum,   quantise, add_levels};
 
 }  // namespace

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsync import kernels
-from sparsync.kernels import native
+from sparsync.kernels import levels, native
 from sparsync.kernels import reference as specification
 
 NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
@@ -162,6 +162,28 @@ def test_accumulate(backend):
                 same_sums(r, total)
                 same(g, residual)
                 same_found(found, None if key is None else specification.find(r, key, limit))
+
+
+@pytest.mark.parametrize("isa", native.instruction_sets())
+@pytest.mark.parametrize("width", levels.BITS)
+def test_levels(isa, width):
+    for make, n in CASES:
+        for block in (8, 256):
+            if n > 10_000 and (width, block) != (4, 256):
+                continue
+            given = width, block, 2.0**120
+            x, sums = unaligned(make(n), n % 5), unaligned(noise(n, 1), n % 3)
+            said, expected = torch.empty(2, n).unbind()
+            with using("torch"):
+                raw = levels.quantise(x, expected, *given)
+                levels.add_(more := sums.clone(), raw, *given[:2])
+            with using(isa):
+                same(levels.quantise(x, said, *given), raw)
+                same(levels.quantise(x, x, *given), raw)
+                levels.add_(sums, unaligned(raw, 1), *given[:2])
+            same_sums(said, expected)
+            same_sums(x, expected)
+            same_sums(sums, more)
 
 
 @every_backend

@@ -89,12 +89,10 @@ class Quantised(Collective):
         shares, own = delivered.split_with_sizes(widths), parts[rank]
         lengths = [codec.nbytes(width, width, values.dtype) for width in widths]
         with comm.stage("pack"):
-            payloads = []
-            for owner, (part, share) in enumerate(zip(parts, shares, strict=True)):
-                encoded = codec.encode(DenseVector(part if owner != rank else part[:0]))
-                payloads.append(encoded.payload)
+            payloads = [own.new_empty(0, dtype=torch.uint8)] * comm.world_size
+            for owner in range(comm.world_size):
                 if owner != rank:
-                    share.copy_(encoded.decoded.values)
+                    payloads[owner] = codec.encode_to(parts[owner], shares[owner])
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -103,16 +101,15 @@ class Quantised(Collective):
                 if source != rank:
                     codec.add_(message, others)
         with comm.stage("pack"):
-            encoded = codec.encode(DenseVector((others + own).to(own.dtype)))
-        payloads = [encoded.payload] * comm.world_size
-        messages = await comm.alltoallv(payloads, lengths, "allgather", framing)
+            payload = codec.encode_to((others + own).to(own.dtype), shares[rank])
+        messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
             total = torch.zeros_like(values)
             for message, region in zip(messages, total.split_with_sizes(widths), strict=True):
                 codec.add_(message, region)
         # of its own region it delivers what others did not: so the rounding of the sum is its error
-        shares[rank].copy_(encoded.decoded.values - others)
+        shares[rank].sub_(others)
         return Reduced(DenseVector(total), DenseVector(delivered))
 
     def _widths(self, size: int, world_size: int) -> list[int]:

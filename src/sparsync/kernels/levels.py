@@ -1,7 +1,7 @@
 """Quantising to the levels of a normal distribution: 1, 2, 3 or 4 bits per value; or 8, uniformly.
 
-``quantise`` and ``add_`` are the specification, in plain PyTorch on any device; C++
-(``native/levels.cpp``) is bit-equal to it.
+``quantise`` and ``add_`` are the specification, in plain PyTorch on any device, after a call of C++
+(``native/levels_body.h``), which is bit-equal to it and takes blocks of a multiple of 8 values.
 
 A code has a sign in its highest bit and the number of its level below.  Code i of b bits stands at bit
 ``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 the lowest) of byte ``j // 8``.
@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sparsync.kernels import packing
+from sparsync.kernels import backend_of, native, packing
 
 __all__ = [
     "BITS",
@@ -61,23 +61,29 @@ def top_level(bits: int) -> float:
 
 
 @functools.cache
-def _table(of: str, bits: int, device: torch.device) -> Tensor:
-    values = _THRESHOLDS[bits] if of == "thresholds" else _LEVELS[bits]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the thresholds, and the levels."""
+    pair = _THRESHOLDS[bits], _LEVELS[bits]
+    first, second = (torch.tensor(row, dtype=torch.float32, device=device) for row in pair)
+    return first, second
 
 
-def quantise(values: Tensor, bits: int, block: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Return bf16 scales and codes as bytes, and what they say of each value.
+def quantise(values: Tensor, decoded: Tensor, bits: int, block: int, limit: float) -> Tensor:
+    """Return bf16 scales and codes as bytes; write what they say of each value to ``decoded``.
 
     Thresholds are multiples of a block's root mean square.  Its scale is ``<q, x> / <q, q>`` of the
     levels q, so what is decoded is the projection of x onto q.  A block with NaN or Inf becomes NaN.
 
     Args:
         values: float32, any number.
+        decoded: as many; it may be ``values`` itself.
         bits: one of ``BITS``.
         block: values that share a scale.
         limit: the largest scale, a bf16; the decoded values are at most ``top_level(bits)`` times it.
     """
+    thresholds, levels = _tables(bits, values.device)
+    if _natively(block, values, decoded):
+        return native.quantise(values, decoded, (bits, block, limit, thresholds, levels))
     count = values.numel()
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
@@ -94,29 +100,38 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> tuple[Tenso
         lengths[-1:] -= blocks.numel() - count
         spread = (sums_of_halves(scaled * scaled) / lengths).sqrt()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
-        for threshold in _table("thresholds", bits, values.device):
+        for threshold in thresholds:
             number += scaled > threshold * spread
-    levels = _table("levels", bits, values.device)[number.int()]
-    levels.view(-1)[count:] = 0.0
-    scales = sums_of_halves(levels * scaled) / sums_of_halves(levels * levels) * units
+    nearest = levels[number.int()]
+    nearest.view(-1)[count:] = 0.0
+    scales = sums_of_halves(nearest * scaled) / sums_of_halves(nearest * nearest) * units
     scales = torch.where(peaks == 0, 0.0, scales.clamp(max=limit))
     scales = torch.where(peaks.isfinite(), scales, torch.nan)
     raw = packing.pack_values(scales.flatten(), packing.BF16, 1)
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
-    negative = (blocks < 0) & (levels > 0)
+    negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
     codes = torch.where(scales > 0, codes, 0)  # one form of zeros and of NaN
     raw = torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
-    return raw, add_(torch.zeros_like(values), raw, bits, block)
+    add_(decoded.zero_(), raw, bits, block)
+    return raw
 
 
-def add_(into: Tensor, raw: Tensor, bits: int, block: int) -> Tensor:
-    """Add what ``quantise`` wrote of as many values to ``into``, float32, in place; return it."""
+def add_(into: Tensor, raw: Tensor, bits: int, block: int) -> None:
+    """Add what ``quantise`` wrote of as many values to ``into``, float32, in place."""
+    thresholds, levels = _tables(bits, raw.device)
+    if _natively(block, into):
+        native.add_levels_(into, raw.contiguous(), (bits, block, 0.0, thresholds, levels))
+        return
     count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
     scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
-    levels = _table("levels", bits, raw.device)
     levels = torch.cat([levels, -levels])[unpack_codes(raw[middle:], bits, count).int()]
-    return into.add_(levels * packing.spread(scales, block, count))
+    into += levels * packing.spread(scales, block, count)
+
+
+def _natively(block: int, *vectors: Tensor) -> bool:
+    contiguous = all(vector.is_contiguous() for vector in vectors)
+    return block % 8 == 0 and contiguous and backend_of(*vectors) is native
 
 
 def sums_of_halves(rows: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from sparsync.kernels.reference import Dealt, check_pair
 __all__ = [
     "EXTENSION",
     "accumulate_",
+    "add_levels_",
     "chosen",
     "count_from",
     "deal",
@@ -34,6 +35,7 @@ __all__ = [
     "find",
     "instruction_sets",
     "merge",
+    "quantise",
     "restrict",
     "scatter_",
     "subtract_",
@@ -213,6 +215,44 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
     indices, dealt = torch.empty_like(local), _address("local", local, torch.int64)
     EXTENSION.undeal(dealt, local.numel(), owner, world_size, indices.data_ptr())
     return indices
+
+
+# ---- levels -----------------------------------------------------------------------------------------
+
+
+# bits, block (a multiple of 8), the largest scale, thresholds, levels
+Levels = tuple[int, int, float, Tensor, Tensor]
+
+
+def quantise(values: Tensor, decoded: Tensor, levels: Levels) -> Tensor:
+    """Write what the returned scales and codes say to ``decoded``, in the pass that makes them."""
+    if decoded.shape != values.shape:
+        raise ConfigurationError(
+            f"{values.numel()} values need as much room, not {decoded.numel()}"
+        )
+    raw, ends = empty(_level_bytes(values.numel(), levels)[1], torch.uint8), (values, decoded)
+    EXTENSION.quantise(*(_address("values", end) for end in ends), *_on(raw, values, levels))
+    return raw
+
+
+def add_levels_(into: Tensor, raw: Tensor, levels: Levels) -> None:
+    """Decode and add, in one pass."""
+    if raw.numel() != _level_bytes(into.numel(), levels)[1]:
+        raise ConfigurationError(f"{raw.numel()} bytes are not the codes of {into.numel()} values")
+    EXTENSION.add_levels(_address("into", into), *_on(raw, into, levels))
+
+
+def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
+    """Return the bytes of the scales, and of all."""
+    scales = 2 * -(-n // levels[1])
+    return scales, scales - -n * levels[0] // 8
+
+
+def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
+    n, (bits, block, limit, thresholds, table) = values.numel(), levels
+    given = bits, block, limit, _address("thresholds", thresholds), _address("levels", table)
+    codes = _address("raw", raw, torch.uint8)
+    return n, given, codes, codes + _level_bytes(n, levels)[0], _workers(8 * n), chosen()
 
 
 # ---- exchanges of packed messages -------------------------------------------------------------------

@@ -67,17 +67,26 @@ class LloydMax(Codec[DenseVector]):
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
         """Encode; ``decoded`` has levels times scales."""
-        start, values = self.start(vector), vector.values
-        limit = _largest_scale(values.dtype, self.bits)
+        self.start(vector)
+        decoded = torch.empty_like(vector.values, memory_format=torch.contiguous_format)
+        return Encoded(self.encode_to(vector.values, decoded), DenseVector(decoded))
+
+    def encode_to(self, values: Tensor, decoded: Tensor) -> Tensor:
+        """Return the message of ``values``; write what it says to ``decoded``, of the same dtype."""
+        start, limit = self.start(DenseVector(values)), _largest_scale(values.dtype, self.bits)
         single = packing.to_float32(values, packing.FP32)
-        raw, decoded = levels.quantise(single, self.bits, self.block, limit)
-        return Encoded(self.message(start, raw), DenseVector(decoded.to(values.dtype)))
+        said = decoded if decoded.dtype == torch.float32 else torch.empty_like(single)
+        raw = levels.quantise(single, said, self.bits, self.block, limit)
+        if said is not decoded:
+            decoded.copy_(said)
+        return self.message(start, raw)
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, as the message says that it was quantised."""
         header, raw = self.body(payload, size)
         values = torch.zeros(size, dtype=torch.float32, device=payload.device)
-        return DenseVector(_add_(values, header, raw).to(header.dtype))
+        _add_(values, header, raw)
+        return DenseVector(values.to(header.dtype))
 
     def add_(self, payload: Tensor, into: Tensor) -> None:
         """Decode a message and add it to ``into``, in one pass where both are float32."""
@@ -94,13 +103,13 @@ class LloydMax(Codec[DenseVector]):
         return Parts(LONG_HEADER_BYTES, value=levels.SCALE_BYTES * scales + codes)
 
 
-def _add_(into: Tensor, header: Header, raw: Tensor) -> Tensor:
+def _add_(into: Tensor, header: Header, raw: Tensor) -> None:
     count, bits, block = header.entries, header.option, header.detail
     scales = raw[: levels.SCALE_BYTES * -(-count // block)]
     if bool((scales[1::2] >= 0x80).any()):
         raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
     check_end(raw, bits, count)
-    return levels.add_(into, raw, bits, block)
+    levels.add_(into, raw, bits, block)
 
 
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:

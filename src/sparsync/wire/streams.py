@@ -102,6 +102,12 @@ class Whole(Codec[DenseVector]):
             )
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
+    def encode_to(self, values: Tensor, decoded: Tensor) -> Tensor:
+        """Return the message of ``values``; write what it says to ``decoded``."""
+        encoded = self.encode(DenseVector(values))
+        decoded.copy_(encoded.decoded.values)
+        return encoded.payload
+
     def add_(self, payload: Tensor, into: Tensor) -> None:
         """Decode a message and add it to ``into``."""
         into += self.decode(payload, into.numel()).values

@@ -13,6 +13,8 @@ steps.  Every finished run is a line of ``frontier/results.jsonl`` and is not ma
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 from frontier.methods import METHODS
@@ -28,55 +30,61 @@ from sparsync.cli.network import Connection
 HERE = Path(__file__).parent
 
 
+def names(known: Mapping[str, object]) -> Callable[[str], list[str]]:
+    """Return what reads names with commas between."""
+
+    def read(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := sorted(set(given) - set(known)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(known)}")
+        return given
+
+    return read
+
+
+def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
+    """Return what reads numbers with commas between."""
+    return lambda text: [kind(number) for number in text.split(",")]
+
+
 def main() -> None:
     """Run what is missing, then write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--task", default="gpt-1m", help=f"several with commas: {', '.join(TASKS)}")
+    tasks, rows, kinds = names(TASKS), names(METHODS), names({"adamw": 1, "muon": 1})
+    parser.add_argument("--task", type=tasks, default=["gpt-1m"], help=f"of {', '.join(TASKS)}")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seeds", default="1,2,3", help="the first one tunes")
-    parser.add_argument("--rates", help="learning rates (default: the task's)")
+    parser.add_argument("--seeds", type=numbers(int), default=[1, 2, 3], help="the first one tunes")
+    parser.add_argument("--rates", type=numbers(float), help="learning rates (default: the task's)")
     parser.add_argument("--batch", type=int, help="samples per rank and step (default: the task's)")
-    parser.add_argument("--optimizers", default="adamw,muon")
-    parser.add_argument("--methods", default=",".join(METHODS), help="rows (default: all)")
+    parser.add_argument("--optimizers", type=kinds, default=["adamw", "muon"])
+    parser.add_argument("--methods", type=rows, default=list(METHODS), help="(default: all)")
     parser.add_argument("--rates-only", action="store_true", help="leave the knobs as they are")
     parser.add_argument("--lab", help="measure on links of this rate, e.g. 100mbit")
     parser.add_argument("--lab-steps", type=int, default=20, help="at least, in whole periods")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=HERE / "frontier.md")
-    arguments = parser.parse_args()
-    if arguments.lab:
-        Connection(lab=arguments.lab).prepare()
-    results = Results(arguments.out.with_suffix("") / "results.jsonl")
-    failed = []
-    for name in () if arguments.report else arguments.methods.split(","):
-        for task in arguments.task.split(","):
-            rates = [float(rate) for rate in (arguments.rates or "").split(",") if rate]
-            rates = rates or list(TASKS[task].rates)
-            seeds = [int(seed) for seed in arguments.seeds.split(",")]
-            for kind in arguments.optimizers.split(","):
-                if kind not in METHODS[name].optimizers:
-                    continue
-                run = Run(
-                    task=task,
-                    steps=arguments.steps,
-                    ranks=arguments.ranks,
-                    batch=arguments.batch or TASKS[task].batch,
-                    method=name,
-                    optimizer=kind,
-                    lr=rates[0],
-                    seed=seeds[0],
-                )
-                try:
-                    if arguments.lab:
-                        results.time(run, arguments.lab, arguments.lab_steps, rates)
-                    else:
-                        results.tune(run, rates, seeds, knobs=not arguments.rates_only)
-                except RankError as error:  # the other rows are worth their time
-                    failed.append(f"{task} {name} {kind}: {error}")
-                    Console(stderr=True).print(failed[-1], markup=False)
-    write_report(results.rows, arguments.out)
-    Console().print(f"wrote {arguments.out}", *(f"failed: {one}" for one in failed), sep="\n")
+    given = parser.parse_args()
+    if given.lab:
+        Connection(lab=given.lab).prepare()
+    results, failed = Results(given.out.with_suffix("") / "results.jsonl"), []
+    for task, method, kind in product(given.task, given.methods, given.optimizers):
+        if given.report or kind not in METHODS[method].optimizers:
+            continue
+        rates, batch = given.rates or TASKS[task].rates, given.batch or TASKS[task].batch
+        seed, lr = given.seeds[0], rates[0]
+        run = Run(task, given.steps, given.ranks, batch, method, kind, lr, seed)
+        try:
+            if given.lab:
+                results.time(run, given.lab, given.lab_steps)
+            else:
+                results.tune(run, rates, given.seeds, knobs=not given.rates_only)
+        except RankError as error:  # the other rows are worth their time
+            failed.append(f"failed: {task} {method} {kind}: {error}")
+            Console(stderr=True).print(failed[-1], markup=False)
+    written = write_report(results.rows, given.out)
+    said = f"wrote {given.out}" if written else "no report: dense AdamW is not among the runs"
+    Console().print(said, *failed, sep="\n", markup=False)
 
 
 if __name__ == "__main__":

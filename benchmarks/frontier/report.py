@@ -117,7 +117,7 @@ class Section:
         self.entries = self.runs[self.steps]
         self.labs: dict[str, dict[tuple[str, str], Row]] = {}
         for row in near:
-            if row["lab"]:
+            if row["lab"] and row.get("rest"):
                 self.labs.setdefault(row["lab"], {})[row["method"], row["optimizer"]] = row
 
     @property
@@ -289,8 +289,8 @@ def picture(sections: Sequence[Section], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def write_report(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Write the tables to ``out`` and the picture next to it; nothing without a run of dense AdamW."""
+def write_report(rows: Sequence[dict[str, Any]], out: Path) -> bool:
+    """Write the tables to ``out`` and the picture next to it, unless dense AdamW has not been run."""
     places = {
         (row["task"], row["steps"], row["ranks"], row["batch"])
         for row in rows
@@ -298,7 +298,7 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path) -> None:
     }
     sections = [Section(place, rows) for place in sorted(places)]
     if not sections:
-        return
+        return False
     lines = [
         "# Bytes against loss under AdamW and Muon",
         "",
@@ -322,3 +322,4 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path) -> None:
         lines += written(section)
     picture(sections, out.with_suffix(".png"))
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return True

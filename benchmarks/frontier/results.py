@@ -12,6 +12,7 @@ from typing import Any
 from frontier.methods import METHODS
 from frontier.training import Run
 from sparsync.cli.launch import RankError
+from sparsync.cli.output import to_json
 
 Row = dict[str, Any]
 
@@ -48,7 +49,7 @@ class Results:
             if "NonFinite" not in str(error):
                 raise
             measured = {"loss": None, "diverged": str(error).splitlines()[0]}
-        row = asked | json.loads(json.dumps(measured).replace("NaN", "null"))
+        row = asked | json.loads(to_json(measured))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -69,13 +70,13 @@ class Results:
     def _best(self, runs: Iterable[Run]) -> Run:
         return min(runs, key=lambda run: loss_of(self.get(run)))
 
-    def time(self, run: Run, lab: str, steps: int, rates: Sequence[float]) -> None:
+    def time(self, run: Run, lab: str, steps: int) -> None:
         """Measure a method's seconds and bytes in the lab, with the settings that won.
 
         These runs are short, in whole periods, and their dense phase is 2 steps: the report extrapolates.
         """
         method, same = METHODS[run.method], comparable(self.rows, run)
-        won = chosen(same)[0] if same else {"lr": rates[0], "knobs": method.untuned}
+        won = chosen(same)[0] if same else {"lr": run.lr, "knobs": method.untuned}
         knobs = {**won["knobs"]}
         period = {**method.settings, **knobs}.get("period", 1)
         steps = -(-steps // period) * period

@@ -79,6 +79,8 @@ class OuterStep(Averager):
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
+        tracking: how far first moments of Adam follow the average, in [0, 1], see ``Weights.follow``: a
+            moment moves by what it would take for this rank's steps to have been the average's.
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
@@ -116,6 +118,7 @@ class OuterStep(Averager):
         momentum: float | None = 0.0,
         nesterov: bool = False,
         residual_decay: float = 1.0,
+        tracking: float = 0.0,
         **binding: Any,
     ) -> None:
         counted = period is None or (type(period) is int and period >= 1)
@@ -127,6 +130,7 @@ class OuterStep(Averager):
             ("momentum", momentum, momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
             ("nesterov", nesterov, not nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
             ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
+            ("tracking", tracking, 0 <= tracking <= 1, "a factor in [0, 1]"),
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
@@ -145,11 +149,13 @@ class OuterStep(Averager):
         self.warmup_steps = Warmup(warmup_steps).steps
         self.adapt()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
-        self.residual_decay, self.state = residual_decay, OuterState()
+        self.residual_decay, self.tracking = residual_decay, tracking
+        self.state = OuterState()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         self._parts: list[_Fragment] = []
         self._under_way: list[_Exchange] = []
+        self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
         self.optimizers: Sequence[torch.optim.Optimizer] = [bound] if bound else []
@@ -185,7 +191,7 @@ class OuterStep(Averager):
 
         Fragments are runs of whole parameters of about equal size.  What the vector has beyond them is
         exchanged whole, with the last one.  Parameters of different ``kinds`` have different units: those
-        that other ranks hold as well must be rounded alike there, whatever lies beside them.
+        that other ranks hold as well must be rounded alike there, whatever else a unit holds.
         """
         self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._spans, self._end = dict[str, slice](), 0
@@ -246,6 +252,7 @@ class OuterStep(Averager):
             f"{shared.numel()}; load it into the model that it was saved with",
         )
         self._reducer = reducer
+        self._sent = self._sent or [self.steps - 1] * len(self._parts)
         if saved is not None:
             await restore_reducer(reducer, saved)
 
@@ -295,6 +302,8 @@ class OuterStep(Averager):
                 self.state, span = OuterState(), self._parts[exchange.part].span
                 self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
+                if exchange.ahead is not None:
+                    weights.follow(span, exchange.ahead.mul_(self.tracking), exchange.steps)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -360,7 +369,8 @@ class OuterStep(Averager):
     def settings(self) -> dict[str, Any]:
         """Return what makes this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
-        return {name: getattr(self, name) for name in (*names, "nesterov", "residual_decay")}
+        more = ("nesterov", "residual_decay", "tracking")
+        return {name: getattr(self, name) for name in (*names, *more)}
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
@@ -370,7 +380,8 @@ class OuterStep(Averager):
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
         under_way = [exchange.state_dict() for exchange in self._under_way]
-        return {**super().state_dict(), "reducer": saved, "under_way": under_way}
+        parts = {"under_way": under_way, "sent": list(self._sent)}
+        return {**super().state_dict(), "reducer": saved, **parts}
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
@@ -382,6 +393,7 @@ class OuterStep(Averager):
         super().load_state_dict(state)
         self._saved = state["reducer"]
         self._under_way = [_Exchange(**saved) for saved in state["under_way"]]
+        self._sent = list(state["sent"])
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -401,7 +413,9 @@ class OuterStep(Averager):
         """Exchange what a fragment has moved; nothing of the model is changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self._parts[part]
-        deltas = self._by_units(part, self._began(part).sub_(exchange.weights))
+        moved = self._began(part).sub_(exchange.weights)
+        ahead = moved.clone() if self.tracking else None
+        deltas = self._by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             kept = reducer.residuals[unit].value
             if kept is not None and self.residual_decay < 1:
@@ -417,7 +431,9 @@ class OuterStep(Averager):
             reducer.refuse()
             raise
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
-        exchange.shared = self._stepped(self._whole(part, deltas), fragment.span, momentum)
+        average = self._whole(part, deltas)
+        exchange.ahead = None if ahead is None else ahead.sub_(average)
+        exchange.shared = self._stepped(average, fragment.span, momentum)
         base = exchange.shared
         if self.residual == "weights":
             base = base - self._withheld(part)
@@ -526,7 +542,9 @@ class _Exchange:
         lands: the local step after which it is applied.
         late: other local steps are done meanwhile.
         weights: when it set out; then what they become, or, if it is late, what is added to them.
+        steps: local steps since the exchange before.
         shared: what the shared weights become.
+        ahead: by how much this rank moved against its weights more than the average of the ranks.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         carried: what to wait for, once.
@@ -536,7 +554,9 @@ class _Exchange:
     lands: int
     late: bool
     weights: Tensor
+    steps: int = 1
     shared: Tensor | None = None
+    ahead: Tensor | None = None
     done: bool = False
     refused: bool = False
     carried: Awaitable[None] | None = None
@@ -559,6 +579,13 @@ class Weights(Protocol):
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part."""
 
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let first moments follow the average, where the optimizer's are known.
+
+        Adam's steps are ``-lr m' / d`` with ``m' = m / (1 - b1^t)``; the sum of ``steps`` of them was
+        ``ahead`` of the average's.  So ``m -= (1 - b1^t) d ahead / (lr steps)``.
+        """
+
     def carry(self, exchange: Begin) -> Awaitable[None] | None:
         """Begin an exchange, after those before; None: it can wait until its result is needed."""
 
@@ -580,6 +607,9 @@ class _Vector:
 
     def add(self, span: slice, values: Tensor) -> None:
         self.write(span, self.vector[span] + values)
+
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        return None
 
     def carry(self, exchange: Begin) -> None:
         return None

@@ -35,14 +35,14 @@ def sparseloco() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # what ``attach`` does: two bits cost nearly nothing and one bit much; what costs is the period
+        # what ``attach`` does: two bits cost nearly nothing and one bit much; the period costs, unless
+        # moments follow the average
         "updates": {
             "algorithm": "quantised",
             "density": 1.0,
             "period": 2,
-            "fragments": 2,
-            "delay": 1,
             "residual": "weights",
+            "tracking": 1.0,
         },
         # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},

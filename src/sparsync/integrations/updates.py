@@ -153,6 +153,7 @@ class _Model:
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.carrier: Callable[[Begin], Awaitable[None]]
 
     def _tensors(self) -> list[Tensor]:
@@ -185,6 +186,34 @@ class _Model:
         """Add to a part, in the same tensors."""
         for tensor, place in self._within(span):
             tensor.add_(values[place].view(tensor.shape))
+
+    @torch.no_grad()
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let the first moments of Adam follow the average: see ``Weights``."""
+        of_state = {
+            local_of(parameter).data_ptr(): (state, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if {"exp_avg", "exp_avg_sq", "step"}
+            <= (state := optimizer.state.get(parameter, {})).keys()
+        }
+        for tensor, place in self._within(span):
+            if tensor.data_ptr() not in of_state:
+                continue
+            state, group = of_state[tensor.data_ptr()]
+            rate = float(group["lr"]) * steps
+            if not rate:
+                continue
+            (beta1, beta2), step = group["betas"], float(state["step"])
+            unbiased = 1 - beta1**step
+            mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+            root = square.div(1 - beta2**step).sqrt_().add_(group["eps"])
+            mean.addcmul_(
+                root,
+                ahead[place].view(tensor.shape).to(root.dtype),
+                value=-unbiased / rate,
+            )
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
@@ -231,7 +260,7 @@ class UpdateSync(Sync):
     ) -> None:
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
         me = weakref.ref(self)
-        self.outer.optimizers = list(optimizers)
+        self.outer.optimizers = self._weights.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             hook = CommHook.taken(ddp, self)

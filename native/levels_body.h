@@ -3,6 +3,10 @@
 
 #include <cstddef>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using sparsync::Levels;
@@ -34,6 +38,13 @@ inline float sum_of_halves(float *row, int64_t n) {
     n = half;
   }
   return row[0];
+}
+
+// <a, b> of an even number of elements, by a sum of halves.
+inline float inner(const float *a, const float *b, int64_t n, float *scratch) {
+  const int64_t half = n / 2;
+  for (int64_t i = 0; i < half; ++i) scratch[i] = a[i] * b[i] + a[half + i] * b[half + i];
+  return sum_of_halves(scratch, half);
 }
 
 template <int bits>
@@ -83,9 +94,8 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
     }
   } else {
     constexpr int last = last_level<bits>;
-    for (int64_t i = 0; i < block; ++i) products[i] = scaled[i] * scaled[i];
-    const float spread =
-        __builtin_sqrtf(sum_of_halves(products, block) / static_cast<float>(n));
+    const float squares = inner(scaled, scaled, block, products);
+    const float spread = __builtin_sqrtf(squares / static_cast<float>(n));
     float thresholds[last + 1], table[last + 1];
     for (int j = 0; j <= last; ++j) table[j] = given.levels[j];
     for (int j = 0; j < last; ++j) thresholds[j] = given.thresholds[j] * spread;
@@ -101,10 +111,8 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
     }
     for (int64_t i = n; i < block; ++i) levels[i] = 0.0f;
   }
-  for (int64_t i = 0; i < block; ++i) products[i] = levels[i] * scaled[i];
-  const float inner = sum_of_halves(products, block);
-  for (int64_t i = 0; i < block; ++i) products[i] = levels[i] * levels[i];
-  return inner / sum_of_halves(products, block);
+  const float projected = inner(levels, scaled, block, products);
+  return projected / inner(levels, levels, block, products);
 }
 
 template <int bits>
@@ -160,17 +168,34 @@ void add_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels
     uint16_t stored;
     __builtin_memcpy(&stored, scales, sizeof stored);
     const float scale = float_of(static_cast<int32_t>(uint32_t{stored} << 16));
-    unpack_codes<bits>(codes, size, numbers);
     if constexpr (bits == 8) {
+      unpack_codes<bits>(codes, size, numbers);
       for (int64_t i = 0; i < size; ++i)
         into[i] += with_sign(static_cast<float>(numbers[i] & 127) * scale, numbers[i] >> 7);
     } else {
-      float meanings[2 * last + 2];
+      float meanings[16] = {};
       for (int j = 0; j <= last; ++j) {
         meanings[j] = given.levels[j] * scale;
         meanings[last + 1 + j] = -meanings[j];
       }
-      for (int64_t i = 0; i < size; ++i) into[i] += meanings[numbers[i]];
+      int64_t at = 0;
+#if defined(__AVX2__)  // a lookup of eight in a register
+      const __m256 table = _mm256_loadu_ps(meanings);
+      const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                                _mm256_set1_epi32(bits));
+      for (; at + together <= size; at += together) {
+        uint32_t word = 0;
+        for (int i = 0; i < bits; ++i) word |= uint32_t{codes[at * bits / 8 + i]} << (8 * i);
+        const __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
+        const __m256i code = _mm256_and_si256(eight, _mm256_set1_epi32((1 << bits) - 1));
+        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);  // of 4 bits
+        const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code),
+                                           _mm256_castsi256_ps(sign));
+        _mm256_storeu_ps(into + at, _mm256_add_ps(_mm256_loadu_ps(into + at), value));
+      }
+#endif
+      unpack_codes<bits>(codes + at * bits / 8, size - at, numbers);
+      for (int64_t i = at; i < size; ++i) into[i] += meanings[numbers[i - at]];
     }
     into += block, scales += sizeof stored, codes += block * bits / 8;
   }

@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from sparsync.collectives.base import Collective, Reduced
-from sparsync.collectives.costs import Cost, Job, Result
+from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import MessageFraming
@@ -66,13 +66,16 @@ class Quantised(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages of a region each: the widest's, if blocks leave a rest.
 
+        Quantising reads and writes each element; what arrives is added, twice.
+
         Example:
             >>> Quantised(bits=2, block=256).cost(Job(10**6, k=10, world_size=4)).words
             96747.0
         """
         peers, widest = job.world_size - 1, max(self._widths(job.size, job.world_size))
         sent = 2 * peers * self.codec.nbytes(widest, widest)
-        return Cost(2 * peers, sent, 0, job.size, 2 * peers * widest, turns=2)
+        passed = 2 * job.size + 2 * peers * widest
+        return Cost(2 * peers, sent, dense_bytes=WORD_BYTES * passed, turns=2)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
         """Return its cost."""

@@ -22,6 +22,8 @@ Place = tuple[str, int, int, int]  # task, steps, ranks, batch
 MARKERS = {"adamw": "o", "muon": "s"}
 EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
 PANEL_INCHES = (6.4, 5.6)
+TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
+LINEAR_PERCENT = 5.0  # the picture is linear so far around dense, logarithmic beyond
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,10 @@ def picture(sections: Sequence[Section], path: Path) -> None:
         axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
         axis.set_xscale("log")
+        axis.set_yscale("symlog", linthresh=LINEAR_PERCENT)
+        low, high = axis.get_ylim()
+        axis.set_yticks([tick for tick in TICKS if low <= tick <= high])
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set(
             title=f"{section.task}, {section.steps} steps, {section.ranks} ranks",
             xlabel="bytes per parameter and step, the larger of sent and received",
@@ -291,12 +297,16 @@ def picture(sections: Sequence[Section], path: Path) -> None:
 
 def write_report(rows: Sequence[dict[str, Any]], out: Path) -> bool:
     """Write the tables to ``out`` and the picture next to it, unless dense AdamW has not been run."""
+    order = list(TASKS)
     places = {
         (row["task"], row["steps"], row["ranks"], row["batch"])
         for row in rows
         if (row["method"], row["optimizer"]) == ("dense", "adamw") and not row["lab"]
     }
-    sections = [Section(place, rows) for place in sorted(places)]
+    sections = [
+        Section(place, rows)
+        for place in sorted(places, key=lambda place: (order.index(place[0]), place))
+    ]
     if not sections:
         return False
     lines = [

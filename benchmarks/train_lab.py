@@ -112,7 +112,7 @@ def main() -> None:
     settings.connection().prepare()
     results = train(settings, arguments.algorithms.split(","))
     assert results is not None
-    write_json(results, arguments.out.with_suffix(".json"))
+    write_json(arguments.out.with_suffix(".json"), results)
     arguments.out.write_text(report(results, settings), encoding="utf-8")
     print(arguments.out.read_text(encoding="utf-8"))
 

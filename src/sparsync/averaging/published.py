@@ -38,7 +38,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # what ``attach`` does: two bits cost nearly nothing and one bit much; the period costs, unless
         # moments follow the average
         "updates": {
-            "algorithm": "quantised",
+            "algorithm": resolve("quantised", block=512),
             "density": 1.0,
             "period": 2,
             "residual": "weights",

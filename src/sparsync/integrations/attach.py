@@ -107,7 +107,7 @@ def attach(
 
         outer = make_outer(algorithm, density, given)
         options = Options(outer.chosen, outer.density, None, given, carried, watched)
-        return attach_updates(model, optimizers, outer, options, replicate)
+        return attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if not isinstance(density, AdaptiveDensity):

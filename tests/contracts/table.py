@@ -199,6 +199,7 @@ CALLS = ["allgather", "split-allgather", "gtopk"]
 OTHERS = [
     "oktopk",
     "oktopk, always balanced",
+    "quantised",
     "signs",
     "topkdsa",
     "recursive-doubling",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
+from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -23,13 +23,11 @@ from sparsync.feedback.step import Proposal
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Operation
-from sparsync.units import Slot, Unit, local_of, output_parameters, plan_units
+from sparsync.units import Slot, Unit, output_parameters
 
-__all__ = ["REST", "Begin", "OuterState", "OuterStep", "Weights"]
+__all__ = ["OuterState", "OuterStep"]
 
 _PAIR_BITS = 64  # of an index and a value
-REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,8 @@ class OuterStep(Averager):
         self.state = OuterState()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._parts: list[_Fragment] = []
-        self._under_way: list[_Exchange] = []
+        self.layout = Layout(torch.zeros(0), {}, 1)
+        self._under_way: list[Exchange] = []
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -187,50 +185,14 @@ class OuterStep(Averager):
         output: Collection[str] = (),
         kinds: Mapping[str, str] | None = None,
     ) -> list[Unit]:
-        """Divide the vector of these parameters into fragments, and these into units.
+        """Divide the vector of these parameters into fragments, and these into units: see ``Layout``."""
+        chosen, kinds = self.chosen, kinds or {}
+        self.layout = Layout(vector, parameters, self.fragments)
 
-        Fragments are runs of whole parameters of about equal size.  What the vector has beyond them is
-        exchanged whole, with the last one.  Parameters of different ``kinds`` have different units: those
-        that other ranks hold as well must be rounded alike there, whatever else a unit holds.
-        """
-        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-        self._spans, self._end = dict[str, slice](), 0
-        for name, parameter in parameters.items():
-            start, self._end = self._end, self._end + local_of(parameter).numel()
-            self._spans[name] = slice(start, self._end)
-        if self._end < vector.numel():
-            self._spans[REST] = slice(self._end, vector.numel())
-        compress, kinds = self.chosen.compress, kinds or {}
-        # of whole parameters, not of shards: all parts of a replica divide alike
-        ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
-        total = 2 * max(ends[-1] if ends else 0, 1)
-        middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
-        fragments = {
-            name: min(middle * self.fragments // total, self.fragments - 1)
-            for name, middle in zip(parameters, middles, strict=True)
-        }
+        def compress(name: str, tensor: Tensor) -> bool:
+            return name != REST and (chosen.compress is None or chosen.compress(name, tensor))
 
-        def fragment_of(name: str) -> int:
-            return fragments.get(name, self.fragments - 1)
-
-        self._parts, units = list[_Fragment](), list[Unit]()
-        for _, group in itertools.groupby(self._spans, fragment_of):
-            names, first = list(group), len(units)
-            for kind in dict.fromkeys(kinds.get(name) for name in names):
-                views = [
-                    (name, vector[self._spans[name]].view(_shape(parameters.get(name))))
-                    for name in names
-                    if kinds.get(name) == kind
-                ]
-                units += plan_units(
-                    views,
-                    self.chosen.unit_bytes,
-                    lambda n, tensor: n != REST and (compress is None or compress(n, tensor)),
-                    output,
-                )
-            span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
-            self._parts.append(_Fragment(span, range(first, len(units))))
-        return units
+        return self.layout.plan(vector, chosen.unit_bytes, compress, output, kinds)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Plan the units; take over what was loaded, or share what all ranks begin with."""
@@ -252,7 +214,7 @@ class OuterStep(Averager):
             f"{shared.numel()}; load it into the model that it was saved with",
         )
         self._reducer = reducer
-        self._sent = self._sent or [self.steps - 1] * len(self._parts)
+        self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
         if saved is not None:
             await restore_reducer(reducer, saved)
 
@@ -263,15 +225,15 @@ class OuterStep(Averager):
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period closes with local step ``step``."""
         if step < self.warmup_steps:
-            return list(range(len(self._parts) or 1)) if step in self._warm else []
+            return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
         since = step - max(self._warm, default=-1)
-        count = len(self._parts) or 1
+        count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
         return [part for part, at in enumerate(offsets) if (since - at) % self.period == 0]
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return what this rank's model is after the exchanges that begin or end with this step."""
-        weights = _Vector(vector)
+        weights = VectorWeights(vector)
         await self.advance(weights, step)
         return weights.vector
 
@@ -284,8 +246,8 @@ class OuterStep(Averager):
         await self.land(weights, step)
         for part in self._due(step):
             delay = 0 if step < self.warmup_steps else self.delay
-            exchange = _Exchange(
-                part, step + delay, delay > 0, weights.read(self._parts[part].span)
+            exchange = Exchange(
+                part, step + delay, delay > 0, weights.read(self.layout.fragments[part].span)
             )
             exchange.carried = weights.carry(partial(self._carry, exchange))
             self._under_way.append(exchange)
@@ -299,7 +261,7 @@ class OuterStep(Averager):
             await self._settle(exchange)
             refused |= exchange.refused  # then the others end here, too
             if exchange.shared is not None:
-                self.state, span = OuterState(), self._parts[exchange.part].span
+                self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 if exchange.ahead is not None:
@@ -313,12 +275,12 @@ class OuterStep(Averager):
                 f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
                 "lower the learning rate, or give optimizer=, whose broken moments are dropped"
             )
-        for part, whole in enumerate(self._parts):
+        for part, whole in enumerate(self.layout.fragments):
             weights.write(whole.span, self._base(part))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
-        weights = _Vector(vector)
+        weights = VectorWeights(vector)
         await self.deliver(weights)
         return weights.vector
 
@@ -326,7 +288,7 @@ class OuterStep(Averager):
         """Deliver what is under way, then all that was not delivered, whole."""
         await self.land(weights)
         missing = [torch.zeros_like(self.memory["shared"][:0])]
-        for part, fragment in enumerate(self._parts):
+        for part, fragment in enumerate(self.layout.fragments):
             if self.residual == "weights":
                 shared = self.memory["shared"][fragment.span]
                 missing.append(shared - weights.read(fragment.span))
@@ -341,7 +303,7 @@ class OuterStep(Averager):
             for residual in reducer.residuals:
                 residual.load(None)
             self.memory["shared"] = self._stepped(average, slice(0, None), momentum=0.0)
-        for fragment in self._parts:
+        for fragment in self.layout.fragments:
             weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
     # ---- applied to a model -----------------------------------------------------------------------
@@ -392,7 +354,7 @@ class OuterStep(Averager):
         """Continue where this rank's ``state_dict`` was taken, bit for bit."""
         super().load_state_dict(state)
         self._saved = state["reducer"]
-        self._under_way = [_Exchange(**saved) for saved in state["under_way"]]
+        self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
 
     # ---- the exchange -----------------------------------------------------------------------------
@@ -402,20 +364,20 @@ class OuterStep(Averager):
         for exchange in self._under_way:
             await self._settle(exchange)
 
-    async def _settle(self, exchange: _Exchange) -> None:
+    async def _settle(self, exchange: Exchange) -> None:
         carried, exchange.carried = exchange.carried, None
         if carried is not None:
             await carried
         elif not exchange.done:
             await self._carry(exchange)
 
-    async def _carry(self, exchange: _Exchange) -> None:
+    async def _carry(self, exchange: Exchange) -> None:
         """Exchange what a fragment has moved; nothing of the model is changed yet."""
         part, reducer = exchange.part, self.reducer
-        fragment = self._parts[part]
+        fragment = self.layout.fragments[part]
         moved = self._began(part).sub_(exchange.weights)
         ahead = moved.clone() if self.tracking else None
-        deltas = self._by_units(part, moved)
+        deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             kept = reducer.residuals[unit].value
             if kept is not None and self.residual_decay < 1:
@@ -431,7 +393,7 @@ class OuterStep(Averager):
             reducer.refuse()
             raise
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
-        average = self._whole(part, deltas)
+        average = self.layout.joined(part, deltas)
         exchange.ahead = None if ahead is None else ahead.sub_(average)
         exchange.shared = self._stepped(average, fragment.span, momentum)
         base = exchange.shared
@@ -442,7 +404,7 @@ class OuterStep(Averager):
 
     def _base(self, part: int) -> Tensor:
         """Return what this rank's weights are after an exchange, in a fragment."""
-        shared = self.memory["shared"][self._parts[part].span]
+        shared = self.memory["shared"][self.layout.fragments[part].span]
         return shared.clone() if self.residual == "apart" else shared - self._withheld(part)
 
     def _began(self, part: int) -> Tensor:
@@ -451,55 +413,21 @@ class OuterStep(Averager):
         A model of 16 bits begins with those weights rounded.  Rounding is no move: fed back, it would be
         added to the residual at every exchange.
         """
-        fragment, began = self._parts[part], self._base(part)
-        for name, dtype in self._dtypes.items():
-            span = self._spans[name]
-            if dtype != began.dtype and fragment.span.start <= span.start < fragment.span.stop:
-                here = began[span.start - fragment.span.start :][: span.stop - span.start]
-                here.copy_(here.to(dtype))
-        return began
+        return self.layout.rounded(part, self._base(part))
 
     def _withheld(self, part: int) -> Tensor:
         """Return the residual of a fragment."""
-        kept = [self.reducer.residuals[unit] for unit in self._parts[part].units]
-        return self._whole(
-            part, [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
-        )
-
-    def _places(self, part: int) -> list[list[slice]]:
-        """Return where the parameters of every unit of a fragment lie in it."""
-        fragment = self._parts[part]
-        first, units = fragment.span.start, self.reducer.units[fragment.units.start :]
-        spans = [[self._spans[slot.name] for slot in unit.slots] for unit in units]
-        return [
-            [slice(span.start - first, span.stop - first) for span in of_unit]
-            for of_unit in spans[: len(fragment.units)]
-        ]
-
-    def _by_units(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Return the units' parts of a fragment; of a single unit that is all of it."""
-        if len(self._parts[part].units) == 1:
-            return [whole]
-        return [torch.cat([whole[p] for p in places]) for places in self._places(part)]
-
-    def _whole(self, part: int, flats: Sequence[Tensor]) -> Tensor:
-        """Return the fragment whose parts the units hold."""
-        if len(flats) == 1:
-            return flats[0]
-        whole = torch.empty_like(self.memory["shared"][self._parts[part].span])
-        for places, flat in zip(self._places(part), flats, strict=True):
-            values = torch.split(flat, [place.stop - place.start for place in places])
-            for place, piece in zip(places, values, strict=True):
-                whole[place] = piece
-        return whole
+        kept = [self.reducer.residuals[unit] for unit in self.layout.fragments[part].units]
+        values = [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+        return self.layout.joined(part, values)
 
     def _stepped(self, average: Tensor, span: slice, momentum: float) -> Tensor:
         """Return the shared weights after an outer step; buffers and moments take it as it is."""
         update = average.clone()
-        gradient = update[: max(self._end - (span.start or 0), 0)]
+        gradient = update[: max(self.layout.end - (span.start or 0), 0)]
         if momentum:
             if "momentum" not in self.memory:
-                self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self._end])
+                self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self.layout.end])
             velocity = self.memory["momentum"][span]
             velocity.copy_(gradient.add(velocity, alpha=momentum))
             gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
@@ -521,102 +449,6 @@ class OuterStep(Averager):
         if self.fragments > 1 or self.delay:
             place |= {"fragments": self.fragments, "delay": self.delay}
         return super()._place() | place
-
-
-# ---- what is exchanged --------------------------------------------------------------------------------
-
-
-Begin = Callable[[], Coroutine[Operation, None, None]]
-
-
-class _Fragment(NamedTuple):
-    span: slice  # of the vector
-    units: range
-
-
-@dataclass(eq=False)
-class _Exchange:
-    """The exchange of a fragment, under way.
-
-    Attributes:
-        lands: the local step after which it is applied.
-        late: other local steps are done meanwhile.
-        weights: when it set out; then what they become, or, if it is late, what is added to them.
-        steps: local steps since the exchange before.
-        shared: what the shared weights become.
-        ahead: by how much this rank moved against its weights more than the average of the ranks.
-        done: nothing is under way any more.
-        refused: NaN or Inf was in the sum.
-        carried: what to wait for, once.
-    """
-
-    part: int
-    lands: int
-    late: bool
-    weights: Tensor
-    steps: int = 1
-    shared: Tensor | None = None
-    ahead: Tensor | None = None
-    done: bool = False
-    refused: bool = False
-    carried: Awaitable[None] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is left to do."""
-        kept = {name: value for name, value in vars(self).items() if name != "carried"}
-        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
-
-
-class Weights(Protocol):
-    """A model as a vector, of which fragments are read and written; and who carries exchanges."""
-
-    def read(self, span: slice) -> Tensor:
-        """Return a copy of a part."""
-
-    def write(self, span: slice, values: Tensor) -> None:
-        """Replace a part."""
-
-    def add(self, span: slice, values: Tensor) -> None:
-        """Add to a part."""
-
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Let first moments follow the average, where the optimizer's are known.
-
-        Adam's steps are ``-lr m' / d`` with ``m' = m / (1 - b1^t)``; the sum of ``steps`` of them was
-        ``ahead`` of the average's.  So ``m -= (1 - b1^t) d ahead / (lr steps)``.
-        """
-
-    def carry(self, exchange: Begin) -> Awaitable[None] | None:
-        """Begin an exchange, after those before; None: it can wait until its result is needed."""
-
-
-@final
-class _Vector:
-    """A vector that is copied when it is written to; exchanges happen when they are waited for."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self.vector, self._own = vector, False
-
-    def read(self, span: slice) -> Tensor:
-        return self.vector[span].clone()
-
-    def write(self, span: slice, values: Tensor) -> None:
-        if not self._own:
-            self.vector, self._own = self.vector.clone(), True
-        self.vector[span] = values
-
-    def add(self, span: slice, values: Tensor) -> None:
-        self.write(span, self.vector[span] + values)
-
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        return None
-
-    def carry(self, exchange: Begin) -> None:
-        return None
-
-
-def _shape(parameter: Tensor | None) -> Sequence[int]:
-    return (-1,) if parameter is None else local_of(parameter).shape
 
 
 def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.outer import Begin, OuterStep
+from sparsync.averaging.fragments import Begin
+from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import reducer_stats

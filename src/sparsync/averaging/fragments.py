@@ -1,0 +1,206 @@
+"""A model's vector in fragments: how it is divided, and what is under way of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+from sparsync.transports.driver import Operation
+from sparsync.units import Slot, Unit, local_of, plan_units
+
+__all__ = ["REST", "Begin", "Exchange", "Layout", "VectorWeights", "Weights"]
+
+REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
+Begin = Callable[[], Coroutine[Operation, None, None]]
+
+
+class Fragment(NamedTuple):
+    """A run of parameters."""
+
+    span: slice  # of the vector
+    units: range
+
+
+@final
+class Layout:
+    """Divides the vector of parameters into fragments: runs of whole parameters of about equal size.
+
+    What the vector has beyond them belongs to the last fragment.
+
+    Attributes:
+        end: of the parameters.
+    """
+
+    def __init__(self, vector: Tensor, parameters: Mapping[str, Tensor], count: int) -> None:
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
+        self._spans, self.end = dict[str, slice](), 0
+        for name, shape in self._shapes.items():
+            start, self.end = self.end, self.end + shape.numel()
+            self._spans[name] = slice(start, self.end)
+        if self.end < vector.numel():
+            self._spans[REST] = slice(self.end, vector.numel())
+        self.fragments: list[Fragment] = []
+        self._units: list[Unit] = []
+        # of whole parameters, not of shards: all parts of a replica divide alike
+        ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
+        total = 2 * max(ends[-1] if ends else 0, 1)
+        middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
+        self._number = {REST: count - 1} | {
+            name: min(middle * count // total, count - 1)
+            for name, middle in zip(parameters, middles, strict=True)
+        }
+
+    def plan(
+        self,
+        vector: Tensor,
+        unit_bytes: int | None,
+        compress: Callable[[str, Tensor], bool],
+        output: Collection[str],
+        kinds: Mapping[str, str],
+    ) -> list[Unit]:
+        """Return the units of all fragments, see ``plan_units``.
+
+        Parameters of different ``kinds`` have different units: those that other ranks hold as well must
+        be rounded alike there, whatever else a unit holds.
+        """
+        for _, group in itertools.groupby(self._spans, self._number.__getitem__):
+            names, first = list(group), len(self._units)
+            for kind in dict.fromkeys(kinds.get(name) for name in names):
+                views = [
+                    (name, vector[self._spans[name]].view(self._shapes.get(name, (-1,))))
+                    for name in names
+                    if kinds.get(name) == kind
+                ]
+                self._units += plan_units(views, unit_bytes, compress, output)
+            span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
+            self.fragments.append(Fragment(span, range(first, len(self._units))))
+        return self._units
+
+    def _place(self, fragment: Fragment, name: str) -> slice:
+        """Return where a parameter lies in its fragment."""
+        span, first = self._spans[name], fragment.span.start
+        return slice(span.start - first, span.stop - first)
+
+    def _slots(self, part: int) -> list[tuple[Slot, ...]]:
+        return [self._units[unit].slots for unit in self.fragments[part].units]
+
+    def by_units(self, part: int, whole: Tensor) -> list[Tensor]:
+        """Return the units' parts of a fragment; of a single unit that is all of it."""
+        fragment = self.fragments[part]
+        if len(fragment.units) == 1:
+            return [whole]
+        return [
+            torch.cat([whole[self._place(fragment, slot.name)] for slot in slots])
+            for slots in self._slots(part)
+        ]
+
+    def joined(self, part: int, flats: Sequence[Tensor]) -> Tensor:
+        """Return the fragment whose parts the units hold."""
+        fragment = self.fragments[part]
+        if len(flats) == 1:
+            return flats[0]
+        whole = flats[0].new_empty(fragment.span.stop - fragment.span.start)
+        for slots, flat in zip(self._slots(part), flats, strict=True):
+            for slot, values in zip(slots, torch.split(flat, [s.size for s in slots]), strict=True):
+                whole[self._place(fragment, slot.name)] = values
+        return whole
+
+    def rounded(self, part: int, whole: Tensor) -> Tensor:
+        """Round a fragment in place to what its parameters can hold."""
+        fragment = self.fragments[part]
+        for slot in (slot for slots in self._slots(part) for slot in slots):
+            dtype = self._dtypes.get(slot.name, whole.dtype)
+            if dtype != whole.dtype:
+                here = whole[self._place(fragment, slot.name)]
+                here.copy_(here.to(dtype))
+        return whole
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The exchange of a fragment, under way.
+
+    Attributes:
+        lands: the local step after which it is applied.
+        late: other local steps are done meanwhile.
+        weights: when it set out; then what they become, or, if it is late, what is added to them.
+        steps: local steps since the exchange before.
+        shared: what the shared weights become.
+        ahead: by how much this rank moved against its weights more than the average of the ranks.
+        done: nothing is under way any more.
+        refused: NaN or Inf was in the sum.
+        carried: what to wait for, once.
+    """
+
+    part: int
+    lands: int
+    late: bool
+    weights: Tensor
+    steps: int = 1
+    shared: Tensor | None = None
+    ahead: Tensor | None = None
+    done: bool = False
+    refused: bool = False
+    carried: Awaitable[None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is left to do."""
+        kept = {name: value for name, value in vars(self).items() if name != "carried"}
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+class Weights(Protocol):
+    """A model as a vector, of which fragments are read and written; and who carries exchanges."""
+
+    def read(self, span: slice) -> Tensor:
+        """Return a copy of a part."""
+
+    def write(self, span: slice, values: Tensor) -> None:
+        """Replace a part."""
+
+    def add(self, span: slice, values: Tensor) -> None:
+        """Add to a part."""
+
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let first moments follow the average, where the optimizer's are known.
+
+        Adam's steps are ``-lr m' / d`` with ``m' = m / (1 - b1^t)``; the sum of ``steps`` of them was
+        ``ahead`` of the average's.  So ``m -= (1 - b1^t) d ahead / (lr steps)``.
+        """
+
+    def carry(self, exchange: Begin) -> Awaitable[None] | None:
+        """Begin an exchange, after those before; None: it can wait until its result is needed."""
+
+
+@final
+class VectorWeights:
+    """A vector that is copied when it is written to; exchanges happen when they are waited for."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector, self._own = vector, False
+
+    def read(self, span: slice) -> Tensor:
+        """Return a copy of a part."""
+        return self.vector[span].clone()
+
+    def write(self, span: slice, values: Tensor) -> None:
+        """Replace a part."""
+        if not self._own:
+            self.vector, self._own = self.vector.clone(), True
+        self.vector[span] = values
+
+    def add(self, span: slice, values: Tensor) -> None:
+        """Add to a part."""
+        self.write(span, self.vector[span] + values)
+
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Do nothing: there is no optimizer."""
+
+    def carry(self, exchange: Begin) -> None:
+        """Leave it for later."""

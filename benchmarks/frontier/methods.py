@@ -268,6 +268,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             for h in (10, 20)
         },
         "1bit-h2": _local(resolve("quantised", bits=1), period=2),
+        # moments that follow the average, as in "updates"
+        **{
+            f"{bits}bit-h{h}-tracked": _local(
+                resolve("quantised", bits=bits, block=512), period=h, tracking=1.0
+            )
+            for bits, h in ((1, 1), (1, 2), (1, 4), (2, 4), (2, 10))
+        },
+        "updates-overlap": _local(
+            resolve("quantised", block=512), period=2, fragments=2, delay=1, tracking=1.0
+        ),
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
         **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},
     }

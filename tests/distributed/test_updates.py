@@ -227,6 +227,24 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
 
 
 @on_ranks(2)
+def test_logs_and_the_sentinel_see_exchanges():
+    net, seen = model(), []
+    optimizer = torch.optim.AdamW(net.parameters())
+    monitoring = sparsync.Monitoring(
+        log=lambda step, values: seen.append((step, values["bytes_sent"])),
+        sentinel=sparsync.Sentinel(period=3),
+    )
+    with sparsync.attach(net, optimizer, monitoring=monitoring) as sync:
+        for step in range(6):
+            step_of(net, optimizer, step)
+        assert [step for step, _ in seen] == [0, 1, 2] and all(sent for _, sent in seen)
+        sync.outer.memory["shared"][dist.get_rank()] += 1
+        with refused("the shared weights", error=PeerError):
+            for step in range(3):
+                step_of(net, optimizer, step)
+
+
+@on_ranks(2)
 def test_attach_says_what_it_exchanges_and_why():
     said = io.StringIO()
     net = ddp_model()

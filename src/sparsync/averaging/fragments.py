@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Layout", "VectorWeights", "Weights"]
+__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "VectorWeights", "Weights"]
 
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]

@@ -367,6 +367,8 @@ class UpdateSync(Sync):
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+        if self.reducer.monitor is not None:
+            self.reducer.monitor.write()
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())

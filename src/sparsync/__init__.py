@@ -13,23 +13,24 @@ The life of a gradient::
 * retain: ``residual = accumulated - delivered``, nothing is lost       (``sparsync.feedback.residual``)
 * apply: ``average = total / world_size``, back into the gradient       (``sparsync.feedback.reducer``)
 
-One line in a DDP script::
+One line in a training script::
 
-    sync = sparsync.attach(ddp_model, density=0.01)
+    sync = sparsync.attach(model, optimizer)
+
+With SGD this exchanges gradients, as above; with AdamW, Muon and others what the optimizer has changed,
+every second step and in 2 bits per element, as ``gradient`` of the same drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
 ``sparsync.iallreduce`` for a future.
 """
 
 from sparsync.api import allreduce, connect, iallreduce
-from sparsync.averaging.outer import OuterStep
 from sparsync.checkpoint import load, save
 from sparsync.checkpoint.reshard import reshard
 from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
-from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Monitoring, Transport
 from sparsync.integrations.sentinel import Sentinel
@@ -46,9 +47,7 @@ __all__ = [
     "ConfigurationError",
     "Correction",
     "DenseVector",
-    "LocalAdamW",
     "Monitoring",
-    "OuterStep",
     "Reduced",
     "Sentinel",
     "SparseVector",

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import ConfigurationError, Sentinel
+from sparsync.averaging import OuterStep
 from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
 from sparsync.errors import CheckpointError, PeerError
@@ -155,7 +156,7 @@ def test_every_rank_gets_its_own_weights_back(folder):
     def make():
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        local = sparsync.OuterStep(net, residual="weights", density=0.1, optimizer=optimizer)
+        local = OuterStep(net, residual="weights", density=0.1, optimizer=optimizer)
         return local, {"model": net, "optimizer": optimizer}
 
     def steps(local, model, optimizer, which):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync import LocalAdamW, OuterStep
+from sparsync.averaging import OuterStep
 from sparsync.errors import PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
@@ -35,7 +35,7 @@ def test_different_initial_weights_are_named():
 def test_replicas_are_equal_where_they_should_be(algorithm, period):
     """And only there; that resuming is exact, ``test_recovery`` shows."""
     net = model()
-    optimizer = LocalAdamW(net.parameters(), 3, lr=0.01)
+    optimizer = adam(net)
     local = OuterStep(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
     for step in range(14):
         step_of(net, optimizer, step)

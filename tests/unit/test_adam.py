@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync import LocalAdamW
 from sparsync.errors import NonFiniteGradientError
-from sparsync_papers.optimizers import UpdateSpaceAdamW
+from sparsync_papers.optimizers import LocalAdamW, UpdateSpaceAdamW
 
 from .small_training import backward, flat, model, trained
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync import OuterStep, connect, simulate
+from sparsync import connect, simulate
+from sparsync.averaging import OuterStep
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEASURED = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, LocalAdamW
+from sparsync import ConfigurationError
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
@@ -314,7 +314,7 @@ def test_weights_that_broke_return_to_the_last_exchange():
 @pytest.mark.parametrize("known", [True, False])
 def test_adam_recovers_from_one_broken_gradient_if_it_is_known(known):
     net = model()
-    optimizer = LocalAdamW(net.parameters(), 2, lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     local = in_weights(net, density=0.1, optimizer=optimizer if known else None)
     for step in range(5):
         backward(net, step)

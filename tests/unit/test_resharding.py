@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, Correction, OuterStep
+from sparsync import ConfigurationError, Correction
+from sparsync.averaging import OuterStep
 from sparsync.checkpoint.reshard import reshard, state_like
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.driver import run

@@ -1,18 +1,20 @@
-"""The space that the papers add to ``sparsync train --space``: updates."""
+"""The spaces that the papers add to ``sparsync train --space``: updates, and local progress."""
 
 from __future__ import annotations
 
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from sparsync.averaging import OuterStep
 from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
-from sparsync_papers.optimizers import SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
+from sparsync_papers.optimizers import LocalAdamW, SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
 
-__all__ = ["Updates"]
+__all__ = ["Local", "Updates"]
 
 
 @final
@@ -41,3 +43,20 @@ class Updates(Exchange):
                 comm=comm,
             )
         super().__init__(model, optimizer, comm, sparse=True, close=comm.close)
+
+
+@final
+class Local(Exchange):
+    """Progress of each rank's own weights, by ``OuterStep``; the residual stays in them."""
+
+    def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
+        comm, decay = settings.connect(), settings.weight_decay
+        given = {n: getattr(settings, n) for n in ("density", "period", "warmup_steps")}
+        given |= {"residual": "weights", "buffers": "local"}
+        outer = OuterStep(model, algorithm=name, comm=comm, **given)
+        optimizer = settings.make_optimizer(model)
+        if settings.optimizer != "sgd":
+            ranks = dist.get_world_size()
+            optimizer = LocalAdamW(model.parameters(), ranks, lr=settings.lr, weight_decay=decay)
+        super().__init__(model, optimizer, comm, sparse=True, close=comm.close)
+        self.after_step, self.finish = outer.step, outer.finish

@@ -14,13 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.base import Averager
-from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.base import is_hidden_matrix
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.adam import LocalAdamW
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Transport
 from sparsync.presets import preset, presets
@@ -127,8 +125,6 @@ def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Excha
         return _allreduced(settings, model, half=name == "fp16")
     if name == "powersgd":
         return _power_sgd(settings, model)
-    if settings.space == "local":
-        return _local_progress(settings, name, model)
     if settings.space == "gradient":
         return _attached(settings, name, model)
     for point in entry_points(group=_GROUP, name=settings.space):
@@ -136,7 +132,7 @@ def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Excha
         return added
     raise ConfigurationError(
         f"--space {settings.space} is of the package sparsync-papers, which is not installed; "
-        "install it, or choose gradient or local"
+        "install it, or choose gradient"
     )
 
 
@@ -196,38 +192,6 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         sums=not sync.reducer.algorithm.average,
         clips=True,
         close=sync.close,
-    )
-
-
-def _local_progress(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
-    """Train locally, and exchange the progress; its residual stays in the weights: ``OuterStep``."""
-    comm = settings.connect()
-    local = OuterStep(
-        model,
-        algorithm=name,
-        residual="weights",
-        buffers="local",
-        density=settings.density,
-        period=settings.period,
-        warmup_steps=settings.warmup_steps,
-        comm=comm,
-    )
-    optimizer = settings.make_optimizer(model)
-    if settings.optimizer != "sgd":
-        optimizer = LocalAdamW(
-            model.parameters(),
-            dist.get_world_size(),
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-        )
-    return Exchange(
-        model,
-        optimizer,
-        comm,
-        sparse=True,
-        after_step=local.step,
-        finish=local.finish,
-        close=comm.close,
     )
 
 

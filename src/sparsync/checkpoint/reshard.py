@@ -60,9 +60,10 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     Cost: a few passes over the residuals of all ranks.
 
     Example:
-        >>> import sparsync, torch
+        >>> import torch
+        >>> from sparsync.averaging import OuterStep
         >>> from sparsync.feedback.state import reducer_state
-        >>> sync = sparsync.OuterStep(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
+        >>> sync = OuterStep(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
         >>> saved = reducer_state(sync.reducer)
         >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])
         >>> two = reshard([saved], 2)

@@ -74,9 +74,10 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
     Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
 
     Example:
-        >>> import sparsync, tempfile, torch
+        >>> import tempfile, torch
+        >>> from sparsync.averaging import OuterStep
         >>> model = torch.nn.Linear(2, 1)
-        >>> local = sparsync.OuterStep(model)
+        >>> local = OuterStep(model)
         >>> folder = tempfile.mkdtemp()
         >>> save(local, folder, model=model, epoch=3).name
         '000001-step-00000000'

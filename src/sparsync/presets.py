@@ -46,7 +46,6 @@ from sparsync.published import (
 )
 from sparsync.selection import Everything, Exact, GaussianK, Selector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire import Signs
 
 __all__ = [
     "PRESETS",
@@ -64,7 +63,6 @@ __all__ = [
     "redsync",
     "redsync_quantized",
     "resolve",
-    "signs",
     "sparcml",
 ]
 
@@ -176,23 +174,6 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
 
 
 # ---- with settings of their own: these and those of ``published`` -----------------------------------
-
-
-def signs(*, block: int = 256) -> Algorithm:
-    """One bit per element and a scale per block: for Adam's updates, which are all about as large.
-
-    With ``OuterStep``, whose period makes up for sending every element.
-
-    Args:
-        block: consecutive elements that share a scale.
-    """
-    return Algorithm(
-        "signs",
-        Everything,
-        lambda: Allgather(Signs(block)),
-        shared=False,
-        bits=1 + 32 / block,  # a scale is a float32
-    )
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
@@ -314,7 +295,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 selector=Everything,
             ),
             ("quantised", Preset(quantised)),
-            ("signs", Preset(signs)),
             ("sparcml", Preset(sparcml, "SparCML, section 5.3.3")),
             _row("sparcml-auto", SparcmlAuto, "SparCML, section 5.3"),
         ]

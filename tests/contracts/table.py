@@ -43,7 +43,7 @@ from sparsync.selection import (
 )
 from sparsync.transports.communicator import Communicator
 from sparsync.wire import CODECS as CODEC_ROWS
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, Signs, SparseQsgd, StreamCodec
+from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
 
 # these do not promise exactly min(k, nnz) entries
 _INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")
@@ -116,7 +116,7 @@ COLLECTIVES = {
     "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
     "ring, no cap": partial(Ring, cap=None),
     "sparcml-auto, no cap": partial(SparcmlAuto, cap=None),
-    "signs, blocks of 7": partial(Allgather, Signs(7)),
+    "allgather, 1 bit in blocks of 7": partial(Allgather, LloydMax(1, block=7)),
 }
 
 
@@ -200,7 +200,6 @@ OTHERS = [
     "oktopk",
     "oktopk, always balanced",
     "quantised",
-    "signs",
     "topkdsa",
     "recursive-doubling",
     "ring",

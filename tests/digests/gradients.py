@@ -57,7 +57,6 @@ OPTIONS: dict[str, Options] = {
     "quantised, 4 bits, blocks of 64": {"bits": 4, "block": 64},
     "quantised, 16 bits": {"bits": 16},
     "quantised, float64": {"dtype": torch.float64},
-    "signs, blocks of 64": {"block": 64},
     "sparcml, error kept": {"keep_error": True},
     "sparcml, reduced": {"quantize": "reduced"},
     "sparcml, not quantised": {"bits": None},

@@ -164,8 +164,6 @@ _DENSE_CODECS: dict[str, Any] = {
     "whole": subject.Whole(),
     "qsgd, 4 bits": subject.Qsgd(4),
     "qsgd, 8 bits, max": subject.Qsgd(8, scale="max"),
-    "signs": subject.Signs(),
-    "signs, blocks of 7": subject.Signs(7),
     **{f"lloyd-max, {bits} bits": subject.LloydMax(bits) for bits in (1, 2, 3, 4, 8)},
     "lloyd-max, blocks of 7": subject.LloydMax(2, block=7),
 }

@@ -44,7 +44,6 @@ from sparsync.wire import (
     Packed,
     Qsgd,
     SignMean,
-    Signs,
     SparseQsgd,
     StreamCodec,
     Whole,

@@ -31,7 +31,9 @@ def test_different_initial_weights_are_named():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("algorithm", "period"), [("signs", 3), ("budgeted", 1), ("oktopk", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "period"), [("quantised", 3), ("budgeted", 1), ("oktopk", 2)]
+)
 def test_replicas_are_equal_where_they_should_be(algorithm, period):
     """And only there; that resuming is exact, ``test_recovery`` shows."""
     net = model()

@@ -12,7 +12,7 @@ import sparsync
 from sparsync import DenseVector, SparseVector
 from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
-from sparsync.wire import Coo, LloydMax, SignMean, Signs, SparseQsgd
+from sparsync.wire import Coo, LloydMax, SignMean, SparseQsgd
 from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -140,11 +140,6 @@ MESSAGES = [
         "## sign-mean",
         SignMean(layers=(5, 0, 7)),
         SparseVector(torch.tensor([1, 7, 10]), torch.tensor([1.0, -3.0, -2.0]), 12),
-    ),
-    (
-        "## signs",
-        Signs(6),
-        DenseVector(torch.tensor([1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5])),
     ),
     (
         "## lloyd-max",

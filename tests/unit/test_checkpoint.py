@@ -50,7 +50,7 @@ async def at_once(reducer, step):
 @pytest.mark.parametrize("unit_bytes", [None, 80])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_resumes_bit_for_bit(name, unit_bytes, tmp_path):
-    correction = Correction(momentum=0.9) if "signs" not in name else None
+    correction = Correction(momentum=0.9)
 
     async def program(comm):
         def make():

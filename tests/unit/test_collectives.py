@@ -17,7 +17,8 @@ from sparsync.sparse import DenseVector, SparseVector, densify
 from sparsync.transports.sim import simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Qsgd, Whole
 from sparsync.wire.base import Header
-from sparsync.wire.quantised import Signs, SparseQsgd
+from sparsync.wire.levels import LloydMax
+from sparsync.wire.quantised import SparseQsgd
 from sparsync.wire.sign_mean import SignMean
 from sparsync.wire.streams import StreamCodec
 
@@ -26,7 +27,7 @@ from .stream_collectives import FACTORIES, make_vectors, reduce_all
 from .wire_messages import rounded
 
 SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
-SUM_SIGNS = partial(Allgather, Signs())
+SUM_SIGNS = partial(Allgather, LloydMax(1))
 
 
 def one_signed(rank: int) -> SparseVector:
@@ -104,7 +105,7 @@ def fold(tensors) -> torch.Tensor:
 def test_the_total_is_the_fold_of_what_was_decoded(world_size, dtype):
     tensors = [noise(rank, dtype=dtype) for rank in range(world_size)]
     results = reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results
-    decoded = [rounded(Signs(), t) for t in tensors]
+    decoded = [rounded(LloydMax(1), t) for t in tensors]
     for rank, result in enumerate(results):
         same(result.delivered.values, decoded[rank])
         same(result.total.values, fold(decoded))

@@ -46,7 +46,9 @@ def test_replicas_are_equal_after_every_exchange(name):
     assert not torch.equal(models[8, 0], models[8, 1])
 
 
-@pytest.mark.parametrize("algorithm", ["allgather", "oktopk", "budgeted", "signs", sparseloco()])
+@pytest.mark.parametrize(
+    "algorithm", ["allgather", "oktopk", "budgeted", "quantised", sparseloco()]
+)
 @settings(max_examples=4)
 @given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(algorithm, decay, density, seed):
@@ -92,7 +94,7 @@ def test_states_of_other_set_ups_are_refused():
         OuterStep(model()).load_state_dict({"steps": 3})
     with pytest.raises(ConfigurationError, match="the saved state is not one"):
         OuterStep(model(), density=0.1, residual="weights").load_state_dict(state)
-    for what, other in (("density", 0.2), ("period", 2), ("algorithm", "signs")):
+    for what, other in (("density", 0.2), ("period", 2), ("algorithm", "quantised")):
         with pytest.raises(ConfigurationError, match=f"the saved state has {what}"):
             OuterStep(model(), **{"density": 0.1, what: other}).load_state_dict(state)
 
@@ -146,7 +148,7 @@ def divided(**options):
 
 @pytest.mark.parametrize("residual_in", ["apart", "weights"])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
-@pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "signs"])
+@pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
 def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
     """After every step: what ranks moved is what was applied, is kept, is under way or in the weights."""
     kept, movements, steps = {}, {}, 13
@@ -200,7 +202,9 @@ def test_fragments_are_exchanged_in_turn():
 @pytest.mark.parametrize("reload_at", [5, 6])
 def test_what_is_under_way_is_saved(reload_at):
     def make():
-        return divided(fragments=2, delay=1, momentum=0.9, residual="weights", algorithm="signs")
+        return divided(
+            fragments=2, delay=1, momentum=0.9, residual="weights", algorithm="quantised"
+        )
 
     through = on_all_ranks(make, 11)
     assert torch.equal(on_all_ranks(make, 11, reload_at=reload_at), through)
@@ -256,7 +260,7 @@ def in_weights(net, algorithm="allgather", **options):
     return OuterStep(net, algorithm=algorithm, residual="weights", **options)
 
 
-@pytest.mark.parametrize("algorithm", ["signs", "budgeted"])
+@pytest.mark.parametrize("algorithm", ["quantised", "budgeted"])
 def test_one_rank_trains_as_alone(algorithm):
     """What is not delivered stays in the rank's own weights."""
     net = model()
@@ -280,15 +284,15 @@ def test_one_rank_trains_as_alone(algorithm):
 
 
 def test_the_period_makes_up_for_sending_every_element():
-    for density, period in [(0.01, 2), (0.001, 18), (0.1, 1), (1.0, 1)]:
-        assert OuterStep(algorithm="signs", density=density).period == period
-        assert (1 + 32 / 256) / 64 / period <= density  # sent per step, in words of pairs
+    for density, period in [(0.01, 4), (0.001, 33), (0.1, 1), (1.0, 1)]:
+        assert OuterStep(algorithm="quantised", density=density).period == period
+        assert (2 + 16 / 256) / 64 / period <= density  # sent per step, in words of pairs
         assert OuterStep(density=density).period == 1
 
 
 def test_the_period_doubles_while_warming_up():
     net = model()
-    local = in_weights(net, "signs", period=8, warmup_steps=16)
+    local = in_weights(net, "quantised", period=8, warmup_steps=16)
     exchanged = []
     for step in range(33):
         before = local.reducer.step

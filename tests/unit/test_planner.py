@@ -106,7 +106,7 @@ def test_a_budget_leaves_those_that_fit():
         "budgeted", "halving", "oktopk", "allgather", "recursive-doubling"
     }  # fmt: skip
     assert plan(VGG, 8, GIGABIT, budget_bytes=1e12).k == VGG
-    whole = plan(VGG, 8, GIGABIT, budget_bytes=1e12, names=["dense", "signs"])
+    whole = plan(VGG, 8, GIGABIT, budget_bytes=1e12, names=["dense", "quantised"])
     assert whole.k == VGG
 
 

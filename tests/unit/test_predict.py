@@ -110,7 +110,6 @@ def test_the_terms_of_dense(machine, seconds):
         ("allgather", 1000, 100, 3 * 100, 1000 * (1 - 0.9**4)),  # what four hit at random
         # others' entries, then sums; two passes
         ("budgeted", 1000, 100, 75 + 75 + 2 * 100, 100),
-        ("signs", 0, 1000, 3 * 1000, 0),  # every element, of every other rank
         ("quantised", 0, 0, 0, 0),
         ("dense", 0, 0, 0, 0),
     ],

@@ -16,7 +16,6 @@ from sparsync.wire import (
     Packed,
     Qsgd,
     SignMean,
-    Signs,
     SparseQsgd,
     StreamCodec,
     Whole,
@@ -27,7 +26,7 @@ from .strategies import FLOATS, same, same_vector
 from .wire_messages import hex_of, messages, receiver_of, vector
 
 DTYPES = [*FLOATS, torch.int32, torch.int64]
-CODECS = [Coo(), Whole(), Packed(), Qsgd(8), SparseQsgd(8), SignMean(), Signs(), LloydMax()]
+CODECS = [Coo(), Whole(), Packed(), Qsgd(8), SparseQsgd(8), SignMean(), LloydMax()]
 SPARSE = [codec for codec in CODECS if not codec.is_dense]
 NAN = float("nan")
 
@@ -83,8 +82,6 @@ def test_bytes_of_sparse_messages_with_indices_1_7_10_of_12(codec, values, expec
         (Qsgd(8, block=8, scale="max"), [127.0, -1.0, NAN],
          "51040118 03000000 0300000000000800 0000fe42 7f ff 80", None),
         (Qsgd(8, block=4), [-2.5], "51040108 01000000 0100000000000400 00002040 81", None),
-        (Signs(6), TEN, "51070100 0a000000 0a0000000000 0600 00000040 0000003f a2 01",
-         [2.0, -2.0, 2.0, 2.0, 2.0, -2.0, 0.5, -0.5, -0.5, 0.5]),
         # scales 2 and 0.664: codes 01 10 00 11, then 01
         (LloydMax(2, block=4), [3.0, -1.0, 1.0, -3.0, 1.0],
          "51080102 05000000 0500000000000400 0040 2a3f c9 01",
@@ -149,7 +146,7 @@ def test_decode_gives_what_encode_said_in_the_bytes_that_were_promised(drawn):
     same(decoded.values, encoded.decoded.values)
     if isinstance(original, SparseVector):
         same(decoded.check().indices, original.indices)
-    if not isinstance(codec, LloydMax | Signs | SignMean):  # where NaN and Inf spread
+    if not isinstance(codec, LloydMax | SignMean):  # where NaN and Inf spread
         assert torch.equal(decoded.isfinite(), original.isfinite())
     if codec.exact:
         same(decoded.values, before)
@@ -217,7 +214,6 @@ def test_a_budget_below_an_empty_message_is_refused():
         (Qsgd(2), (1025, 1025, torch.float64), Parts(16, value=2 * 4 + 257)),
         (SignMean("coo", (50, 49)), (10, 99, torch.bfloat16), Parts(24, index=40, value=8)),
         (SignMean("packed"), (3, 12, torch.float64), Parts(20, index=2, value=4)),
-        (Signs(2), (9, 9, torch.float64), Parts(16, value=5 * 4 + 2)),
         (LloydMax(3, block=2), (9, 9, torch.float64), Parts(16, value=5 * 2 + 4)),
     ],
 )
@@ -241,7 +237,7 @@ def test_streams_carry_both_forms():
         same(decoded.values, encoded.decoded.values)
         assert codec.measure(encoded.payload).nbytes == encoded.payload.numel()
     assert not codec.is_exact(torch.float32) and StreamCodec().is_exact(torch.float32)
-    assert 0 < StreamCodec(dense=Signs()).limit(4096, torch.float32) < 4096 / 32
+    assert 0 < StreamCodec(dense=LloydMax(1)).limit(4096, torch.float32) < 4096 / 32
 
 
 @given(st.integers(0, 300), st.sampled_from([0.3, 1.0, None]), st.sampled_from([Coo(), Packed()]))
@@ -266,7 +262,6 @@ def test_the_size_of_a_stream_bounds_both_forms(size, factor, sparse):
          "Qsgd(bits=2, block=64, scale='max', shrink=True, seed=5)"),
         (SparseQsgd(), "SparseQsgd(bits=4, block=1024, scale='l2', shrink=False, seed=0)"),
         (SignMean("packed").for_layers([2, 3]), "SignMean(indices='packed', layers=(2, 3))"),
-        (Signs(64), "Signs(block=64)"),
         (LloydMax(3), "LloydMax(bits=3, block=256)"),
         (StreamCodec(factor=0.5), "StreamCodec(Coo(), Whole(), factor=0.5)"),
     ],
@@ -289,9 +284,6 @@ def test_ranks_compare_codecs_by_their_names(codec, name):
         (SignMean, {"layers": ()}, "0 layers of 0 or more"),
         (SignMean, {"layers": (3, -1)}, "2 layers of -1 or more"),
         (SignMean, {"layers": (0,) * 65536}, "65536 layers of 0 or more"),
-        (Signs, {"block": -1}, "block=-1 .* use 1 to 65535"),
-        (Signs, {"block": 0}, "block=0"),
-        (Signs, {"block": 1 << 16}, "block=65536"),
         (LloydMax, {"bits": 5}, "bits=5 per value is unknown; use 1, 2, 3, 4 or 8"),
         (LloydMax, {"block": 0}, "block=0 .* use 1 to 65535"),
         (StreamCodec, {"factor": -0.1}, "factor is -0.1"),

@@ -16,7 +16,6 @@ from sparsync.wire import (
     Packed,
     Qsgd,
     SignMean,
-    Signs,
     SparseQsgd,
     StreamCodec,
     Whole,
@@ -45,11 +44,6 @@ def means(count=3, size=12, counts=(1, 2), values=(1.0, -2.5), body=None, form=1
     return message(6, count, size, len(counts), table + body, option=form)
 
 
-def signs(count=10, size=10, block=6, scales=(2.0, 0.5), bits=b"\xa2\x01", option=0) -> bytes:
-    body = struct.pack(f"<{len(scales)}f", *scales) + bits
-    return message(7, count, size, block, body, option=option)
-
-
 def levels(count=5, size=5, block=4, scales=b"\x00\x40\x2a\x3f", codes=b"\xc9\x01", option=2):
     return message(8, count, size, block, scales + codes, option=option)
 
@@ -62,7 +56,6 @@ PACKED = packed(body=b"\x80\x3f\x00\x40" + bytes([0b01010011, 0b0]))
 SPARSE_QSGD = qsgd(body=SCALE + bytes([0xD7, 0b01010011, 0]))
 QSGD = qsgd(4, 3, 3, body=SCALE + bytes([0xD7, 0x07]))
 MEANS, PACKED_MEANS = means(), means(body=b"\x6d\x05", form=2)
-SIGNS = signs()
 
 GOOD = {  # a receiver, a message, its size, and what it says
     "coo": (Coo(), COO, 10, [0, 0, 0, 1, 2, 0, 0, 0, 0, 0]),
@@ -71,7 +64,6 @@ GOOD = {  # a receiver, a message, its size, and what it says
     "qsgd": (Qsgd(), QSGD, 3, [7, -3, 7]),
     "sparse qsgd": (SparseQsgd(), SPARSE_QSGD, 10, [0, 0, 0, 7, -3, 0, 0, 0, 0, 0]),
     "sign-mean": (SignMean("coo", (5, 7)), MEANS, 12, [0, 1, *[0] * 5, -2.5, 0, 0, -2.5, 0]),
-    "signs": (Signs(), SIGNS, 10, [2, -2, 2, 2, 2, -2, 0.5, -0.5, -0.5, 0.5]),
     "lloyd-max": (
         LloydMax(8),
         levels(3, 3, scales=b"\x00\x40", codes=b"\x7f\x81\x00", option=8),
@@ -173,14 +165,6 @@ def test_what_every_format_refuses(name, each_backend):
         ("sign-mean", means(body=struct.pack("<3I", 1, 7, 1 << 31)), r"within \[0, 12\)"),
         ("sign-mean", means(body=b"\x6d\x04", form=2), "2 bits set"),
         ("sign-mean", means(body=b"\x6d\x0d", form=2), "4 bits set"),
-        ("signs", signs(block=0), "detail 0, which"),
-        ("signs", signs(size=11), "10 entries of 11 elements"),
-        ("signs", signs(count=9, size=9), "a region of 9 elements, expected 10"),
-        ("signs", signs(block=4), "which take 30"),
-        ("signs", signs(scales=(2.0, -0.5)), "a scale below zero"),
-        ("signs", signs(scales=(-0.0, 0.5)), "a scale below zero"),
-        ("signs", signs(bits=b"\xa2\x05"), "bits set after the last"),
-        ("signs", signs(bits=b"\xa2\x81"), "bits set after the last"),
         ("lloyd-max", levels(3, 3, option=5), "starts with 51080105"),
         ("lloyd-max", levels(3, 3, block=0), "detail 0, which"),
         ("lloyd-max", levels(3, 4), "3 entries of 4 elements"),
@@ -214,7 +198,7 @@ def outcome(codec, raw, size, backend="torch"):
     return decoded.check() if isinstance(decoded, SparseVector) else decoded
 
 
-@pytest.mark.parametrize("name", ["coo", "whole", "packed", "sign-mean", "signs"])
+@pytest.mark.parametrize("name", ["coo", "whole", "packed", "sign-mean"])
 def test_every_changed_byte_is_refused_or_changes_the_vector(name):
     codec, good, size, _ = GOOD[name]
     original = outcome(codec, good, size)
@@ -281,7 +265,7 @@ def test_every_flipped_index_bit_is_seen_or_gives_other_indices(vector, backend,
 
 
 def test_a_stream_refuses_messages_of_neither_form():
-    with pytest.raises(WireFormatError, match=r"format 7, expected Coo \(1\)"):
-        StreamCodec().decode(uint8(SIGNS), 10)
+    with pytest.raises(WireFormatError, match=r"format 8, expected Coo \(1\)"):
+        StreamCodec().decode(uint8(levels(10, 10)), 10)
     with pytest.raises(WireFormatError, match="cannot hold"):
         StreamCodec().measure(uint8(b"\x51"))

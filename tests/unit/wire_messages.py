@@ -15,7 +15,6 @@ from sparsync.wire import (
     Packed,
     Qsgd,
     SignMean,
-    Signs,
     SparseQsgd,
     Whole,
 )
@@ -65,7 +64,7 @@ def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 @st.composite
-def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Signs, LloydMax)):
+def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, LloydMax)):
     """A codec of any settings, and a vector that it takes."""
     make, sparse = draw(st.sampled_from(codecs)), draw(packable())
     block = draw(st.sampled_from([1, 3, 8, 256]))
@@ -78,8 +77,8 @@ def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Signs
     if make is Coo:
         return Coo(), sparse
     dense = DenseVector(sparse.values)
-    if make in (Whole, Signs):
-        return Signs(block) if make is Signs else Whole(), dense
+    if make is Whole:
+        return Whole(), dense
     if make is LloydMax:
         return LloydMax(draw(st.sampled_from(LloydMax.options)), block=block), dense
     scale, shrink = draw(st.sampled_from(["l2", "max"])), draw(st.booleans())

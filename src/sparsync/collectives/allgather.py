@@ -27,7 +27,7 @@ class Allgather(Collective):
     says more than a few exact entries.
 
     Args:
-        codec: wire format of the entries (default: coo), or of all elements, e.g. ``Signs()``.
+        codec: wire format of the entries (default: coo), or of all elements, e.g. ``LloydMax(1)``.
         cap: at most ``cap * k`` entries per rank are taken; None: any number.
         keep_error: what the codec rounds away is kept by the sender; False: it is lost, as published
             by RedSync.

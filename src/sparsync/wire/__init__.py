@@ -7,7 +7,7 @@ from typing import Any, Final
 from sparsync.wire.base import Codec, Encoded
 from sparsync.wire.levels import LloydMax
 from sparsync.wire.packed import Packed
-from sparsync.wire.quantised import Qsgd, Signs, SparseQsgd
+from sparsync.wire.quantised import Qsgd, SparseQsgd
 from sparsync.wire.sign_mean import SignMean
 from sparsync.wire.streams import Coo, StreamCodec, Whole
 
@@ -20,7 +20,6 @@ __all__ = [
     "Packed",
     "Qsgd",
     "SignMean",
-    "Signs",
     "SparseQsgd",
     "StreamCodec",
     "Whole",
@@ -37,7 +36,6 @@ CODECS: Final[Mapping[str, Codec[Any]]] = MappingProxyType(
         "qsgd": SparseQsgd(),
         "qsgd, dense": Qsgd(),
         "sign-mean": SignMean(),
-        "signs": Signs(),
         "lloyd-max": LloydMax(),
         "streams": StreamCodec(),
     }

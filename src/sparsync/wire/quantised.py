@@ -1,4 +1,4 @@
-"""Values of few bits in blocks that share a scale: QSGD, rounded at random, and signs (1-bit SGD's)."""
+"""QSGD: values of few bits, rounded at random, in blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, V, check_block
 
-__all__ = ["Qsgd", "Signs", "SparseQsgd", "check_end"]
+__all__ = ["Qsgd", "SparseQsgd", "check_end"]
 
 _BITS: Final = (2, 4, 8)
 _SCALE_BYTES: Final = 4
@@ -231,83 +231,6 @@ class SparseQsgd(_Quantised[SparseVector]):
         assert header.size is not None
         index = packing.index_bytes(header.entries, header.size)
         return super().layout(header) + Parts(index=index)
-
-
-@final
-@dataclass(eq=False)
-class Signs(Codec[DenseVector]):
-    """A scale per block and a bit per element: see ``docs/wire-format.md``.
-
-    An element arrives as its block's mean magnitude with its own sign (that of 0 is +), a projection:
-    ``|x - Q(x)|^2 = |x|^2 - m scale^2`` over a block of m elements.  So no input grows by being sent,
-    and the error may be kept in the residual.  It is small where magnitudes are alike.
-
-    Finite elements have a finite scale; NaN or Inf makes its whole block NaN or Inf.
-
-    Args:
-        block: consecutive elements that share a float32 scale, 1 to 65535 (256 add an eighth to the
-            bits; the papers have a scale per column or per tensor).
-
-    Cost: 16 bytes, n / 8 of signs and 4 per block; about 10 passes over the values.   State: none.
-    Differs from the paper: a scale per block; 1-bit SGD has two means per column, one for either sign,
-    and EF-SignSGD one mean magnitude per layer.
-
-    Example:
-        >>> encoded = Signs(block=2).encode(DenseVector(torch.tensor([1.0, -3.0, 0.5])))
-        >>> encoded.payload[16:].tolist(), encoded.decoded.values.tolist()
-        ([0, 0, 0, 64, 0, 0, 0, 63, 2], [2.0, -2.0, 0.5])
-
-    References: Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., EF-SignSGD, ICML 2019,
-    section 4 (the scale); Tang et al., 1-bit Adam, ICML 2021.
-    """
-
-    format = 7
-    is_dense = True
-    header_bytes = LONG_HEADER_BYTES
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-        self.detail = self.block
-
-    def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode; ``decoded`` has one magnitude per block."""
-        start, values = self.start(vector), vector.values
-        scales, signs = _means(values, self.block), pack_codes((values < 0).view(torch.uint8), 1)
-        decoded = _signed(scales, signs, values.numel(), self.block, values.dtype)
-        return Encoded(self.message(start, scales, signs), DenseVector(decoded))
-
-    def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, with blocks as long as the message says."""
-        header, body = self.body(payload, size)
-        scales, signs = _cut(body, size, header.detail)
-        if bool(scales.signbit().any()):
-            raise WireFormatError("a signs message has a scale below zero; it is corrupt")
-        return DenseVector(_signed(scales, signs, size, header.detail, header.dtype))
-
-    def layout(self, header: Header) -> Parts:
-        """Return the bytes of header, scales and signs."""
-        return _block_parts(header, bits=1)
-
-
-def _means(values: Tensor, block: int) -> Tensor:
-    """Return the float32 mean magnitude of each block; not finite where an element is not."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    blocks = packing.in_blocks(wide, block).abs_()
-    count, rows = values.numel(), len(blocks)
-    peaks = blocks.amax(1)
-    # relative to the largest one, no sum overflows and no denormal vanishes
-    sums = blocks.div_(torch.where(peaks == 0, 1.0, peaks)[:, None]).sum(1)
-    lengths = (count - block * torch.arange(rows, device=values.device)).clamp(max=block)
-    means = (sums / lengths * peaks).clamp(max=_FLOAT32_MAX)
-    return torch.where(peaks.isfinite(), means, peaks).to(torch.float32)
-
-
-def _signed(scales: Tensor, signs: Tensor, count: int, block: int, dtype: torch.dtype) -> Tensor:
-    """Return every element: its block's scale with its sign."""
-    meanings = torch.tensor([1, -1], dtype=dtype, device=signs.device)
-    values = _meant(signs, 1, meanings, count)
-    return values.mul_(packing.spread(scales.to(dtype), block, count))
 
 
 # ---- scales and codes ---------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_bleu_of_pieces_is_that_of_words_and_unknown_ones_are_never_right():
         source = torch.tensor([row])
         before = torch.tensor([[start, *row[:-1]]])
         found = judge.judge(Shouting(), (source, before), source)
-        assert found.metrics["BLEU"].matches == matches
+        assert tuple(found.more[f"right {n}"] for n in range(1, 5)) == matches
         assert found.hits == found.count == len(row) and found.loss < 1e-6
 
 
@@ -196,10 +196,11 @@ def test_models_learn_to_write_what_follows(tmp_path, name):
     workload = make_workload(name, data=tmp_path, **{**sizes, "width": 64})
     model = workload.make_model(0)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    assert workload.evaluate(model).metrics["BLEU"].value < 0.1
+    figures = workload.objective.figures
+    assert figures(workload.evaluate(model))["BLEU"] < 0.1
     for step in range(120):
         inputs, targets = workload.batch(Draw(0, step, 0, 1, 12))
         optimizer.zero_grad()
         workload.loss(outputs_of(model, inputs), targets).backward()
         optimizer.step()
-    assert workload.evaluate(model).metrics["BLEU"].value > 0.9
+    assert figures(workload.evaluate(model))["BLEU"] > 0.9

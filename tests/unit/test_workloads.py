@@ -16,8 +16,6 @@ from sparsync.cli.workloads.base import (
     CrossEntropy,
     Draw,
     Evaluation,
-    Mean,
-    Perplexity,
     is_hidden_matrix,
 )
 from sparsync.cli.workloads.digits import DigitsWorkload
@@ -174,12 +172,14 @@ def test_language_models_remember_the_past_and_do_not_see_the_future(name):
 def test_metrics_by_hand():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 4)
     for k, hits in zip((1, 2, 4, 5), (1, 2, 4, 4), strict=True):
-        judged = CrossEntropy(top=k).judge_outputs(logits[None], torch.arange(4)[None])
-        assert judged.metrics[f"top-{k}"] == Mean(hits, 4)
-    assert Perplexity(3 * math.log(10_000), 3).value == pytest.approx(10_000)
-    assert Perplexity(1e6, 1).value == math.inf
-    for nothing in (Mean(0, 0), Perplexity(0, 0)):
-        assert math.isnan(nothing.value)
+        judge = CrossEntropy(top=k)
+        judged = judge.judge_outputs(logits[None], torch.arange(4)[None])
+        assert judge.figures(judged) == {f"top-{k}": hits / 4}
+    judge = CrossEntropy(top=5, perplexity=True)
+    for nats, count, expected in ((3 * math.log(10_000), 3, 10_000), (1e6, 1, math.inf)):
+        found = judge.figures(Evaluation(nats, count=count))
+        assert found == {"top-5": 0, "perplexity": pytest.approx(expected)}
+    assert all(map(math.isnan, judge.figures(Evaluation()).values()))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import wave
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from sparsync.cli.workloads.base import (
     Batch,
     Defaults,
     Evaluation,
-    Mean,
     Objective,
     Tensors,
+    mean,
     outputs_of,
 )
 from sparsync.errors import ConfigurationError
@@ -180,16 +181,16 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
     return row[-1]
 
 
-def error_rate(hypotheses: Sequence[Words], references: Sequence[Words]) -> Mean:
-    """Return edits per element of the references: WER of words, CER of characters; may exceed 1.
+def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[int, int]:
+    """Return the edits, and the elements of the references: words or characters.
 
     Example:
         >>> heard, said = "the cat sat", "a cat sat down"
-        >>> error_rate([heard.split()], [said.split()]).value  # one substituted, one missing, of 4
-        0.5
+        >>> errors([heard.split()], [said.split()])  # one substituted, one missing, of 4
+        (2, 4)
     """
     pairs = zip(hypotheses, references, strict=True)
-    return Mean(sum(edit_distance(h, r) for h, r in pairs), sum(map(len, references)))
+    return sum(edit_distance(h, r) for h, r in pairs), sum(map(len, references))
 
 
 @final
@@ -218,11 +219,18 @@ class Ctc(Objective):
         ]
         heard = heard_texts(logits, SpeechLstm.positions(frames))
         hits = sum(one == other for one, other in zip(heard, said, strict=True))
-        metrics = {
-            "WER": error_rate([text.split() for text in heard], [text.split() for text in said]),
-            "CER": error_rate(heard, said),
+        in_words, words = errors([text.split() for text in heard], [text.split() for text in said])
+        in_letters, characters = errors(heard, said)
+        more = Counter(in_words=in_words, words=words, in_letters=in_letters, characters=characters)
+        return Evaluation(self._nats(logits, targets).item(), hits, len(said), more)
+
+    def figures(self, whole: Evaluation) -> dict[str, float]:
+        """Return edits per word and per letter; they may exceed 1."""
+        more = whole.more
+        return {
+            "WER": mean(more["in_words"], more["words"]),
+            "CER": mean(more["in_letters"], more["characters"]),
         }
-        return Evaluation(self._nats(logits, targets).item(), hits, len(said), metrics)
 
     def _nats(self, logits: Tensor, targets: Tensors) -> Tensor:
         letters, counts, frames = targets

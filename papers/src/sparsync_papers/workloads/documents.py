@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,9 @@ from sparsync.cli.workloads.base import (
     CrossEntropy,
     Defaults,
     Evaluation,
-    Mean,
     Objective,
     Tensors,
+    mean,
     outputs_of,
 )
 from sparsync.errors import ConfigurationError
@@ -220,10 +221,15 @@ class MaskedWords(Objective):
     def judge(self, model: nn.Module, inputs: Tensors, targets: Tensors) -> Evaluation:
         """See ``Objective``."""
         outputs = outputs_of(model, inputs)
-        words = CrossEntropy(perplexity=True).judge_outputs(outputs[0], targets[0])
+        words = CrossEntropy().judge_outputs(outputs[0], targets[0])
         passages = CrossEntropy().judge_outputs(outputs[1], targets[1])
-        told = {"next sentence": Mean(passages.hits, passages.count)}
-        return Evaluation(words.loss_sum, words.hits, words.count, {**words.metrics, **told})
+        told = Counter(told=passages.hits, passages=passages.count)
+        return Evaluation(words.loss_sum, words.hits, words.count, told)
+
+    def figures(self, whole: Evaluation) -> dict[str, float]:
+        """See ``Objective``."""
+        told = mean(whole.more["told"], whole.more["passages"])
+        return {**CrossEntropy(perplexity=True).figures(whole), "next sentence": told}
 
 
 @final

@@ -23,7 +23,6 @@ from sparsync.cli.workloads.base import (
     Defaults,
     Draw,
     Evaluation,
-    Metric,
     Objective,
     Tensors,
 )
@@ -146,58 +145,42 @@ def _words(paths: Iterable[Path]) -> Iterator[str]:
 Words = Sequence[Hashable]
 
 
-@final
-@dataclass(frozen=True)
-class Bleu(Metric):
-    """Corpus BLEU, from sums over sentences.
+def ngrams(
+    candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4
+) -> Counter[str]:
+    """Compare translations with one that is right for each: the sums of which ``bleu`` is made.
+
+    "c" and "r" are words of the candidates and of the references; "found 2" the candidates' pairs of
+    words, and "right 2" those of them that the reference has, too; likewise up to ``longest``.
+
+    Example:
+        >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
+        >>> ngrams([seven], ["the cat is on the mat".split()], longest=1)
+        Counter({'c': 7, 'found 1': 7, 'r': 6, 'right 1': 2})
+    """
+    sums = Counter(c=sum(map(len, candidates)), r=sum(map(len, references)))
+    for candidate, reference in zip(candidates, references, strict=True):
+        for n in range(1, longest + 1):
+            found = _ngrams(candidate, n)
+            sums[f"found {n}"] += found.total()
+            sums[f"right {n}"] += (found & _ngrams(reference, n)).total()
+    return sums
+
+
+def bleu(sums: Counter[str], *, longest: int = 4) -> float:
+    """Return corpus BLEU: the geometric mean of the precisions, times the brevity penalty.
+
+    In [0, 1], not smoothed; NaN of no words.
 
     References: Papineni et al., `BLEU: a Method for Automatic Evaluation of Machine Translation
     <https://aclanthology.org/P02-1040>`_, 2002.
     """
-
-    matches: tuple[int, ...]  # n-grams that a reference has too, for n = 1, 2,
-    possible: tuple[int, ...]  # n-grams of the candidates
-    length: int  # words of the candidates, c
-    reference_length: int  # words of the references, r
-
-    @property
-    def value(self) -> float:
-        """The geometric mean of the precisions, times the brevity penalty: in [0, 1]; not smoothed."""
-        if not self.reference_length:
-            return math.nan
-        if not all(self.matches):
-            return 0.0
-        precisions = zip(self.matches, self.possible, strict=True)
-        mean_log = sum(math.log(m / p) for m, p in precisions) / len(self.matches)
-        brevity = min(0.0, 1 - self.reference_length / self.length)
-        return math.exp(brevity + mean_log)
-
-    def __add__(self, other: Bleu) -> Bleu:
-        """See ``Metric``."""
-        return Bleu(
-            tuple(a + b for a, b in zip(self.matches, other.matches, strict=True)),
-            tuple(a + b for a, b in zip(self.possible, other.possible, strict=True)),
-            self.length + other.length,
-            self.reference_length + other.reference_length,
-        )
-
-
-def bleu(candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4) -> Bleu:
-    """Compare translations with one that is right for each, by n-grams up to ``longest``.
-
-    Example:
-        >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
-        >>> bleu([seven], ["the cat is on the mat".split()], longest=1)
-        Bleu(matches=(2,), possible=(7,), length=7, reference_length=6)
-    """
-    pairs = list(zip(candidates, references, strict=True))
-    counted = [[(_ngrams(c, n), _ngrams(r, n)) for c, r in pairs] for n in range(1, longest + 1)]
-    return Bleu(
-        tuple(sum((found & known).total() for found, known in each) for each in counted),
-        tuple(sum(found.total() for found, _ in each) for each in counted),
-        sum(map(len, candidates)),
-        sum(map(len, references)),
-    )
+    if not sums["r"]:
+        return math.nan
+    if not all(sums[f"right {n}"] for n in range(1, longest + 1)):
+        return 0.0
+    logs = (math.log(sums[f"right {n}"] / sums[f"found {n}"]) for n in range(1, longest + 1))
+    return math.exp(min(0.0, 1 - sums["r"] / sums["c"]) + sum(logs) / longest)
 
 
 def _ngrams(words: Words, n: int) -> Counter[tuple[Hashable, ...]]:
@@ -227,8 +210,12 @@ class Translation(Objective):
         written = greedy(model, source, longest=source.shape[1] + self.longer)
         candidates = [self._text(row, unknown=_NEVER) for row in written]
         references = [self._text(row[row != PADDING], unknown=UNKNOWN) for row in targets]
-        metrics = {"BLEU": bleu(candidates, references)}
-        return Evaluation(known.loss_sum, known.hits, known.count, metrics)
+        more = ngrams(candidates, references)
+        return Evaluation(known.loss_sum, known.hits, known.count, more)
+
+    def figures(self, whole: Evaluation) -> dict[str, float]:
+        """See ``Objective``."""
+        return {"BLEU": bleu(whole.more)}
 
     def _text(self, numbers: Tensor, *, unknown: str) -> list[str]:
         """Return the words up to the end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.base import Draw, Evaluation, Metric, Perplexity, Workload, outputs_of
+from sparsync.cli.workloads.base import Draw, Evaluation, Workload, outputs_of
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.transports.agree import digest
@@ -57,7 +58,7 @@ def train_rank(
         for name in algorithms:
             with row(name) as bar:
                 exchange, mine = _train(settings, name, workload, goal, before_step, bar)
-            everyone = gather(mine, [_RankReport, Evaluation, Perplexity, *Metric.__subclasses__()])
+            everyone = gather(mine, [_RankReport, Evaluation, Counter])
             results.append(_result(settings, name, workload, computation, exchange, everyone))
             if name == "dense" and settings.target_step is not None:
                 goal = Goal.of(results[-1].loss, settings.target_step)
@@ -224,7 +225,7 @@ def _result(
         transport=exchange.transport,
         lab=settings.connection().bits_per_second,
         accuracy=evaluation.accuracy if workload.classifies else None,
-        metrics={name: metric.value for name, metric in evaluation.metrics.items()},
+        metrics=workload.objective.figures(evaluation),
         clip=settings.clip or None,
         options=exchange.options,
         seconds_finish=max(total - sum(seconds), 0.0),

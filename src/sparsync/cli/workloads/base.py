@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 import numpy as np
 import torch
@@ -22,13 +23,11 @@ __all__ = [
     "Defaults",
     "Draw",
     "Evaluation",
-    "Mean",
-    "Metric",
     "Objective",
-    "Perplexity",
     "Tensors",
     "Workload",
     "is_hidden_matrix",
+    "mean",
     "outputs_of",
 ]
 
@@ -100,61 +99,9 @@ class Draw:
 # ---- evaluation -------------------------------------------------------------------------------------
 
 
-class Metric(ABC):
-    """Sums over samples; those of disjoint shares add up to those of the whole."""
-
-    @property
-    @abstractmethod
-    def value(self) -> float:
-        """The figure; NaN of no samples."""
-
-    @abstractmethod
-    def __add__(self, other: Any) -> Any:
-        """Return the sums over both shares; ``other`` is of the same kind."""
-
-
-@dataclass(frozen=True)
-class Mean(Metric):
-    """A sum per counted thing: an accuracy, an error rate, a mean score.
-
-    Example:
-        >>> (Mean(3, 4) + Mean(0, 2)).value
-        0.5
-    """
-
-    total: float
-    count: int
-
-    @property
-    def value(self) -> float:
-        """Total per count."""
-        return self.total / self.count if self.count else math.nan
-
-    def __add__(self, other: Mean) -> Mean:
-        """See ``Metric``."""
-        return type(self)(self.total + other.total, self.count + other.count)
-
-
-@final
-@dataclass(frozen=True)
-class Perplexity(Mean):
-    """The number of equally likely choices that a model's uncertainty amounts to, of nats per target.
-
-    Example:
-        >>> round((Perplexity(math.log(2), 1) + Perplexity(math.log(8), 1)).value, 9)
-        4.0
-    """
-
-    @property
-    def value(self) -> float:
-        """The exponential of the mean; infinite where that is too large a number."""
-        mean = super().value
-        return math.inf if mean > 700 else math.exp(mean)  # e^709 is the largest float64
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over held-out targets; shares of ranks are added up.
+    """Sums over held-out targets; those of disjoint shares add up to those of the whole.
 
     Example:
         >>> whole = Evaluation.total([Evaluation(3.0, 4, 5), Evaluation(1.0, 5, 5)])
@@ -165,8 +112,7 @@ class Evaluation:
     loss_sum: float = 0.0  # cross entropy in nats, or another loss
     hits: int = 0  # targets that the model found most probable
     count: int = 0  # of targets
-    # further sums, by name; a share without samples may have none
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    more: Counter[str] = field(default_factory=Counter)  # of which ``Objective.figures`` are made
 
     @property
     def loss(self) -> float:
@@ -181,17 +127,16 @@ class Evaluation:
     @staticmethod
     def total(shares: Iterable[Evaluation]) -> Evaluation:
         """Add shares up, in their order."""
-        shares = list(shares)
-        metrics: dict[str, Metric] = {}
+        loss, hits, count, more = 0.0, 0, 0, Counter[str]()
         for share in shares:
-            for name, metric in share.metrics.items():
-                metrics[name] = metrics[name] + metric if name in metrics else metric
-        return Evaluation(
-            sum(share.loss_sum for share in shares),
-            sum(share.hits for share in shares),
-            sum(share.count for share in shares),
-            metrics,
-        )
+            loss, hits, count = loss + share.loss_sum, hits + share.hits, count + share.count
+            more.update(share.more)
+        return Evaluation(loss, hits, count, more)
+
+
+def mean(total: float, count: int) -> float:
+    """Return the total per count; NaN of nothing."""
+    return total / count if count else math.nan
 
 
 def outputs_of(model: nn.Module, inputs: Tensors) -> Tensors:
@@ -210,6 +155,10 @@ class Objective(ABC):
     @abstractmethod
     def judge(self, model: nn.Module, inputs: Tensors, targets: Tensors) -> Evaluation:
         """Evaluate a held-out batch; no gradient is recorded, and dropout is off."""
+
+    def figures(self, whole: Evaluation) -> dict[str, float]:
+        """Return further figures of what is held out, by name; NaN of no samples."""
+        return {}
 
 
 @final
@@ -238,14 +187,20 @@ class CrossEntropy(Objective):
         loss = F.cross_entropy(logits, expected, reduction="sum", ignore_index=PADDING).item()
         hits = int((logits.argmax(-1) == expected).sum())
         count = int((expected != PADDING).sum())
-        metrics: dict[str, Metric] = {}
-        if self.top is not None:
-            best = logits.topk(min(self.top, logits.shape[-1]), dim=-1).indices
-            found = int((best == expected[:, None]).sum())
-            metrics[f"top-{self.top}"] = Mean(found, count)
+        best = logits.topk(min(self.top or 1, logits.shape[-1]), dim=-1).indices
+        among = int((best == expected[:, None]).sum())
+        return Evaluation(loss, hits, count, Counter(top=among))
+
+    def figures(self, whole: Evaluation) -> dict[str, float]:
+        """See ``Objective``."""
+        found = (
+            {} if self.top is None else {f"top-{self.top}": mean(whole.more["top"], whole.count)}
+        )
         if self.perplexity:
-            metrics["perplexity"] = Perplexity(loss, count)
-        return Evaluation(loss, hits, count, metrics)
+            nats = mean(whole.loss_sum, whole.count)
+            # e^709 is the largest float64
+            found["perplexity"] = math.inf if nats > 700 else math.exp(nats)
+        return found
 
 
 def _flat(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:

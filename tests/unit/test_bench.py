@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsync import DenseVector, SparseVector
-from sparsync.cli.bench.cases import VECTORS, Case, Evidence, Verdict, compare, digest, judge
+from sparsync.cli.bench.cases import Case, Evidence, Verdict, compare, digest, judge
 from sparsync.cli.bench.command import BenchSettings, bench
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.bench.measure import Measured, Outcome, SimulatedRanks
@@ -72,18 +72,6 @@ def test_every_step_is_judged(ranks, k, wrong, law, entries):
     verdict = judge(k, evidence)
     assert (verdict.wrong, verdict.entries) == (wrong, entries)
     assert law[0] <= verdict.law_error <= law[1]
-
-
-def test_evidence_survives_packing():
-    total = sparse(1.0, 0.0, 2.0)
-    evidence = Evidence(torch.ones(3), torch.zeros(3), total, total, total, total)
-    packed = torch.full((VECTORS, 3), float("nan"))
-    evidence.write_(packed)
-    back = Evidence.unpack(packed)
-    assert torch.equal(back.accumulated, torch.ones(3))
-    assert torch.equal(back.residual, torch.zeros(3))
-    for vector in (back.selected, back.delivered, back.total, back.lost):
-        assert vector.to_dense().tolist() == [1.0, 0.0, 2.0]
 
 
 def test_a_digest_is_of_every_bit():

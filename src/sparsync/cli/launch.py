@@ -45,6 +45,8 @@ __all__ = [
     "machine",
     "mpiexec_command",
     "on_one_thread",
+    "packed",
+    "unpacked",
 ]
 
 T = TypeVar("T")
@@ -366,19 +368,29 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     ``torch.distributed.all_gather_object`` would unpickle whatever arrives.  Here torch's
     weights-only reader takes plain values, tensors and objects of ``classes``, and refuses the rest.
     """
-    written = io.BytesIO()
-    torch.save(mine, written)
-    raw = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+    raw = torch.frombuffer(packed(mine), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(raw)]))
     longest = int(max(lengths))
     everyone = [raw.new_empty(longest) for _ in lengths]
     dist.all_gather(everyone, torch.nn.functional.pad(raw, (0, longest - len(raw))))
+    return [
+        unpacked(one[: int(length)].numpy(), classes)
+        for one, length in zip(everyone, lengths, strict=True)
+    ]
+
+
+def packed(value: object) -> bytearray:
+    """Return a value as bytes, for ``unpacked``."""
+    written = io.BytesIO()
+    torch.save(value, written)
+    return bytearray(written.getvalue())
+
+
+def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
+    """Undo ``packed``; refuse all but plain values, tensors and objects of ``classes``."""
     with torch.serialization.safe_globals(list(classes)):
-        return [
-            torch.load(io.BytesIO(bytes(one[: int(length)].numpy())), weights_only=True)
-            for one, length in zip(everyone, lengths, strict=True)
-        ]
+        return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def machine() -> str:

@@ -20,9 +20,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links
 from sparsync.units import Slot, Unit
 
-__all__ = ["VECTORS", "Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
-
-VECTORS = 6  # that make up a rank's evidence
+__all__ = ["Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
 _TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing may differ
@@ -154,18 +152,6 @@ class Evidence:
     delivered: Vector  # by this rank, according to the collective
     total: Vector  # the sum that the collective returned
     lost: Vector  # of ``delivered``, rounded away and kept by nobody, on purpose
-
-    def write_(self, packed: Tensor) -> None:
-        """Write everything into one `[6, n]` tensor, for the rank that verifies."""
-        vectors = (v.to_dense() for v in (self.selected, self.delivered, self.total, self.lost))
-        for row, vector in zip(packed, (self.accumulated, self.residual, *vectors), strict=True):
-            row.copy_(vector)
-
-    @staticmethod
-    def unpack(packed: Tensor) -> Evidence:
-        """Undo ``write_``; the vectors come back dense."""
-        accumulated, residual, *vectors = packed
-        return Evidence(accumulated, residual, *(DenseVector(v) for v in vectors))
 
 
 class Verdict(NamedTuple):

@@ -233,7 +233,7 @@ def bench(settings: BenchSettings) -> list[Row] | None:
 
 def _measure_on_rank(settings: BenchSettings) -> list[Measured]:
     """Measure every case on this rank of a process group."""
-    team = Team(max(settings.sizes), settings.connection())
+    team = Team(settings.connection())
     return _measure_all(settings, team.measure, shown=dist.get_rank() == 0)
 
 

@@ -110,28 +110,30 @@ def test_outside_there_is_no_address_and_no_traffic(monkeypatch):
 
 def test_a_failing_command_is_shown_with_what_it_said():
     with pytest.raises(LabError) as caught:
-        kernel._run_command("ls /there/is /nothing", timeout=10)
+        kernel._run_command("ls /there/is /nothing")
     message = str(caught.value)
     assert message.startswith("lab: 'ls /there/is /nothing' failed with exit code 2: ")
     assert "No such file" in message
     assert "\n" not in message
     with pytest.raises(LabError, match="'false' failed with exit code 1: nothing on stderr"):
-        kernel._run_command("false", timeout=10)
+        kernel._run_command("false")
 
 
-def test_a_command_has_a_deadline():
+def test_a_command_has_a_deadline(monkeypatch):
+    monkeypatch.setattr(kernel, "_COMMAND_SECONDS", 0.1)
     with pytest.raises(LabError, match=r"'sleep 60' did not end within 0.1 s"):
-        kernel._run_command("sleep 60", timeout=0.1)
+        kernel._run_command("sleep 60")
 
 
 def test_a_missing_tool_names_its_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(kernel, "_ALSO_IN", str(tmp_path))
     with pytest.raises(ConfigurationError, match="'ip' is not there; install the package iproute2"):
-        kernel._find_tool("ip", also_in="")
+        kernel._find_tool("ip")
     tool = tmp_path / "tc"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    assert kernel._find_tool("tc", also_in=str(tmp_path)) == str(tool)
+    assert kernel._find_tool("tc") == str(tool)
 
 
 # ---- privileges -----------------------------------------------------------------------------------
@@ -170,10 +172,13 @@ def nobody(monkeypatch, tmp_path):
         ("exec sleep 60", "did not end within 0.5 s; killed"),
     ],
 )
-def test_a_kernel_that_forbids_it_or_does_not_answer_gives_one_line(nobody, script, reason):
+def test_a_kernel_that_forbids_it_or_does_not_answer_gives_one_line(
+    nobody, monkeypatch, script, reason
+):
+    monkeypatch.setattr(kernel, "_COMMAND_SECONDS", 0.5)
     executed = nobody(script)
     with pytest.raises(ConfigurationError) as caught:
-        ensure_privileges(timeout=0.5)
+        ensure_privileges()
     assert "may not make network namespaces (" in str(caught.value)
     assert f"{reason}); run as root" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,9 @@ _INTERFACE = "eth0"  # the link's end inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
 _COUNTERS = Path("/proc/thread-self/net/dev")  # of the namespace that the calling thread is in
 _BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
+_SLOWEST, _FASTEST = 100_000, 100_000_000_000  # rates
 _BITS_PER_BYTE = 8
+_ALSO_IN = "/usr/sbin:/sbin"  # which a user's PATH omits on Debian
 _COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
 # of wire; with Linux's own 4 MB acknowledgements wait behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
@@ -60,10 +62,10 @@ class LabError(ConfigurationError):
     """The kernel or iproute2 refused a part of the lab's network; names the command."""
 
 
-def parse_rate(text: str, *, slowest: int = 100_000, fastest: int = 100_000_000_000) -> int:
+def parse_rate(text: str) -> int:
     """Read the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
 
-    Below ``slowest`` the bucket of ``tbf`` would hide seconds of the wire; above ``fastest`` no single
+    Below 100 kbit/s the bucket of ``tbf`` would hide seconds of the wire; above 100 Gbit/s no single
     machine keeps up.
 
     Example:
@@ -76,27 +78,27 @@ def parse_rate(text: str, *, slowest: int = 100_000, fastest: int = 100_000_000_
             f"rate {text!r} is not a number and kbit, mbit or gbit; write it like 100mbit or 1.5gbit"
         )
     rate = round(float(match[1]) * _BITS_PER_SECOND[match[2]])
-    if not slowest <= rate <= fastest:
+    if not _SLOWEST <= rate <= _FASTEST:
         raise ConfigurationError(
-            f"rate {text!r} is {rate} bits per second; give {slowest} to {fastest}, as 100mbit"
+            f"rate {text!r} is {rate} bits per second; give {_SLOWEST} to {_FASTEST}, as 100mbit"
         )
     return rate
 
 
-def default_burst(bits_per_second: int, *, lateness: float = 1e-3, smallest: int = 16_384) -> int:
+def default_burst(bits_per_second: int) -> int:
     """Return the bucket of ``tbf`` in bytes: what may leave at once after a silence.
 
     Smaller hides less of the wire.  But the bucket must cover the lateness of timers and processes,
     or the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 %
     with 64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.
-    Hence the ``lateness`` of two busy cores in seconds; ``smallest``, in bytes, is the first window of a
-    TCP connection.
+    Hence a millisecond, the lateness of two busy cores; and at least the first window of a TCP
+    connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
         (125000, 16384)
     """
-    return max(smallest, round(bits_per_second * lateness / _BITS_PER_BYTE))
+    return max(16_384, round(bits_per_second * 1e-3 / _BITS_PER_BYTE))
 
 
 @final
@@ -192,8 +194,9 @@ class Lab:
 
     def close(self) -> None:
         """Release all namespaces; they are gone when the ranks inside are."""
-        for namespace in (*self._ranks, *([self._bridge] if self._bridge else ())):
-            namespace.close()
+        for namespace in (*self._ranks, self._bridge):
+            if namespace is not None:
+                namespace.close()
         self._bridge, self._ranks = None, []
 
     def _open(self) -> _Namespace:
@@ -214,29 +217,24 @@ class Lab:
             f"ip link add {_BRIDGE} type bridge mcast_snooping 0",
             f"ip link set {_BRIDGE} addrgenmode none up",
         )
+        size = f"gso_max_size {self.segment_bytes}"
         for rank, namespace in enumerate(self._ranks):
-            self._run(self._bridge, *self._link_commands(rank, namespace.path))
-            self._run(namespace, *self._rank_commands(rank))
+            end = f"rank{rank}"  # the other one appears in the rank's namespace
+            pair = f"{end} {size} type veth peer name {_INTERFACE} {size}"
+            self._run(
+                self._bridge,
+                f"ip link add {pair} netns {namespace.path}",
+                f"ip link set {end} addrgenmode none master {_BRIDGE} up",
+                self._shape(end),
+            )
+            self._run(
+                namespace,
+                "ip link set lo up",
+                f"ip link set {_INTERFACE} addrgenmode none up",
+                f"ip address add {self.address(rank)}/16 dev {_INTERFACE}",
+                self._shape(_INTERFACE),
+            )
             namespace.run(self._set_up_tcp)
-
-    def _link_commands(self, rank: int, namespace: str) -> Sequence[str]:
-        """Make a rank's link, next to the bridge; its other end appears in ``namespace`` (a path)."""
-        end, size = f"rank{rank}", f"gso_max_size {self.segment_bytes}"
-        pair = f"{end} {size} type veth peer name {_INTERFACE} {size}"
-        return (
-            f"ip link add {pair} netns {namespace}",
-            f"ip link set {end} addrgenmode none master {_BRIDGE} up",
-            self._shape(end),
-        )
-
-    def _rank_commands(self, rank: int) -> Sequence[str]:
-        """Bring a rank's end up, inside its namespace."""
-        return (
-            "ip link set lo up",
-            f"ip link set {_INTERFACE} addrgenmode none up",
-            f"ip address add {self.address(rank)}/16 dev {_INTERFACE}",
-            self._shape(_INTERFACE),
-        )
 
     def _shape(self, interface: str) -> str:
         return (
@@ -247,7 +245,7 @@ class Lab:
     def _run(self, namespace: _Namespace, *commands: str) -> None:
         def run_all() -> None:
             for command in commands:
-                _run_command(command, _COMMAND_SECONDS)
+                _run_command(command)
 
         namespace.run(run_all)
 
@@ -294,20 +292,11 @@ def local_traffic() -> LinkTraffic | None:
     return _counters()[_INTERFACE] if _ADDRESS in os.environ else None
 
 
-def _interface_counters(text: str) -> dict[str, LinkTraffic]:
-    """Read the format of ``/proc/net/dev``.
-
-    Example:
-        >>> _interface_counters("eth0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0")
-        {'eth0': LinkTraffic(sent=20, received=10)}
-    """
-    rows = (line.partition(":") for line in text.splitlines())
+def _counters() -> dict[str, LinkTraffic]:
+    """Return the counters of every interface of the calling thread's namespace."""
+    rows = (line.partition(":") for line in _COUNTERS.read_text().splitlines())
     cells = {name.strip(): numbers.split() for name, colon, numbers in rows if colon}
     return {name: LinkTraffic(int(c[8]), int(c[0])) for name, c in cells.items()}
-
-
-def _counters() -> dict[str, LinkTraffic]:
-    return _interface_counters(_COUNTERS.read_text())
 
 
 # ---- Linux's part: unnamed network namespaces, iproute2, and the right to use both -----------------
@@ -377,22 +366,24 @@ def _in_thread(function: Callable[[], T]) -> T:
         return thread.submit(function).result()
 
 
-def _find_tool(name: str, *, package: str = "iproute2", also_in: str = "/usr/sbin:/sbin") -> str:
-    """Return the path of a program; ``also_in`` is what a user's PATH leaves out on Debian."""
-    path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{also_in}")
+def _find_tool(name: str, package: str = "iproute2") -> str:
+    """Return the path of a program."""
+    path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{_ALSO_IN}")
     if path is None:
         raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
     return path
 
 
-def _run_command(command: str, timeout: float) -> None:
+def _run_command(command: str) -> None:
     """Run one command of iproute2, its words with single spaces between, in this thread's namespace."""
     name, *words = command.split(" ")
+    argv = [_find_tool(name), *words]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        result = subprocess.run([_find_tool(name), *words], timeout=timeout, check=False, **options)
+        result = subprocess.run(argv, timeout=_COMMAND_SECONDS, check=False, **options)
     except subprocess.TimeoutExpired:
-        raise LabError(f"lab: {command!r} did not end within {timeout:g} s; killed") from None
+        late = f"did not end within {_COMMAND_SECONDS:g} s; killed"
+        raise LabError(f"lab: {command!r} {late}") from None
     if result.returncode != 0:
         said = " ".join(result.stderr.split()) or "nothing on stderr"
         raise LabError(f"lab: {command!r} failed with exit code {result.returncode}: {said}")
@@ -405,15 +396,12 @@ def _require_linux() -> None:
         )
 
 
-def ensure_privileges(*, timeout: float = 10.0) -> None:
+def ensure_privileges() -> None:
     """Return if this process may make a lab; else start it again inside a user namespace.
 
     Root may.  Anybody else becomes root of a user namespace of their own, where the kernel allows
     it; only a process without threads can do that, so ``unshare`` executes the same command line
     again, in the same process, with the same files open.  Call it before anything else has happened.
-
-    Args:
-        timeout: seconds that the kernel has to answer whether it allows it.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.
@@ -423,11 +411,9 @@ def ensure_privileges(*, timeout: float = 10.0) -> None:
     _find_tool("tc")
     if _may_create():
         return
-    become_root = [_find_tool("unshare", package="util-linux"), "--map-root-user"]
+    become_root = [_find_tool("unshare", "util-linux"), "--map-root-user"]
     try:  # a trial first: after the real thing there is no way back to a clear error
-        _run_command(
-            f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other", timeout
-        )
+        _run_command(f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other")
     except LabError as error:
         raise _refusal(str(error).rpartition(": ")[2]) from None
     sys.stdout.flush()

@@ -411,7 +411,7 @@ def ensure_privileges() -> None:
     _find_tool("tc")
     if _may_create():
         return
-    become_root = [_find_tool("unshare", "util-linux"), "--map-root-user"]
+    become_root = [_find_tool("unshare", package="util-linux"), "--map-root-user"]
     try:  # a trial first: after the real thing there is no way back to a clear error
         _run_command(f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other")
     except LabError as error:

@@ -24,8 +24,9 @@ each integration.
 - *-*: it does not exist there.
 - *untested*: the code accepts it, but no test has run all of it.
 
-The columns: `sparsync.attach` with a DDP model; `sparsync.OuterStep`; `UpdateSpaceSGD` and
-`UpdateSpaceAdamW`; the averagers of `sparsync.averaging`.
+The columns: `sparsync.attach` with a DDP model, exchanging gradients; the same with
+`exchange="updates"` and the optimizer, which is what AdamW and Muon get by default; `UpdateSpaceSGD` and
+`UpdateSpaceAdamW` of `sparsync_papers`; the averagers of `sparsync.averaging`.
 
 The comparison: if everything is exchanged (density 1, period 1) with SGD, all four are the same
 training as one process with the batches of all ranks. So each set-up is trained by all four and by

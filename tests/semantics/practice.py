@@ -13,7 +13,7 @@ from tests.on_ranks import on_ranks
 
 __all__ = ["COLUMNS", "ELSEWHERE", "PRACTICES", "Practice", "section"]
 
-COLUMNS = ("attach", "OuterStep", "UpdateSpace", "averaging")
+COLUMNS = ("attach", "updates", "UpdateSpace", "averaging")
 ELSEWHERE = re.compile(r" \((tests/\S+)::(\w+)\)$")
 
 

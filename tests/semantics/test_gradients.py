@@ -41,6 +41,7 @@ _SUM = "works. Gradients are local, so they add up as usual."
     attach="works. The sum over micro-batches is exchanged once, with the last one; below density 1 the "
     "part that is not delivered waits in the residual. As with plain DDP, the forward pass decides, so "
     "it belongs inside the context, too.",
+    updates=_SUM,
     local=f"{_SUM} Call `step()` once per optimizer step.",
     UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
 )
@@ -56,6 +57,11 @@ def test_no_sync(column):
 )
 def test_backward_twice(column):
     same_training(column, micro=2, no_sync=False)
+    if column == "updates":
+        with attached(Words(), column=column) as (ddp, sync):
+            for micro in range(3):
+                mean_square(ddp, micro, here()).backward()
+            assert sync.stats()["local_steps"] == 0  # the optimizer has not stepped
 
 
 @practice(
@@ -94,6 +100,7 @@ def test_second_backward(column):
     loss.backward()
     mean_square(once, 0, here()).backward()
     assert_close(gradients(training.net), added((2.0, gradients(once))), 1e-6, "twice")
+    training.close()
 
 
 def _second_backward_is_refused():
@@ -119,11 +126,17 @@ def _second_backward_is_refused():
     "`backward(create_graph=True)`",
     attach="refused. The graph of a gradient does not pass through the exchange. "
     "`torch.autograd.grad` before `backward()` works.",
+    updates="refused. DDP raises torch's \"a leaf Variable that requires grad is being used in an "
+    'in-place operation"; give the plain module.',
     local="works. Gradients and their graphs are local.",
 )
 def test_graphs_of_gradients(column):
     if column == "attach":
         with attached(network()) as (ddp, _), refused("create_graph=True", "torch.autograd.grad"):
+            mean_square(ddp, 0, here()).backward(create_graph=True)
+        return
+    if column == "updates":
+        with attached(network(), column=column) as (ddp, _), refused("leaf", error=RuntimeError):
             mean_square(ddp, 0, here()).backward(create_graph=True)
         return
     net = Training(column, network()).net
@@ -160,9 +173,9 @@ practice(
     "NaN or Inf on one rank",
     attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
     "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
-    OuterStep="works. All ranks return to the weights after their last exchange; a second time "
-    "in a row raises. "
-    "(tests/unit/test_outer.py::test_weights_that_broke_return_to_the_last_exchange)",
+    updates="works. All ranks return to the weights after their last exchange, and the broken rank "
+    "drops the moments that are not finite; a second time in a row raises. "
+    "(tests/distributed/test_updates.py::test_nan_on_one_rank_brings_all_back)",
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
     "unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
@@ -176,7 +189,7 @@ practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
     attach="works. They are accumulated into a dense residual, and return as COO with the rows that were "
     "delivered.",
-    OuterStep="works. The local optimizer consumes them; weights are exchanged.",
+    updates="works. The local optimizer consumes them; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
     averaging="works. The local optimizer consumes them; weights are averaged.",
 )
@@ -212,7 +225,9 @@ _OWN_SCALE = "works. Every rank has a scale of its own;"
     "AMP: `GradScaler`, with an overflow on one rank",
     attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
     "residuals are unchanged.",
-    OuterStep=f"{_OWN_SCALE} a rank that skips its step contributes an update of zero.",
+    updates=f"{_OWN_SCALE} a step that one rank skips counts there, too: at `scaler.update()` with "
+    "`Monitoring(scaler=...)`; without, under DDP, at the next forward pass, before which gradients are "
+    "set to zero. (tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
     UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "
     "no scaler.",
     averaging=f"{_OWN_SCALE} a rank that skips its step averages its previous model.",
@@ -285,7 +300,7 @@ def test_scaler_needs_propagate(column):
     "float32, bfloat16 and float64 parameters in one model, scalars, parameters without elements",
     attach="works. Each dtype has its own units; residuals of 16-bit parameters are float32. The average "
     "is rounded to the gradient's dtype, like any gradient.",
-    OuterStep="works. Shared weights of 16-bit parameters are kept in float32.",
+    updates="works. Shared weights of 16-bit parameters are kept in float32.",
     UpdateSpace="works. Updates of 16-bit parameters are exchanged in float32.",
     averaging="works. They travel as one vector, in float64 if any of them is float64.",
 )
@@ -328,14 +343,15 @@ def test_float16_does_not_overflow(column):
 @practice(
     "complex parameters",
     attach="refused. Entries are selected by magnitude; use `torch.view_as_real`.",
+    updates="refused. As with `attach`.",
     UpdateSpace="refused. As with `attach`.",
-    local="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"
+    averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_complex(column):
     net = network()
     net.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with refused("'turn' is torch.complex64", *(["view_as_real"] if column == "attach" else [])):
+    with refused("'turn' is torch.complex64", *(["view_as_real"] * (column != "UpdateSpace"))):
         Training(column, net)
 
 
@@ -343,7 +359,9 @@ def test_complex(column):
     "parameters on several devices of one rank",
     attach="untested. Each device has its own units (tested); an exchange of gradients from two GPUs has "
     "not been run.",
-    local="untested. As with `attach`.",
+    UpdateSpace="untested. As with `attach`.",
+    updates="untested. As with `averaging`. (tests/unit/test_averager.py"
+    "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
     averaging="untested. They would travel as one vector on the first one's device; this has not been "
     "run. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",

@@ -47,7 +47,8 @@ _STEP = "works. A rank without batches stops training, but calls `step()` as oft
     "uneven inputs",
     attach="works. `with ddp.join():`. A rank without batches contributes zero gradients and still "
     "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
-    OuterStep=f"{_STEP} its residual is delivered, its updates are zero.",
+    updates="works. A rank without batches calls `sync.step()` as often as the others' optimizers step; "
+    "it needs two batches, unless the module is plain. `join()` is refused.",
     UpdateSpace=f"{_STEP} without gradients its residual is delivered.",
     averaging=f"{_STEP} its weights follow the average, and count in it.",
 )
@@ -56,6 +57,9 @@ def test_uneven_inputs(column):
         for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}):
             _join_delivers_what_is_left(options)
         return
+    if column == "updates":
+        with attached(network(), SPARSE, column) as (ddp, _), refused("sync.step()"), ddp.join():
+            mean_square(ddp, 0, here())
     training = Training(column, network(), period=2 if column == "averaging" else 1)
     net = training.net
     start = weights(net)
@@ -65,11 +69,14 @@ def test_uneven_inputs(column):
         training.optimizer.zero_grad()
         if step < BATCHES[here()]:
             mean_square(net, step, here()).backward()
-        if step < BATCHES[here()] or not training.averages:
+        if column == "updates" and step >= BATCHES[here()]:
+            training.handle.step()
+        elif step < BATCHES[here()] or not training.averages:
             training.optimizer.step()
         if training.averages:
             training.average()
     training.finish()
+    training.close()
     assert equal_on_all_ranks(weights(net))
     if column == "UpdateSpace":
         left = everywhere(residuals(training.handle.state_dict(), came))
@@ -163,8 +170,8 @@ def test_join_refuses(column):
 @practice(
     "evaluation between steps (`eval()`, `no_grad()`)",
     attach="works. It does not touch gradients.",
-    local="works. It does not touch gradients. It evaluates this rank's weights; with `OuterStep` use "
-    "`with local.shared():` for the common ones.",
+    updates="works. It evaluates this rank's weights; `with sync.shared():` the common ones.",
+    local="works. It does not touch gradients. It evaluates this rank's weights.",
 )
 def test_evaluation(column):
     def evaluate(model, rank):
@@ -210,7 +217,7 @@ def test_sgd(column):
     "SGD with momentum and weight decay",
     attach="works. Applied to averages. Below 0.1 % let `correction=` apply them before the exchange "
     "(`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
-    OuterStep="works. Momentum is local to the rank.",
+    updates="works. Momentum is local to the rank.",
     averaging="works. Momentum is local, or averaged with `moments=`.",
 )
 def test_momentum(column):
@@ -230,8 +237,8 @@ practice(
 @practice(
     "Adam and AdamW",
     attach="works. Exact at density 1; below it `attach(optimizer=)` warns that the second moment is not "
-    "that of dense training. Prefer `OuterStep`.",
-    OuterStep="works. Moments are local; no update is lost.",
+    "that of dense training.",
+    updates="works. `attach(model, optimizer)` chooses this; moments are local, no update is lost.",
     UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
     averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
     "(tests/unit/test_averager.py::test_moments_stay_or_travel_or_are_reset)",
@@ -248,6 +255,54 @@ def test_adamw(column):
     assert moved(net, start)
 
 
+_SCHEDULE = "works. Rates are this optimizer's own."
+
+
+@practice("learning-rate schedules", attach=_SCHEDULE, updates=_SCHEDULE, averaging=_SCHEDULE)
+def test_schedules(column):
+    def optimizer(parameters):
+        made = sgd(parameters)
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+        made.register_step_post_hook(lambda *_: schedule.step())
+        return made
+
+    same_training(column, optimizer=optimizer)
+
+
+@practice("parameter groups", attach=_SCHEDULE, updates=_SCHEDULE, averaging=_SCHEDULE)
+def test_parameter_groups(column):
+    def optimizer(parameters):
+        first, *others = parameters
+        groups = [{"params": [first], "lr": RATE / 10}, {"params": others, "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=RATE)
+
+    same_training(column, optimizer=optimizer)
+
+
+class Several:
+    def __init__(self, parameters):
+        first, *others = parameters
+        self.parts = [torch.optim.SGD([first], lr=RATE / 10), sgd(others)]
+
+    def zero_grad(self, **options):
+        for part in self.parts:
+            part.zero_grad(**options)
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+@practice(
+    "several optimizers",
+    attach="works. `attach` needs none of them.",
+    updates="works. `attach(model, [one, other])`; steps are counted by the last one's.",
+    averaging="works. `step()` follows the last one's.",
+)
+def test_several_optimizers(column):
+    same_training(column, optimizer=Several)
+
+
 def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
@@ -255,7 +310,7 @@ def _adamw(parameters):
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
     attach="works. Like Adam: exact at density 1, a warning below it.",
-    OuterStep="works. Like any local optimizer.",
+    updates="works. Like any local optimizer.",
     averaging="works. Like any local optimizer.",
 )
 def test_adafactor(column):

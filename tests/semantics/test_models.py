@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import io
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.checkpoint import checkpoint
 
-from sparsync import Correction
-from tests.attaching import attach
+from sparsync import Correction, attach
 from tests.on_ranks import refused
 
 from .models import Branches, channels_last, normed, tied
 from .practice import section
 from .training import (
+    DDP_COLUMNS,
     STEPS,
     Case,
     Training,
@@ -70,17 +71,31 @@ def test_frozen(column):
     "unused parameters, differing between ranks and steps",
     attach="works. With `find_unused_parameters=True`: a rank that does not use a parameter contributes "
     "a zero gradient, and its residual is still delivered, even if no rank uses the parameter.",
+    updates="works. With `find_unused_parameters=True`. Rounding may move what no rank trains, by less "
+    "than its neighbours move; `finish()` restores it.",
     local="works. No setting is needed; a residual is still delivered.",
     averaging="works. No setting is needed.",
 )
 def test_unused(column):
-    same_training(column, Branches, ddp={"find_unused_parameters": True})
+    options = {"find_unused_parameters": True}
+    same_training(column, Branches, ddp=options)
+    if column == "updates":  # 2 bits, as by default
+        net = Branches()
+        ddp, before = Ddp(net, **options), net.never.weight.clone()
+        optimizer = torch.optim.AdamW(ddp.parameters(), weight_decay=0.0)
+        with attach(ddp, optimizer) as sync:
+            loop(ddp, optimizer, 8)
+            sync.finish()
+            assert equal_on_all_ranks(weights(net))
+        torch.testing.assert_close(net.never.weight, before)
 
 
 @practice(
     "frozen after the start, all or some",
     attach="works. All at once (as GANs do in turns), or some under `find_unused_parameters=True`. "
     "Otherwise the next forward pass is refused: DDP would wait for the gradient.",
+    updates="works. As with `attach`, but the refusal is DDP's own, a step later. What waits in the "
+    "weights is still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
     averaging="works. It still travels. (tests/unit/test_averager.py"
     "::test_a_model_that_changes_is_refused_but_may_freeze)",
@@ -89,13 +104,14 @@ def test_frozen_later(column):
     if column == "attach":
         _frozen_for_a_while()
         return
-    training = Training(column, network())
+    training = Training(column, network(), ddp={"find_unused_parameters": True})
     for step in range(STEPS):
         training.backward(step)
         if step == 1:
             training.net[0].requires_grad_(False)
         training.step()
     training.finish()
+    training.close()
     assert equal_on_all_ranks(weights(training.net))
 
 
@@ -128,12 +144,13 @@ CHANGES = {
 @practice(
     "thawed, added or replaced after the start (`model.module` too)",
     attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
+    updates="refused. As with `attach`.",
     UpdateSpace="refused. `step()` names the parameter.",
-    local="refused. `step()` names the parameter. (tests/unit/test_averager.py"
+    averaging="refused. `step()` names the parameter. (tests/unit/test_averager.py"
     "::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_changed_models(column):
-    attach = column == "attach"
+    attach = column in DDP_COLUMNS
     for name in CHANGES if attach else ("0.weight", "3.weight"):
         net = network()
         net[0].weight.requires_grad_(False)
@@ -141,12 +158,18 @@ def test_changed_models(column):
         if attach:
             training.backward(0)
         CHANGES[name](net)
+        if column == "updates" and name == "2.bias":  # frozen: DDP itself minds, a step later
+            training.backward(1)
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+                training.backward(2)
+            training.close()
+            continue
         with refused(f"'{name}" if attach else f"'{name}' trains now"):
             training.backward(1) if attach else training.handle.step()
         training.close()
     if not attach:
         return
-    with attached(network()) as (ddp, _):
+    with attached(network(), column=column) as (ddp, _):
         ddp.module = network()
         with refused("'0.weight' trains now"):
             mean_square(ddp, 0, here())
@@ -155,23 +178,31 @@ def test_changed_models(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts those of rank 0 before every forward pass.",
+    updates="works. Averaged with the exchanges, while DDP's own broadcast is off; with "
+    "`DDP(broadcast_buffers=False)` they stay local.",
     UpdateSpace="works. They stay local.",
-    local="works. Averaged or local, according to `buffers=`. "
+    averaging="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",
 )
 def test_buffers(column):
     if column == "attach":
         _buffers_are_those_of_rank_0()
         return
-    training, alone = Training(column, normed()), normed()
-    for step in range(STEPS):
-        training.backward(step)
-        mean_square(alone, step, here())  # statistics of the inputs do not depend on the weights
-        training.step()
-    training.finish()
-    assert equal_on_all_ranks(weights(training.net))
-    mean, expected = training.net[0].running_mean, alone[0].running_mean
-    assert_close({"mean": mean}, {"mean": expected}, 1e-6, "this rank's statistics")
+    for averaged in (True, False) if column == "updates" else (False,):
+        training, alone = Training(column, normed(), ddp={"broadcast_buffers": averaged}), normed()
+        for step in range(STEPS):
+            training.backward(step)
+            mean_square(
+                alone, step, here()
+            )  # statistics of the inputs do not depend on the weights
+            training.step()
+        training.finish()
+        training.close()
+        assert equal_on_all_ranks(weights(training.net))
+        mean, expected = ({"mean": n[0].running_mean.double()} for n in (training.net, alone))
+        if averaged:
+            expected = added((1 / dist.get_world_size(), everywhere(expected)))
+        assert_close(mean, expected, 1e-6, "statistics")
 
 
 def _buffers_are_those_of_rank_0():
@@ -202,9 +233,10 @@ def test_channels_last(column):
     "copying or pickling the wrapped model (`copy.deepcopy(ddp)`, `torch.save(ddp)`)",
     attach="refused. A copy would train without the exchange. Copy or save `model.module`. Without DDP "
     "(`replicate=`) nothing is wrapped: a copy is a plain model.",
+    updates="refused. As with `attach`; a plain module can be copied.",
 )
 def test_copies(column):
-    with attached(network()) as (ddp, _):
+    with attached(network(), column=column) as (ddp, _):
         mean_square(ddp, 0, here()).backward()
         for copying in (
             lambda: copy.deepcopy(ddp),
@@ -220,7 +252,7 @@ def test_copies(column):
 @practice(
     "EMA of the weights (`AveragedModel`)",
     attach="works. Of `model.module`: equal on all ranks.",
-    OuterStep="works. Equal on all ranks if updated inside `with local.shared():`; otherwise each "
+    updates="works. Equal on all ranks if updated inside `with sync.shared():`; otherwise each "
     "rank has its own.",
     UpdateSpace="works. Equal on all ranks.",
     averaging="works. Equal on all ranks whenever the models are: after every step with period 1, or "
@@ -237,7 +269,7 @@ def test_ema(column):
         training.backward(step)
         training.step()
         own.update_parameters(training.net)
-        if column == "OuterStep":
+        if column == "updates":
             with training.handle.shared():
                 ema.update_parameters(training.net)
         else:
@@ -245,7 +277,7 @@ def test_ema(column):
             now = weights(training.net)
             by_hand = now if by_hand is None else added((0.5, by_hand), (0.5, now))
     assert equal_on_all_ranks(weights(ema))
-    assert equal_on_all_ranks(weights(own)) == (column != "OuterStep")
+    assert equal_on_all_ranks(weights(own)) == (column != "updates")
     if by_hand is not None:
         assert_close(weights(ema.module), by_hand, 1e-6, "EMA")
     training.close()
@@ -257,6 +289,7 @@ practice = section(__name__, "DDP's settings, compilation")
 @practice(
     "`static_graph=True`",
     attach="works. The first step is exchanged after the backward pass.",
+    updates="works. No difference.",
 )
 def test_static_graph(column):
     same_training(column, ddp={"static_graph": True, "bucket_cap_mb": 0.001})
@@ -283,6 +316,7 @@ def test_unused_ones_decay_in_a_static_graph(column):
 @practice(
     "`gradient_as_bucket_view=True`, `zero_grad(set_to_none=False)`, many buckets",
     attach="works. Units do not depend on DDP's buckets.",
+    updates="works. Nothing depends on DDP's buckets.",
 )
 def test_bucket_view(column):
     options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
@@ -303,6 +337,7 @@ def compiled(model):
 @practice(
     "`torch.compile` of the wrapped model",
     attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts.",
+    updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
 )
 def test_compiled(column):
@@ -322,6 +357,7 @@ def test_compiled_inside(column):
     "`torch._dynamo.config.optimize_ddp = 'python_reducer'`",
     attach="refused. It hands over gradients one by one, and never says which is the last. Wrap the "
     "model under the default.",
+    updates="refused. As with `attach`; or give the plain module.",
 )
 def test_python_reducer(column):
     before = torch._dynamo.config.optimize_ddp
@@ -331,7 +367,7 @@ def test_python_reducer(column):
     finally:
         torch._dynamo.config.optimize_ddp = before
     with refused("python_reducer", "wrap again"):
-        attach(ddp, timeout=20.0)
+        attach(ddp, exchange="gradients" if column == "attach" else "updates")
 
 
 class Checkpointed(nn.Module):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import sparsync
 from sparsync.averaging import LocalSgd, OuterStep
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests import attaching
@@ -24,6 +25,7 @@ from tests.distributed.small_model import model as network
 from tests.on_ranks import same_everywhere
 
 STEPS, RATE, SPARSE = 3, 0.1, 0.1
+DDP_COLUMNS = ("attach", "updates")
 
 Named = dict[str, Tensor]
 
@@ -73,55 +75,76 @@ class Training:
         **settings: Any,
     ) -> None:
         self.tolerance = tolerance
-        self.averages = column in ("OuterStep", "averaging")
-        self.net: Any = net if column == "attach" else wrap(wrap_inner(net))
+        self.averages, self.attaches = column == "averaging", column in DDP_COLUMNS
+        self.net: Any = net if self.attaches else wrap(wrap_inner(net))
         self.called, sparse = self.net, {"algorithm": "allgather", "density": density}
-        self.handle: Any
-        if column == "attach":
+        if self.attaches:
             model = DistributedDataParallel(wrap_inner(net), **(ddp or {}))
-            self.handle = attaching.attach(model, timeout=20.0, **sparse, **settings)
             self.called = wrap(model)
-        elif column == "OuterStep":
-            self.handle = OuterStep(self.net, residual="weights", period=period, **sparse)
+        self.optimizer: Any = None
+        if column != "UpdateSpace":
+            self.optimizer = optimizer(self.called.parameters())
+        self.handle: Any
+        self._before: Named | None = None  # weights between an optimizer's step and the exchange
+        if column == "attach":
+            self.handle = attaching.attach(model, timeout=20.0, **sparse, **settings)
+        elif column == "updates":
+            given = getattr(self.optimizer, "parts", [self.optimizer])
+            given[-1].register_step_post_hook(self._note)
+            outer = OuterStep(residual="weights", period=period, **sparse)
+            carried = sparsync.Transport(timeout=20.0)
+            self.handle = sparsync.attach(
+                model, given, outer, exchange="updates", transport=carried
+            )
         elif column == "averaging":
             self.handle = LocalSgd(self.net, period=period)
         else:
-            self.handle = UpdateSpaceSGD(self.net, lr=RATE, **sparse)
-        own = column == "UpdateSpace"
-        self.optimizer = self.handle if own else optimizer(self.called.parameters())
+            self.handle = self.optimizer = UpdateSpaceSGD(self.net, lr=RATE, **sparse)
 
     def backward(self, step: int) -> None:
         """Compute the gradients of one batch."""
         self.optimizer.zero_grad()
         mean_square(self.called, step, here()).backward()
 
+    def _note(self, *_: Any) -> None:
+        self._before = weights(self.net)
+
     def step(self) -> None:
         """Step the optimizer and, where there is one, the averager."""
         self.optimizer.step()
         if self.averages:
             self.average()
+        elif self._before is not None:
+            self._check_sum(self._before)
 
     def average(self) -> None:
-        """Step the averager, and assert that the sum of all ranks' weights does not change."""
-        before = everywhere(weights(self.net))
+        """Step the averager."""
+        before = weights(self.net)
         self.handle.step()
-        assert_close(everywhere(weights(self.net)), before, self.tolerance, "the sum of weights")
+        self._check_sum(before)
+
+    def _check_sum(self, before: Named) -> None:
+        """Assert that an exchange did not change the sum of all ranks' weights."""
+        now, then = everywhere(weights(self.net)), everywhere(before)
+        assert_close(now, then, self.tolerance, "the sum of weights")
 
     def finish(self) -> None:
         """Give all ranks the same weights."""
-        if self.averages:
+        if hasattr(self.handle, "finish"):
             self.handle.finish()
 
     def close(self) -> None:
         """Detach from DDP."""
-        if self.called is not self.net:
+        if self.attaches:
             self.handle.close()
 
 
 @contextmanager
-def attached(net: nn.Module, density: float = 1.0, **options: Any) -> Iterator[tuple[Any, Any]]:
+def attached(
+    net: nn.Module, density: float = 1.0, column: str = "attach", **options: Any
+) -> Iterator[tuple[Any, Any]]:
     """Yield a training by ``attach``, as its DDP model and its handle; close it at the end."""
-    training = Training("attach", net, density, **options)
+    training = Training(column, net, density, **options)
     try:
         yield training.called, training.handle
     finally:
@@ -221,30 +244,31 @@ def _train(case: Case, column: str, density: float) -> Named:
     names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
     training = Training(column, net, density, **{name: getattr(case, name) for name in names})
     model, handle, attach = training.called, training.handle, column == "attach"
+    exact = column in ("attach", "UpdateSpace")  # what is delivered is known
     try:
         for step in range(STEPS):
-            if not training.averages:
+            if exact:
                 twin.load_state_dict(net.state_dict())
                 mine = local_gradients(case, twin, step, here(), clip=not attach)
                 kept, before = residuals(handle.state_dict(), mine), weights(net)
             case.before(model, here())
             training.optimizer.zero_grad(set_to_none=case.set_to_none)
             for micro in range(case.micro):
-                quiet = case.no_sync and micro < case.micro - 1 and attach
+                quiet = case.no_sync and micro < case.micro - 1 and training.attaches
                 with model.no_sync() if quiet else nullcontext():
                     case.loss(model, step * case.micro + micro, here()).backward()
             averages = gradients(net)
             if case.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             training.step()
-            if not training.averages:
+            if exact:
                 delivered = averages if attach else added((1.0, before), (-1.0, weights(net)))
                 came = everywhere(added((1.0, kept), (1.0 if attach else RATE, mine)))
                 left = everywhere(residuals(handle.state_dict(), mine))
                 went = added((ranks, delivered), (1.0, left))
                 assert_close(came, went, ranks * case.tolerance, f"the law, step {step}")
                 assert equal_on_all_ranks(delivered), "averages differ between ranks"
-        with handle.shared() if column == "OuterStep" else nullcontext():
+        with handle.shared() if column == "updates" else nullcontext():
             return weights(net)
     finally:
         training.close()

@@ -86,6 +86,10 @@ def attach_updates(
         if parameter.requires_grad and name not in ignored
     }
     for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"'{name}' is {parameter.dtype}; make a parameter of its torch.view_as_real"
+            )
         if parameter.device.type == "meta" or isinstance(parameter, nn.UninitializedParameter):
             raise ConfigurationError(
                 f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
@@ -343,10 +347,20 @@ class UpdateSync(Sync):
         return future
 
     def _before_forward(self) -> None:
-        module = self._plain()
+        ddp, module = self._ddp(), self._plain()
+        if ddp is not None:
+            module = ddp.module
+            if ddp._join_config.enable:
+                raise ConfigurationError(
+                    "join() is for gradients, and updates are exchanged; without it, call sync.step() on "
+                    "a rank that is out of batches, as often as the others' optimizers step"
+                )
         assert module is not None
-        check_same_parameters(module, self._weights.trained.values(), self._alone)
-        if self._owed and self._scaler is None and self.outer.optimizers:
+        trained = self._weights.trained.values()
+        check_same_parameters(module, trained, self._alone)
+        if not self._owed or self._scaler is not None or not self.outer.optimizers:
+            return
+        if not any(p.grad is not None and bool(p.grad.norm()) for p in trained):  # else they add up
             # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
             self._owed = False
             self.step()

@@ -259,5 +259,7 @@ def test_an_update_space_optimizer_moves_to_other_ranks():
 def test_outer_steps_do_not():
     model = torch.nn.Linear(3, 2)
     state = OuterStep(model).state_dict()
-    with pytest.raises(ConfigurationError, match="their own, and cannot be divided; go on with"):
+    with pytest.raises(
+        ConfigurationError, match=r"their own, and cannot be divided; use attach\(\)"
+    ):
         state_like(state, [state, state])

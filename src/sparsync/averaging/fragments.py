@@ -82,6 +82,12 @@ class Layout:
             self.fragments.append(Fragment(span, range(first, len(self._units))))
         return self._units
 
+    def extents(self) -> dict[str, Any]:
+        """Return the sizes of parameters, in order, and where fragments end, as plain numbers."""
+        sizes = {name: span.stop - span.start for name, span in self._spans.items()}
+        spans = [[fragment.span.start, fragment.span.stop] for fragment in self.fragments]
+        return {"layout": sizes, "spans": spans}
+
     def _place(self, fragment: Fragment, name: str) -> slice:
         """Return where a parameter lies in its fragment."""
         span, first = self._spans[name], fragment.span.start

@@ -275,6 +275,10 @@ class OuterStep(Averager):
                 f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
                 "lower the learning rate, or give optimizer=, whose broken moments are dropped"
             )
+        self.restart(weights)
+
+    def restart(self, weights: Weights) -> None:
+        """Return to what this rank's weights are after an exchange."""
         for part, whole in enumerate(self.layout.fragments):
             weights.write(whole.span, self._base(part))
 

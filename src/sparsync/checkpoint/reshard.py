@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.state import check_fields
 from sparsync.state import fits
 from sparsync.units import Piece
@@ -93,10 +93,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         states: of all old ranks.
     """
     if "memory" in template:
-        raise ConfigurationError(
-            f"OuterStep: weights and residuals of {len(states)} ranks are their own, and cannot be "
-            "divided; go on with as many ranks, or call finish() before and save the model alone"
-        )
+        return _updates_like(template, states)
     if "sparsync" not in template:
         _check_states(states)
         expected = _pieces_of(template)
@@ -142,6 +139,90 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
     new["quota_key"] = new["selectors"] = new["collectives"] = None
     return new
+
+
+# ---- of updates: ranks have weights and moments of their own -----------------------------------------
+
+
+def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
+    """Return a state that begins from the shared weights, with its part of what was not delivered.
+
+    Moments and steps are those of old rank r modulo P; what was under way is applied first.
+    """
+    if "layout" not in template or not states or any("layout" not in state for state in states):
+        raise ConfigurationError(
+            f"OuterStep: weights and residuals of {len(states)} ranks are their own, and cannot be "
+            "divided; use attach(), or go on with as many ranks, or call finish() before and save the "
+            "model alone"
+        )
+    different = {str([state[key] for key in ("steps", "state")]) for state in states}
+    require(len(different) == 1, f"the saved states are of {different}; give those of one save")
+    flats = [_by_name(state) for state in states]
+    place = {**template["reducer"], "pieces": template["pieces"]}
+    reducer = state_like(place, flats)
+    del reducer["pieces"]
+    olds = [(flat, _pieces_of(flat)) for flat in flats]
+    pieces, rank = _pieces_of(place), reducer["rank"] % flats[0]["world_size"]
+
+    def part(what: str, name: str, of: int = 0) -> Tensor | None:
+        whole = _whole(olds, what, name, of)
+        return None if whole is None else _box(whole, pieces[name]).flatten().clone()
+
+    names, memory = list(template["layout"]), {}
+    for what in ("shared", "momentum"):
+        parts = [values for name in names if (values := part(f"{what} vector", name)) is not None]
+        if parts:
+            memory[what] = torch.cat(parts)
+    at = next(i for i, flat in enumerate(flats) if flat["rank"] == rank)
+    donor, whole_moments = states[at], flats[at]["moments"]
+    moments = {name: dict(kept) for name, kept in donor["moments"].items()}
+    for key, name in whole_moments:
+        values = part(key, name, rank)
+        assert values is not None
+        moments[name][key.removeprefix("moment ")] = values.view(template["parameters"][name].shape)
+    begun = {"memory": memory, "reducer": reducer, "moments": moments, "parameters": None}
+    kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
+    common = {key: donor[key] for key in ("steps", "state", "sent", "groups", "scaler")}
+    return {**kept, **template, **common, **begun, "under_way": []}
+
+
+def _by_name(state: State) -> dict[str, Any]:
+    """Return a reducer's state whose residual is all that was not delivered; and vectors by name."""
+    sizes = state["layout"]
+    shared = state["memory"]["shared"].clone()
+    order = [name for name in sizes if name in state["parameters"]] + state["averaged"]
+    own = torch.cat([state["parameters"][name].flatten().to(shared.dtype) for name in order])
+    require(
+        own.shape == shared.shape and sum(sizes.values()) == shared.numel(),
+        f"a saved state has shared weights of {shared.numel()} elements, and own ones of {own.numel()}; "
+        "give states that state_dict() returned",
+    )
+    kept = state["reducer"]["residual"]
+    residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
+    in_weights = state.get("residual") == "weights"
+    for exchange in state["under_way"]:
+        span = slice(*state["spans"][exchange["part"]])
+        if exchange["refused"]:  # all ranks return
+            own[span] = shared[span] - (residual[span] if in_weights else 0)
+        else:
+            shared[span] = exchange["shared"]
+            own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
+    missing = shared - own + (0 if in_weights else residual)
+    momentum = state["memory"].get("momentum", shared[:0])
+    vectors = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
+    found: dict[str, Any] = {**state["reducer"], "pieces": state["pieces"], "moments": []}
+    for what, vector in vectors.items():
+        found[what], end = {}, 0
+        for name, size in sizes.items():
+            if end + size <= vector.numel():
+                found[what][name] = vector[end : end + size]
+            end += size
+    for name, kept in state["moments"].items():
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and value.numel() == sizes.get(name):
+                found.setdefault(f"moment {key}", {})[name] = value.flatten()
+                found["moments"].append((f"moment {key}", name))
+    return found
 
 
 def _placed(

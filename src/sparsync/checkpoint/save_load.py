@@ -61,8 +61,9 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         folder: for this run's checkpoints, which all ranks see; made if it is not there.
         keep: number of checkpoints to keep, the newest; older ones are removed.  None: none is.
         shared: by name, what is equal on all ranks and saved once, by rank 0: anything with a
-            ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors, numbers.  With
-            ``OuterStep`` models and optimizers are each rank's own, and saved by every rank.
+            ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors, numbers.  Where
+            updates are exchanged, ``sync`` has every rank's own weights and moments in its state, and
+            what else has a ``state_dict()`` is saved by every rank, too.
 
     Returns:
         The folder of this checkpoint.
@@ -94,12 +95,19 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     def write() -> None:
         state = sync.state_dict()
-        states = {n: v.state_dict() for n, v in shared.items() if hasattr(v, "state_dict")}
-        plain = {n: v for n, v in shared.items() if n not in states}
-        local = "memory" in state  # of OuterStep: ranks have weights of their own
-        write_file(target / seat.name, {**state, "own": states} if local else state)
+        stateful = {n: v for n, v in shared.items() if hasattr(v, "state_dict")}
+        plain = {n: v for n, v in shared.items() if n not in stateful}
+        in_shards = (
+            state.get("pieces") and "memory" in state
+        )  # then rank 0 has not all of the model
+        states = {
+            n: {} if in_shards and _holds(sync, v) else v.state_dict() for n, v in stateful.items()
+        }
+        local = "memory" in state  # of updates: ranks have weights of their own
+        own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
+        write_file(target / seat.name, {**state, "own": own} if local else state)
         if seat.place == 0:
-            write_file(target / SHARED, plain if local else {**states, **plain})
+            write_file(target / SHARED, {**states, **plain})
 
     try:
         _together(sync, write, f"write its part of {target}")
@@ -193,6 +201,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
     def take() -> None:
         for name, value in shared.items():
+            if before.get("pieces") and _holds(sync, value):
+                continue
             former[name] = copy.deepcopy(value.state_dict())
             try:
                 value.load_state_dict(content[name])
@@ -212,6 +222,12 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in content.items() if name not in shared}
 
 
+def _holds(sync: Saveable, value: object) -> bool:
+    """Tell whether a handle's own state has that of a model or optimizer in it."""
+    holds: Callable[[object], bool] = getattr(sync, "holds", lambda _value: False)
+    return holds(value)
+
+
 def save_state(sync: Saveable, folder: Path, weights: str) -> None:
     """Write this rank's file, and a digest of its weights, without asking other ranks."""
     write_file(folder / _seat_of(sync).name, {**sync.state_dict(), "weights": weights})
@@ -227,7 +243,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
     before, state = _read_states(sync, folder)
 
     def compare() -> None:
-        if state.get("weights", weights) != weights:
+        if weights and state.get("weights") and state["weights"] != weights:
             raise ConfigurationError(
                 f"the state in {folder} was saved with other weights: one of them is of another step "
                 "or run, as when a job ends between the two; resume from another checkpoint, or "

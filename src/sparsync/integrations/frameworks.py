@@ -19,6 +19,7 @@ from sparsync.feedback.agreement import weights_digest
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Monitoring
 from sparsync.integrations.sync import Sync
+from sparsync.integrations.updates import UpdateSync
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
 
@@ -61,8 +62,8 @@ def attach_wrapped(
 ) -> Sync:
     """Attach to the module that a framework wrapped, and maybe compiled, for training.
 
-    A single optimizer is checked as ``attach`` checks its own; ``options`` go before the framework's
-    ``scaler``; ``how`` says what makes the framework start several processes.
+    Of the optimizers those that have parameters of the model are given to ``attach``; ``options`` go
+    before the framework's ``scaler``; ``how`` says what makes the framework start several processes.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -70,9 +71,14 @@ def attach_wrapped(
         raise ConfigurationError(
             f"training runs in a single process, which exchanges nothing; {how}, or omit sparsync"
         )
-    if len(optimizers) == 1:
-        inner = getattr(optimizers[0], "optimizer", optimizers[0])  # of Accelerate's wrapper
-        options = {"optimizer": inner, **options}
+    trained = set(model.parameters())
+    its = [
+        one
+        for one in optimizers
+        if not trained.isdisjoint(p for group in one.param_groups for p in group["params"])
+    ]
+    if its:
+        options = {"optimizer": its, **options}
     monitoring = options.get("monitoring") or Monitoring()
     if monitoring.scaler is None:
         monitoring = replace(monitoring, scaler=scaler)
@@ -86,7 +92,7 @@ def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     With it goes a digest of the weights: a job may end after this and before the framework has written
     them, or the other way round.
     """
-    save_state(sync, folder, _weights(model))
+    save_state(sync, folder, _weights(sync, model))
     for seat, file in states_in(folder).items():
         if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
             file.unlink(missing_ok=True)
@@ -106,7 +112,7 @@ def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
-        load_states(sync, folder, _weights(model))
+        load_states(sync, folder, _weights(sync, model))
     else:
         warnings.warn(
             f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "
@@ -115,8 +121,14 @@ def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
         )
 
 
-def _weights(model: torch.nn.Module) -> str:
-    """Return a digest of a model's weights; of shards, which may be cut in another way later, none."""
+def _weights(sync: Sync, model: torch.nn.Module) -> str:
+    """Return a digest of a model's weights, as a framework saves them.
+
+    None of shards, which may be cut in another way later; nor, where updates are exchanged, on other ranks
+    than 0, whose weights are saved.
+    """
+    if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
+        return ""
     parameters = list(model.parameters())
     if any(hasattr(parameter, "to_local") for parameter in parameters):
         return ""

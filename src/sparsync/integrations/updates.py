@@ -7,6 +7,7 @@ and applies those that have come to their end.  DDP, if the model is in one, exc
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import weakref
@@ -22,16 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.averaging.fragments import Begin
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.step import Proposal
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.options import Compression, Options
+from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Hook, Sync
 from sparsync.presets import Algorithm
-from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import check_same_parameters, local_of, output_parameters
@@ -158,11 +160,12 @@ class _Model:
             for prefix, owner in module.named_modules()
             for name in owner._non_persistent_buffers_set
         }
-        self._buffers = [
+        self.buffers = [
             name
             for name, buffer in module.named_buffers()
             if buffers and name not in unsaved and buffer.is_floating_point()
         ]
+        self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
@@ -171,8 +174,14 @@ class _Model:
 
     def _tensors(self) -> list[Tensor]:
         """Return what the vector is made of; modules replace their buffers."""
-        buffers = dict(self._module.named_buffers()) if self._buffers else {}
-        return [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self._buffers))]
+        buffers = dict(self._module.named_buffers()) if self.buffers else {}
+        return [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
+
+    def reshard(self) -> None:
+        """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
+        for owner in self._module.modules() if self._sharded else ():
+            if hasattr(owner, "unshard"):
+                owner.reshard()  # type: ignore[operator]
 
     def _within(self, span: slice) -> Iterator[tuple[Tensor, slice]]:
         """Yield the tensors of a span of whole tensors, and their places in it."""
@@ -191,12 +200,14 @@ class _Model:
     @torch.no_grad()
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
+        self.reshard()
         for tensor, place in self._within(span):
             tensor.copy_(values[place].view(tensor.shape))
 
     @torch.no_grad()
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part, in the same tensors."""
+        self.reshard()
         for tensor, place in self._within(span):
             tensor.add_(values[place].view(tensor.shape))
 
@@ -308,7 +319,9 @@ class UpdateSync(Sync):
 
         module = self._plain()
         assert module is not None
-        handles: list[Any] = [(ddp or module).register_forward_pre_hook(Hook(before_forward))]
+        handles: list[Any] = [
+            (ddp or module).register_forward_pre_hook(Hook(before_forward), prepend=True)
+        ]
         if optimizers:
             # one that the last optimizer of several ends: ranks count iterations, not optimizers
             handles.append(optimizers[-1].register_step_post_hook(Hook(after_step)))
@@ -356,6 +369,7 @@ class UpdateSync(Sync):
                     "a rank that is out of batches, as often as the others' optimizers step"
                 )
         assert module is not None
+        self._weights.reshard()
         trained = self._weights.trained.values()
         check_same_parameters(module, trained, self._alone)
         if not self._owed or self._scaler is not None or not self.outer.optimizers:
@@ -439,18 +453,52 @@ class UpdateSync(Sync):
             **outer.settings(),
         }
 
+    def holds(self, value: object) -> bool:
+        """Tell whether this rank's state has that of a model or optimizer in it."""
+        ddp, module = self._ddp(), self._plain()
+        return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; its own weights are in the model, its moments in the optimizer."""
+        """Return this rank's state, with its own weights, and its optimizers' moments."""
         run(self.outer.settle())
-        return {**self.outer.state_dict(), "pieces": self._pieces}
+        module = self._plain()
+        assert module is not None
+        return {
+            **self.outer.state_dict(),
+            **self.outer.layout.extents(),
+            "averaged": list(self._weights.buffers),
+            **own_state(module, self._weights.trained, self.outer.optimizers),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "pieces": copy.deepcopy(self._pieces),
+        }
 
     def validate(self, state: Mapping[str, Any]) -> Any:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        return self.outer.validate(state)
+        parsed, module = self.outer.validate(state), self._plain()
+        assert module is not None
+        require(
+            {"parameters", "moments", "groups", "scaler"} <= set(state)
+            and state.get("pieces") == self._pieces,
+            "the saved state is not of these shards of the model; load what this handle's "
+            "state_dict() returned",
+        )
+        validate_own(module, self._weights.trained, self.outer.optimizers, state)
+        return parsed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
-        self.outer.validate(state)
+        self.validate(state)
+        run(agree(self.reducer.comm, {"the local step of the saved state": int(state["steps"])}))
         run(self.outer.settle())
         self.outer.load_state_dict(state)
         run(self.outer.start(self.reducer, self.outer.memory["shared"]))
+        module = self._plain()
+        assert module is not None
+        if state["parameters"] is None:
+            self.outer.restart(self._weights)
+        load_own(module, self._weights.trained, self.outer.optimizers, state)
+        self._owed = False
+        if self._scaler is not None:
+            if state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+            self._unscaled = self.outer.steps

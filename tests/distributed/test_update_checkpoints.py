@@ -1,0 +1,138 @@
+"""Checkpoints while ranks have weights and moments of their own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import sparsync
+from sparsync.averaging.outer import OuterStep
+from tests.on_ranks import gathered, on_ranks, same_everywhere
+
+from .small_model import backward, ddp_model, flat, model
+
+SETTINGS = {
+    "default": {},
+    "weights": {"residual": "weights", "fragments": 3, "delay": 2, "density": 0.1, "period": 4},
+    "apart": {"fragments": 2, "delay": 1, "density": 0.1, "period": 3, "momentum": 0.9},
+}
+
+
+def net_of(kind, seed=0):
+    if kind != "fsdp":
+        return (ddp_model if kind == "ddp" else model)(seed), {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model(seed), mesh=mesh["shard"]), {"replicate": mesh["replicate"]}
+
+
+def attached(kind, settings, seed=0):
+    net, where = net_of(kind, seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    outer = OuterStep(**settings) if settings else None
+    return net, optimizer, sparsync.attach(net, optimizer, outer, exchange="updates", **where)
+
+
+def steps(net, optimizer, which):
+    for step in which:
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+    return flat(net)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", ["ddp", "plain", "fsdp"])
+def test_resuming_is_exact(kind, name, folder):
+    """Saved while an exchange is under way, loaded into other weights."""
+    ends = []
+    for fresh in (False, True):
+        net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
+        with sync:
+            saved = {"model": net.module if kind == "ddp" else net, "optimizer": optimizer}
+            if fresh:
+                assert sparsync.load(sync, folder, **saved) == {"epoch": 2}
+            else:
+                steps(net, optimizer, range(6))
+                while name != "default" and not sync.state_dict()["under_way"]:
+                    steps(net, optimizer, range(1))
+                sparsync.save(sync, folder, epoch=2, **saved)
+            ends.append(steps(net, optimizer, range(6, 13)))
+            sync.finish()
+            ends.append(flat(net))
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+def undelivered(states, name):
+    """What all ranks have done and not delivered, of a parameter that is whole on all of them."""
+    total = torch.zeros(1, dtype=torch.float64)
+    for state in states:
+        end = sum(
+            state["layout"][n] for n in list(state["layout"])[: [*state["layout"]].index(name)]
+        )
+        span = slice(end, end + state["layout"][name])
+        total = total + (
+            state["memory"]["shared"][span].double() - state["parameters"][name].flatten()
+        )
+        if state.get("residual") != "weights" and name in state["reducer"]["residual"]:
+            total = total + state["reducer"]["residual"][name]
+    return total
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, folder):
+    """What was not delivered is dealt, its sum is kept, and the average after ``finish`` says so."""
+    net, optimizer, sync = attached("ddp", SETTINGS[name])
+    with sync:
+        steps(net, optimizer, range(7))
+        sparsync.save(sync, folder)
+        states = gathered(sync.state_dict())
+        sync.finish()
+        with sync.shared():
+            after_all = flat(net)
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    net = torch.nn.parallel.DistributedDataParallel(model(3), process_group=pair)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    outer = OuterStep(**SETTINGS[name]) if SETTINGS[name] else None
+    sync = sparsync.attach(net, optimizer, outer, exchange="updates")
+    with sync:
+        sparsync.load(sync, folder)
+        assert sync.outer.steps == 7
+        mine = sync.state_dict()
+        moments = states[dist.get_rank() % 2]["moments"]["0.weight"]["exp_avg"]
+        assert torch.equal(mine["moments"]["0.weight"]["exp_avg"], moments)
+        with sync.shared():
+            shared = flat(net)
+            assert same_everywhere(shared)
+        new = [state for at, state in enumerate(gathered(mine)) if at < 2]
+        whole = torch.cat([undelivered(new, n) for n in mine["parameters"]])
+        # delivered to two ranks, an average moves the weights twice as far
+        torch.testing.assert_close(shared - whole.float() / 4, after_all, atol=1e-5, rtol=1e-4)
+        steps(net, optimizer, range(7, 9))
+        sync.finish()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_what_a_user_saves_loads_and_evaluates(kind):
+    """This rank's own weights, or the shared ones; evaluating between steps changes nothing."""
+    net, optimizer, sync = attached(kind, SETTINGS["weights"])
+    other, other_optimizer, other_sync = attached(kind, SETTINGS["weights"])
+    with sync, other_sync:
+        steps(net, optimizer, range(7))
+        own = flat(net)
+        with sync.shared(), torch.no_grad():
+            net(torch.ones(1, 20))
+            shared = flat(net)
+        if kind == "plain":
+            waiting = undelivered([sync.state_dict()], "0.weight").float()
+            torch.testing.assert_close(own[:600], shared[:600] - waiting, atol=1e-6, rtol=0)
+            for weights in (own, shared):
+                loaded = model(5)
+                torch.nn.utils.vector_to_parameters(weights, loaded.parameters())
+                assert loaded(torch.ones(1, 20)).isfinite().all()
+        assert torch.equal(flat(net), own) and not torch.equal(own, shared)
+        through = steps(net, optimizer, range(7, 9))
+        assert torch.equal(through, steps(other, other_optimizer, range(9)))

@@ -107,27 +107,51 @@ def followed(sync, scaler):
 # ---- Accelerate -----------------------------------------------------------------------------------
 
 
-def accelerate_run(steps, save=None, load=None):
-    """Train steps of one fixed order of batches; save in the middle; return the weights."""
+def accelerate_run(steps, save=None, load=None, adam=False):
+    """Train steps of one fixed order of batches; save in the middle; return the weights.
+
+    With AdamW, whose updates are exchanged, two batches are accumulated, clipped and scheduled.
+    """
     from accelerate import Accelerator
 
     from sparsync.integrations.accelerate import attach
 
-    accelerator, net = Accelerator(cpu=True), network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, batches())
+    accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=1 + adam), network()
+    optimizer = (
+        torch.optim.AdamW(net.parameters(), lr=0.01)
+        if adam
+        else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, batches(), schedule)
     sync = attach(accelerator, net, **SETTINGS)
     if load:
         accelerator.load_state(load)
     loaded = list(loader)
     for step in steps:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(net, *loaded[step % len(loaded)]))
-        optimizer.step()
+        with accelerator.accumulate(net):
+            accelerator.backward(loss_of(net, *loaded[step % len(loaded)]))
+            if adam and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if adam:
+                schedule.step()
+            optimizer.zero_grad()
         if save and step == 3:
             accelerator.save_state(save)
+    assert sync.stats()["exchange"] == ("updates" if adam else "gradients")
+    if adam and load is None:
+        assert sync.stats()["local_steps"] == len(steps) // 2
     sync.close()
     return flat(net)
+
+
+@on_ranks(2)
+def test_accelerate_brings_every_rank_its_own_weights_and_moments(folder):
+    launched()
+    through = accelerate_run(range(12), save=folder, adam=True)
+    assert not same_everywhere(through)
+    assert torch.equal(through, accelerate_run(range(4, 12), load=folder, adam=True))
 
 
 @on_ranks(2)

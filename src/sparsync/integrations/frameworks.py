@@ -124,8 +124,8 @@ def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
 def _weights(sync: Sync, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights, as a framework saves them.
 
-    None of shards, which may be cut in another way later; nor, where updates are exchanged, on other ranks
-    than 0, whose weights are saved.
+    None of shards, which may be cut in another way later; nor, where updates are exchanged, on ranks
+    other than 0: frameworks save the weights of rank 0.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

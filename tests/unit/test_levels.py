@@ -1,6 +1,7 @@
 """Lloyd-Max levels: what arrives of a block, and how much rounding takes."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,9 +12,28 @@ from sparsync import DenseVector
 from sparsync.kernels.levels import BITS, pack_codes, unpack_codes
 from sparsync.wire import LloydMax
 
-from .strategies import FLOATS, same, smallest
-from .test_rounding import any_floats, rows_of
+from .strategies import FLOATS, dense_tensors, float_dtypes, same, smallest
 from .wire_messages import rounded
+
+
+@st.composite
+def any_floats(draw):
+    """Vectors of any finite values of any dtype: alike ones, ones far apart, denormals."""
+    dtype, most = draw(float_dtypes), 30
+    if draw(st.booleans()):
+        return draw(dense_tensors(most, dtype, finite=True))
+    low = draw(st.sampled_from([-1080, -150, -20, 0, 100, 900]))
+    exponents = draw(st.lists(st.integers(low, low + 12), max_size=most))
+    parts = [draw(st.floats(-2, 2)) for _ in exponents]
+    values = [math.ldexp(part, exponent) for part, exponent in zip(parts, exponents, strict=True)]
+    limit = torch.finfo(dtype).max
+    return torch.tensor(values, dtype=torch.float64).clamp(-limit, limit).to(dtype)
+
+
+def rows_of(values: torch.Tensor, block: int) -> list[list[Fraction]]:
+    exact = [Fraction(value) for value in values.tolist()]
+    return [exact[at : at + block] for at in range(0, len(exact), block)]
+
 
 NAN, INF = math.nan, math.inf
 

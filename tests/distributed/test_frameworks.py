@@ -238,7 +238,7 @@ def lightning_trainer(epochs, callbacks, **options):
     )
 
 
-def lightning_run(folder, epochs, resume=None, plugins=None, **checkpoints):
+def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **checkpoints):
     """Fit; return the callback, the trainer and the weights."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -254,6 +254,8 @@ def lightning_run(folder, epochs, resume=None, plugins=None, **checkpoints):
             return loss_of(self.net, *batch)
 
         def configure_optimizers(self):
+            if adam:
+                return torch.optim.AdamW(self.parameters(), lr=0.01)
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     callback, module = SparsyncCallback(**SETTINGS), Module()
@@ -294,6 +296,16 @@ def test_lightning_resumes_exactly(folder):
     bare = folder / "epoch=1.ckpt"
     *_, fresh = warned(lambda: lightning_run(elsewhere, 4, bare, save_top_k=0))
     assert not torch.equal(through, fresh)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_lightning_brings_every_rank_its_own_weights_and_moments(folder):
+    launched()
+    callback, _, through = lightning_run(folder, 4, adam=True, save_top_k=-1)
+    assert callback.sync.stats()["exchange"] == "updates" and same_everywhere(through)
+    *_, again = lightning_run(folder / "elsewhere", 4, folder / "epoch=1.ckpt", adam=True)
+    assert torch.equal(through, again)
 
 
 @pytest.mark.slow
@@ -364,6 +376,9 @@ class Fits(torch.nn.Module):
         return {"loss": loss_of(self.net, x, labels)}
 
 
+SGD_ARGUMENTS = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+
+
 def transformers_run(folder, resume=None, scaler=None, **settings):
     """Train 8 steps; return the callback, the trainer and the weights."""
     from transformers import Trainer, TrainingArguments
@@ -375,13 +390,10 @@ def transformers_run(folder, resume=None, scaler=None, **settings):
         use_cpu=True,
         ddp_backend="gloo",
         per_device_train_batch_size=8,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
         save_strategy="steps",
         report_to="none",
         disable_tqdm=True,
-        **{"max_steps": 8, "save_steps": 3, **settings},
+        **{**SGD_ARGUMENTS, "max_steps": 8, "save_steps": 3, **settings},
     )
     examples, model = [{"x": x, "labels": y} for x, y in data()], Fits()
     if scaler is not None:
@@ -424,6 +436,21 @@ def test_transformers_resumes_exactly(folder):
         type(first)(trainer)
     first.close()
     assert "train" not in vars(trainer)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_transformers_brings_every_rank_its_own_weights_and_moments(folder):
+    launched()
+    adam = {"optim": "adamw_torch", "learning_rate": 0.01, "lr_scheduler_type": "cosine"}
+    adam |= {"gradient_accumulation_steps": 2}
+    callback, _, through = transformers_run(folder, **adam)
+    assert callback.sync.stats()["exchange"] == "updates" and same_everywhere(through)
+    assert callback.sync.stats()["local_steps"] == 8
+    callback.close()
+    callback, _, again = transformers_run(folder / "other", str(folder / "checkpoint-3"), **adam)
+    callback.close()
+    assert torch.equal(through, again)
 
 
 @pytest.mark.slow

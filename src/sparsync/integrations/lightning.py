@@ -20,6 +20,7 @@ from sparsync.integrations.frameworks import (
     save_beside,
 )
 from sparsync.integrations.sync import Sync
+from sparsync.integrations.updates import UpdateSync
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -77,6 +78,11 @@ class SparsyncCallback(Callback):
         elif former is not None and self._module is pl_module:  # a second fit: what waits goes on
             sync.load_state_dict(former.state_dict())
         self._module = pl_module
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave replicas equal, where updates were exchanged."""
+        if isinstance(self.sync, UpdateSync):
+            self.sync.finish()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the engine thread and its process group; ``sync.stats()`` stays readable."""

@@ -18,6 +18,7 @@ from sparsync.integrations.frameworks import (
     save_beside,
 )
 from sparsync.integrations.sync import Sync
+from sparsync.integrations.updates import UpdateSync
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -90,6 +91,11 @@ class SparsyncCallback(TrainerCallback):
             checkpoint = get_last_checkpoint(args.output_dir)
         if checkpoint:
             resume(self.sync, model, Path(checkpoint) / _FOLDER)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave replicas equal, where updates were exchanged; a best model that was loaded is."""
+        if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
+            self.sync.finish()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's state into the checkpoint that the trainer has just written."""

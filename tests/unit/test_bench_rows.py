@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sparsync.cli.bench.cases import Case, Verdict
-from sparsync.cli.bench.measure import Measured, Outcome, Pace
+from sparsync.cli.bench.measure import (
+    LEAST_STEPS,
+    MOST_STEPS,
+    ROW_SECONDS,
+    Measured,
+    Outcome,
+    Pace,
+)
 from sparsync.cli.bench.rows import bound_words_per_k, entry, ratios, summarize, tables
 from sparsync.presets import PRESETS
 
@@ -112,5 +119,5 @@ def test_a_row_ends(durations):
     pace = Pace(None, None)
     assert not pace.warm([]) and pace.warm(durations)
     steps = pace.timed(durations)
-    assert pace.least <= steps <= pace.most
-    assert steps == pace.least or 2 * steps * min(durations) <= pace.row_seconds
+    assert LEAST_STEPS <= steps <= MOST_STEPS
+    assert steps == LEAST_STEPS or 2 * steps * min(durations) <= ROW_SECONDS

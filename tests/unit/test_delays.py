@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads.delays import Delay, HeavyTail, Persistent, RandomRanks, parse_delay
+from sparsync.cli.workloads.delays import Delay, parse_delay
 from sparsync.errors import ConfigurationError
 
 
@@ -20,9 +20,9 @@ def waits(text, world_size, steps, seed=0):
     ("text", "delay"),
     [
         ("none", Delay()),
-        ("random:2:0.32", RandomRanks(2, 0.32)),
-        ("persistent:3:1", Persistent(3, 1.0)),
-        ("heavytail:1.7:43.5", HeavyTail(1.7, 43.5)),
+        ("random:2:0.32", Delay("random", 2, 0.32)),
+        ("persistent:3:1", Delay("persistent", 3, 1.0)),
+        ("heavytail:1.7:43.5", Delay("heavytail", 1.7, 43.5)),
     ],
 )
 def test_text_is_read(text, delay):

@@ -175,14 +175,18 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def drawing(path: Path, size: tuple[float, float], title: str) -> Iterator[Any]:
-    """Yield matplotlib's axes of a picture of this size in inches, which is written at the end."""
+def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) -> Iterator[Any]:
+    """Yield matplotlib's axes of a picture of this size in inches, which is written at the end.
+
+    Several panels are a list of axes, side by side with one y axis.
+    """
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     figure = Figure(figsize=size, layout="constrained")
-    axis = figure.subplots()
-    axis.spines[["top", "right"]].set_visible(False)
-    yield axis
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    yield axes[0] if panels == 1 else list(axes)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
 

@@ -12,7 +12,7 @@ import torch
 from sparsync.averaging.base import Averager
 from sparsync.averaging.gossip import Exponential, exchange
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.cli.workloads.delays import HeavyTail, RandomRanks
+from sparsync.cli.workloads.delays import Delay
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.lengths import LinesWorkload
@@ -26,8 +26,8 @@ BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per 
 ALPHA = 2e-6  # seconds per message: a hop of such a network (assumed)
 # seconds of a mean batch (assumed): 2,700 of at most 8,192 tokens, 10,000 a second
 TRANSFORMER_COMPUTE = 0.27
-LATE = RandomRanks(2, 0.32)  # section 5.2
-TAIL = HeavyTail(1.7, 43.5)  # section 5.4
+LATE = Delay("random", 2, 0.32)  # section 5.2
+TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
 SIZE = 8192  # elements of the simulated vector; beta is scaled so that it takes as long as the real one
 
 _FASTER = 1.02  # throughput over another's from which it counts

@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import final
 
 from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import SimCommunicator, Simulation, simulate
 
 __all__ = [
+    "LEAST_STEPS",
+    "MOST_STEPS",
+    "ROW_SECONDS",
     "VERIFY",
     "Measured",
     "Outcome",
@@ -23,23 +26,23 @@ __all__ = [
     "verified_in_full",
 ]
 
+LEAST_STEPS, MOST_STEPS = 3, 20  # that are timed; a median needs three
+ROW_SECONDS = 20.0  # that they have to fit
 VERIFY = ("auto", "every", "ends", "digest")
 
 
-def verified_in_full(
-    mode: str, size: int, ranks: int, *, every_up_to: int = 2**24
-) -> tuple[bool, bool]:
+def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
     """Tell whether every step is verified in full, and whether the first and the last one are.
 
     Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of these
-    that is cheap, which "every" is up to n P elements: 0.4 s of work on one core.  On every step the
-    totals' digests are compared between ranks.
+    that is cheap, which "every" is up to 16 M elements of all ranks: 0.4 s of work on one core.  The
+    totals' digests are compared between ranks on every step.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
         ((True, True), (False, True))
     """
-    every = mode == "every" or (mode == "auto" and size * ranks <= every_up_to)
+    every = mode == "every" or (mode == "auto" and size * ranks <= 2**24)
     return every, every or mode in ("auto", "ends")
 
 
@@ -60,26 +63,22 @@ class Pace:
 
     steps: int | None  # timed ones
     warmup: int | None
-    most: int = 20
-    least: int = 3  # a median needs three
-    row_seconds: float = 20.0  # that the timed steps have to fit
-    most_warmup: int = 5  # error feedback and thresholds have settled by then
-    warmup_seconds: float = 5.0  # a warm-up ends here, even if shorter
 
     def warm(self, durations: Sequence[float]) -> bool:
         """Tell whether the warm-up is over, given the seconds of its steps so far."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
-        return len(durations) >= self.most_warmup or sum(durations) >= self.warmup_seconds
+        # by then error feedback and thresholds have settled; long steps have had their time
+        return len(durations) >= 5 or sum(durations) >= 5.0
 
     def timed(self, durations: Sequence[float]) -> int:
         """Return how many steps to time, given the seconds of the warm-up's steps."""
         if self.steps is not None:
             return self.steps
         if not durations:
-            return self.most
-        fit = math.floor(self.row_seconds / (2 * max(min(durations), 1e-9)))
-        return max(self.least, min(self.most, fit))
+            return MOST_STEPS
+        fit = math.floor(ROW_SECONDS / (2 * max(min(durations), 1e-9)))
+        return max(LEAST_STEPS, min(MOST_STEPS, fit))
 
 
 # ---- steps -----------------------------------------------------------------------------------------
@@ -172,16 +171,23 @@ class SimulatedRanks:
         self.reducers = [rank.reducer for rank in self.ranks]
         self.stages = Counter[str]()  # seconds of rank 0
 
-    def step(self) -> Simulation[Evidence]:
-        """Run the next step of all ranks; return the evidence."""
-        simulation = self.run(keep=True)
-        return replace(simulation, results=[rank.evidence() for rank in self.ranks])
+    def step(self, *, keep: bool = True) -> Simulation[Evidence]:
+        """Run the next step of all ranks; return its evidence, if that is kept."""
+
+        async def program(comm: SimCommunicator) -> None:
+            rank = self.ranks[comm.rank]
+            rank.reducer.comm = comm
+            await rank.reducer.reduce([rank.feed(keep=keep)])
+
+        simulation = simulate(program, self.case.ranks, links=self.case.links)
+        kept = self.ranks if keep else []
+        return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
         """Run the next step of all ranks, and judge it; its exchange is alone anyway."""
-        simulation, k = self.run(keep=in_full), self.case.k
+        simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
-            verdict = judge(k, (rank.evidence() for rank in self.ranks))
+            verdict = judge(k, simulation.results)
         else:
             totals = [rank.seen.reduced.total for rank in self.ranks]
             selected = max(rank.seen.selected.nnz for rank in self.ranks)
@@ -196,16 +202,6 @@ class SimulatedRanks:
             verdict,
             in_full,
         )
-
-    def run(self, *, keep: bool = True) -> Simulation[Any]:
-        """Run the next step of all ranks; ``keep`` its evidence."""
-
-        async def program(comm: SimCommunicator) -> None:
-            rank = self.ranks[comm.rank]
-            rank.reducer.comm = comm
-            await rank.reducer.reduce([rank.feed(keep=keep)])
-
-        return simulate(program, self.case.ranks, links=self.case.links)
 
 
 def measure_simulated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,12 +17,9 @@ from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
 from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.integrations.attach import attach
 from sparsync.presets import presets
 
 __all__ = ["command", "train"]
-
-_DEFAULT = str(inspect.signature(attach).parameters["algorithm"].default)
 
 
 def train(
@@ -53,7 +49,7 @@ def command(
             help=f"One of {', '.join(presets())}; PyTorch's own hooks {', '.join(HOOKS)}; or of the "
             f"schemes that average models, {', '.join(SCHEMES)}; or several, with commas, to compare."
         ),
-    ] = _DEFAULT,
+    ] = "budgeted",
     *,
     json: Json = None,
     plot: Plot = None,

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.output import Columns, format_ratio
+from sparsync.cli.output import Columns, drawing, format_ratio
 from sparsync.cli.train.results import TrainResult, smoothed
 from sparsync.cli.workloads import workload_class
 from sparsync.cost.wording import format_bytes, format_seconds
@@ -108,47 +108,45 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     ones averages over a twentieth of the run.  A dot marks where a run has reached the target; values
     above the loss at the start are cut off.
     """
-    from matplotlib.figure import Figure  # the object interface: no display, no global state
     from matplotlib.ticker import EngFormatter
 
     first = results[0]
     sent_anything = any(result.bytes_sent_per_step_max for result in results)
-    panels = ["seconds", *["bytes"] * sent_anything, "steps"]
-    figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
-    axes = dict(zip(panels, figure.subplots(1, len(panels), sharey=True), strict=True))
-    for result, (colour, style) in zip(results, cycle(_STYLES), strict=False):
-        each: dict[str, Sequence[float]] = {
-            "seconds": result.seconds,
-            "bytes": result.bytes_sent,
-            "steps": [1] * result.steps,
-        }
-        curve, reached = smoothed(result.loss, result.steps // 40), result.steps_to_target
-        label = result.algorithm
-        if result.speedup_to_target is not None and label != "dense":
-            label += f": {_times(result.speedup_to_target)} as fast to the loss"
-        for panel, axis in axes.items():
-            x = list(accumulate(each[panel]))
-            axis.plot(x, result.loss, color=colour, linewidth=0.6, alpha=0.25)
-            axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=label)
-            if reached is not None:
-                axis.plot(x[reached - 1], curve[reached - 1], "o", color=colour, markersize=6)
-    clock = f"links of {first.lab / 1e6:g} Mbit/s" if first.lab else "this machine, no network"
-    axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
-    axes["seconds"].set_xlabel(f"seconds ({clock})")
-    axes["seconds"].set_ylabel(f"training loss (nats per {workload_class(first.workload).target})")
-    axes["seconds"].legend(frameon=False)
-    axes["steps"].set_xlabel("steps")
-    if sent_anything:
-        axes["bytes"].set_xscale("log")
-        axes["bytes"].set_xlabel("sent by each rank since the start (bytes)")
-        axes["bytes"].xaxis.set_major_formatter(EngFormatter(unit="B"))
-    for axis in axes.values():
-        if first.target_loss is not None:
-            axis.axhline(first.target_loss, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
-        axis.grid(alpha=0.3, linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
+    names = ["seconds", *["bytes"] * sent_anything, "steps"]
     title = f"{first.ranks} ranks, {first.parameters:,} parameters"
     if first.target_loss is not None:
         title += f"; dots: the step that reached loss {first.target_loss:.2f}"
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    with drawing(path, (4.4 * len(names), 4.2), title, len(names)) as panels:
+        axes = dict(zip(names, panels, strict=True))
+        for result, (colour, style) in zip(results, cycle(_STYLES), strict=False):
+            each: dict[str, Sequence[float]] = {
+                "seconds": result.seconds,
+                "bytes": result.bytes_sent,
+                "steps": [1] * result.steps,
+            }
+            curve, reached = smoothed(result.loss, result.steps // 40), result.steps_to_target
+            label = result.algorithm
+            if result.speedup_to_target is not None and label != "dense":
+                label += f": {_times(result.speedup_to_target)} as fast to the loss"
+            for panel, axis in axes.items():
+                x = list(accumulate(each[panel]))
+                axis.plot(x, result.loss, color=colour, linewidth=0.6, alpha=0.25)
+                axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=label)
+                if reached is not None:
+                    axis.plot(x[reached - 1], curve[reached - 1], "o", color=colour, markersize=6)
+        clock = f"links of {first.lab / 1e6:g} Mbit/s" if first.lab else "this machine, no network"
+        axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
+        axes["seconds"].set_xlabel(f"seconds ({clock})")
+        axes["seconds"].set_ylabel(
+            f"training loss (nats per {workload_class(first.workload).target})"
+        )
+        axes["seconds"].legend(frameon=False)
+        axes["steps"].set_xlabel("steps")
+        if sent_anything:
+            axes["bytes"].set_xscale("log")
+            axes["bytes"].set_xlabel("sent by each rank since the start (bytes)")
+            axes["bytes"].xaxis.set_major_formatter(EngFormatter(unit="B"))
+        for axis in axes.values():
+            if first.target_loss is not None:
+                axis.axhline(first.target_loss, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
+            axis.grid(alpha=0.3, linewidth=0.6)

@@ -26,7 +26,7 @@ from sparsync.cli.options import (
 )
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
 from sparsync.cli.workloads.base import Workload
-from sparsync.cli.workloads.delays import Persistent, parse_delay
+from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.presets import check_density
@@ -140,7 +140,7 @@ class TrainSettings:
         self._fill_in()
         check("buffers", self.buffers, self.buffers in get_args(BufferRule), "average or local")
         delay = parse_delay(self.delay)
-        waits = not isinstance(delay, Persistent) or delay.rank < self.ranks
+        waits = delay.kind != "persistent" or delay.first < self.ranks
         check("delay", self.delay, waits, f"a rank from 0 to {self.ranks - 1}")
         self._check_optimizer()
         good = self.deadline is None or 0 < self.deadline < math.inf

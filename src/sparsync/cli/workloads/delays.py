@@ -3,95 +3,67 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, final
+from typing import final
 
 from sparsync.cli.options import check
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Delay", "HeavyTail", "Persistent", "RandomRanks", "parse_delay"]
+__all__ = ["Delay", "parse_delay"]
 
 _A_DAY = 86_400.0
+_SPREAD = 250.0  # of "heavytail": the largest excess over the least delay, over the median one
+_DRAWS = 5_000  # of which one reaches the most: the iterations of WAGMA's Figure 9
 
 
+@final
 @dataclass(frozen=True)
 class Delay:
-    """The wait of each rank, as a function of its arguments and nothing else; here none."""
+    """The wait of each rank, as a function of the arguments of ``seconds`` and nothing else.
+
+    - "none": nobody waits.
+    - "random": ``first`` distinct ranks (or all, if fewer), drawn evenly on every step, wait ``second``
+      seconds (WAGMA, section 5.2: 2, 0.32 s).
+    - "persistent": rank ``first`` waits ``second`` seconds on every step.
+    - "heavytail": all ranks wait on all steps, mostly shortly, rarely for very long: lognormal above
+      ``first``.  With z standard normal, drawn for each rank and step, and ``P(z > rarest) = 1 / 5000``::
+
+          seconds = first + (second - first) min(1, 250^(z / rarest - 1))
+
+      So the median is ``first + (second - first) / 250``, and one of 5,000 reaches ``second``.  That is
+      what is known of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below 2 s (here
+      1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose median is below
+      2 s hardly exceed 13 s.
+    """
+
+    kind: str = "none"
+    first: float = 0
+    second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "random":
+            check("delay: COUNT", self.first, self.first >= 1, "at least 1 rank")
+        if self.kind == "persistent":
+            check("delay: RANK", self.first, self.first >= 0, "one from 0 on")
+        names = {"heavytail": {"MIN": self.first, "MAX": self.second}}
+        for name, seconds in names.get(self.kind, {"SECONDS": self.second}).items():
+            check(f"delay: {name}", seconds, 0 <= seconds <= _A_DAY, "seconds from 0 to a day's")
+        ordered = self.kind != "heavytail" or self.first <= self.second
+        check("delay: MAX", self.second, ordered, f"at least MIN, {self.first:g}")
 
     def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
         """Return the seconds that ``rank`` waits before a 0-based ``step``."""
-        return 0.0
-
-
-@final
-@dataclass(frozen=True)
-class RandomRanks(Delay):
-    """Other ranks on every step: distinct ones, drawn evenly (WAGMA, section 5.2: 2, 0.32 s)."""
-
-    count: int  # ranks that wait; all, where there are no more
-    each: float  # seconds
-
-    def __post_init__(self) -> None:
-        check("delay: COUNT", self.count, self.count >= 1, "at least 1 rank")
-        _check_seconds("SECONDS", self.each)
-
-    def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """See ``Delay``."""
-        everybody = range(world_size)
-        drawn = random.Random(f"{seed}/{step}").sample(everybody, min(self.count, world_size))
-        return self.each if rank in drawn else 0.0
-
-
-@final
-@dataclass(frozen=True)
-class Persistent(Delay):
-    """The same rank on every step; nobody, where there is no such rank."""
-
-    rank: int
-    each: float  # seconds
-
-    def __post_init__(self) -> None:
-        check("delay: RANK", self.rank, self.rank >= 0, "one from 0 on")
-        _check_seconds("SECONDS", self.each)
-
-    def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """See ``Delay``."""
-        return self.each if rank == self.rank else 0.0
-
-
-@final
-@dataclass(frozen=True)
-class HeavyTail(Delay):
-    """All ranks on all steps, mostly shortly, rarely for very long: lognormal above ``least``.
-
-    With z standard normal, drawn for each rank and step, and ``P(z > rarest) = 1 / draws``::
-
-        seconds = least + (most - least) min(1, spread^(z / rarest - 1))
-
-    So the median is ``least + (most - least) / spread``, and one of ``draws`` reaches ``most``.  That
-    is what is known of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below 2 s (here
-    1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose median is below
-    2 s hardly exceed 13 s.
-    """
-
-    least: float  # seconds
-    most: float  # seconds
-    spread: float = 250.0  # the largest excess over ``least``, over the median one
-    draws: int = 5_000  # of which one reaches ``most`` (Figure 9's iterations)
-
-    def __post_init__(self) -> None:
-        _check_seconds("MIN", self.least)
-        _check_seconds("MAX", self.most)
-        check("delay: MAX", self.most, self.least <= self.most, f"at least MIN, {self.least:g}")
-
-    def seconds(self, step: int, rank: int, world_size: int, seed: int = 0) -> float:
-        """See ``Delay``."""
-        z = random.Random(f"{seed}/{step}/{rank}").normalvariate(0.0, 1.0)
-        rarest = NormalDist().inv_cdf(1 - 1 / self.draws)
-        excess: float = min(1.0, self.spread ** (z / rarest - 1))
-        return self.least + (self.most - self.least) * excess
+        if self.kind == "heavytail":
+            z = random.Random(f"{seed}/{step}/{rank}").normalvariate(0.0, 1.0)
+            rarest = NormalDist().inv_cdf(1 - 1 / _DRAWS)
+            excess: float = min(1.0, _SPREAD ** (z / rarest - 1))
+            return self.first + (self.second - self.first) * excess
+        late = [self.first]
+        if self.kind == "random":
+            count = min(int(self.first), world_size)
+            late = random.Random(f"{seed}/{step}").sample(range(world_size), count)
+        return self.second if rank in late else 0.0
 
 
 def parse_delay(text: str) -> Delay:
@@ -102,20 +74,15 @@ def parse_delay(text: str) -> Delay:
 
     Example:
         >>> parse_delay("random:2:0.32")
-        RandomRanks(count=2, each=0.32)
+        Delay(kind='random', first=2, second=0.32)
         >>> [parse_delay("persistent:1:0.5").seconds(step=0, rank=r, world_size=3) for r in range(3)]
         [0.0, 0.5, 0.0]
     """
     if text == "none":
         return Delay()
-    makers: dict[str, tuple[Callable[[Any, float], Delay], type[int] | type[float]]] = {
-        "random": (RandomRanks, int),
-        "persistent": (Persistent, int),
-        "heavytail": (HeavyTail, float),
-    }
     kind, *numbers = text.split(":")
     try:
-        make, number = makers[kind]
+        number = {"random": int, "persistent": int, "heavytail": float}[kind]
         left, right = numbers
         first, second = number(left), float(right)
     except (ValueError, KeyError) as error:
@@ -123,8 +90,4 @@ def parse_delay(text: str) -> Delay:
             f"delay is {text!r}; give none, random:COUNT:SECONDS, persistent:RANK:SECONDS or "
             "heavytail:MIN:MAX, e.g. random:2:0.32"
         ) from error
-    return make(first, second)
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    check(f"delay: {name}", seconds, 0 <= seconds <= _A_DAY, "seconds from 0 to a day's")
+    return Delay(kind, first, second)

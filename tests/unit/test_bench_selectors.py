@@ -76,9 +76,8 @@ def test_preparation_is_not_timed():
 
 
 def test_missing_entries_are_noted():
-    measured = selectors._Line("", lambda: None, lambda: None)
-    measured.judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, torch.tensor([5.0, 3.0, 1.0]))
-    assert (measured.entries_over_k, measured.recall) == (1.5, 0.5)
+    values = torch.tensor([5.0, 3.0, 1.0])
+    assert selectors._judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, values) == (1.5, 0.5)
 
 
 def test_the_table_has_ratios_first_and_says_what_is_wrong():

@@ -139,7 +139,7 @@ BAD_INPUT = {
         (["--seconds", "61"], "seconds is 61; give some > 0 and at most --timeout, 60"),
         (["--seconds", "nan"], "seconds is nan; give some > 0"),
         (["--timeout", "1e9"], "timeout is 1000000000.0; give seconds > 0"),
-        (["--transport", "sim"], "--transport sim has no links to measure; choose auto, torch"),
+        (["--transport", "sim"], "unknown transport 'sim'; choose one of auto, torch"),
     ],
 }
 

@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
+_AHEAD = 0.05  # seconds from the last arrival to a start: 15 times gloo's agreement of 8 ranks
 
 
 class RankError(CommunicationError):
@@ -409,13 +410,10 @@ class StartLine:
 
     Args:
         group: of all ranks, not the one that is measured; all of them make one, together.
-        ahead: seconds from the last arrival to the start; long enough for the agreement to reach
-            everyone: 15 times what gloo takes among 8 ranks on 2 cores.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, ahead: float = 0.05) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
-        self.ahead = ahead
 
     def wait(self) -> float:
         """Return this rank's start, by ``time.perf_counter``; every rank calls it.
@@ -425,7 +423,7 @@ class StartLine:
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()
-        moment = torch.tensor([round((time.perf_counter() + self.ahead) * _NANOSECONDS)])
+        moment = torch.tensor([round((time.perf_counter() + _AHEAD) * _NANOSECONDS)])
         dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self.group)
         start = max(int(moment) / _NANOSECONDS, time.perf_counter())
         time.sleep(max(start - time.perf_counter(), 0.0))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -194,17 +194,8 @@ def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) 
 # ---- progress ---------------------------------------------------------------------------------------
 
 
-@final
-class Bar:
-    """The progress of one row of a command; called after every step."""
-
-    def __init__(self, bar: Progress, text: str) -> None:
-        self.bar, self.note, self.task = bar, "", bar.add_task(text, total=None, note="")
-
-    def __call__(self, total: int | None = None, note: str = "") -> None:
-        """Count one of ``total`` steps (None while that is open); show a note, e.g. the loss."""
-        self.note = note
-        self.bar.update(self.task, advance=1, total=total, note=note)
+Bar: TypeAlias = Callable[..., None]
+"""Counts one of ``total`` steps (None while that is open), and shows a ``note``, e.g. the loss."""
 
 
 @contextmanager
@@ -229,12 +220,16 @@ def progress(
 
     @contextmanager
     def row(text: str) -> Iterator[Bar]:
-        started, mine = time.perf_counter(), Bar(bar, text)
-        yield mine
-        bar.stop_task(mine.task)
+        started, task = time.perf_counter(), bar.add_task(text, total=None, note="")
+
+        def advance(total: int | None = None, note: str = "") -> None:
+            bar.update(task, advance=1, total=total, note=note)
+
+        yield advance
+        bar.stop_task(task)
         if keep and shown and not console.is_terminal:
-            seconds = time.perf_counter() - started
-            console.print(f"{text}: {mine.note} after {seconds:.1f} s", soft_wrap=True)
+            seconds, note = time.perf_counter() - started, bar.tasks[task].fields["note"]
+            console.print(f"{text}: {note} after {seconds:.1f} s", soft_wrap=True)
 
     with bar:
         yield row

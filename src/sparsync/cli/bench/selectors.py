@@ -127,17 +127,15 @@ class _Line:
 
     name: str
     prepare: Callable[[], object]  # makes the next step's data; not timed
-    run: Callable[[], Tensor | None]  # returns the values that it selected
+    run: Callable[[], Tensor]  # returns the values that it selected
+    exact: bool | None = False  # promises the k largest; None: selects nothing
     period: int = 1  # calls that differ; a sample is their mean
     warmup: int = 1  # calls before, not timed
-    exact: bool = False  # promises the k largest
     samples: list[float] = field(default_factory=list)  # seconds per call
-    entries_over_k: float | None = None
-    recall: float | None = None
 
-    def sample(self, clock: Callable[[], float]) -> Tensor | None:
+    def sample(self, clock: Callable[[], float]) -> Tensor:
         """Time the calls of a period; return what the last one selected."""
-        seconds, values = 0.0, None
+        seconds = 0.0
         for _ in range(self.period):
             self.prepare()
             start = clock()
@@ -146,13 +144,12 @@ class _Line:
         self.samples.append(seconds / self.period)
         return values
 
-    def judge(self, x: Tensor, k: int, values: Tensor | None) -> None:
-        """Note how many values were selected, and which part of the k largest is among them."""
-        if values is not None:
-            largest = x[kernels.top(x, k)].abs()
-            reached = int((values.abs() >= largest.min()).sum())  # more than k if the k-th has ties
-            self.entries_over_k = values.numel() / largest.numel()
-            self.recall = min(reached / largest.numel(), 1.0)
+
+def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
+    """Return how many values were selected, over k, and which part of the k largest is among them."""
+    largest = x[kernels.top(x, k)].abs()
+    reached = int((values.abs() >= largest.min()).sum())  # more than k if the k-th has ties
+    return values.numel() / len(largest), min(reached / len(largest), 1.0)
 
 
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
@@ -179,17 +176,19 @@ def _rows(
     x, gradient = _data(settings, size, k)
     lines = _lines(x, gradient, k)
     clock = time.thread_time if settings.device == "cpu" else _clock_of_gpu
+    judged: list[tuple[float, float] | tuple[None, None]] = [(None, None)] * len(lines)
     for line in lines:
         for _ in range(line.warmup):
             line.prepare()
             line.run()
     for _ in range(settings.repeats):
-        for line in lines:
+        for i, line in enumerate(lines):
             end = time.perf_counter() + settings.seconds / settings.repeats
             values = line.sample(clock)
             while time.perf_counter() < end:
                 values = line.sample(clock)
-            line.judge(x, k, values)
+            if line.exact is not None:
+                judged[i] = _judge(x, k, values)
             advance(settings.repeats * len(lines))
     seconds = [statistics.median(line.samples) for line in lines]
     return [
@@ -198,16 +197,16 @@ def _rows(
             nbytes=nbytes,
             speedup=seconds[0] / mine,
             over_read=mine / seconds[-1],
-            entries_over_k=line.entries_over_k,
-            recall=line.recall,
-            correct=not line.exact or (line.entries_over_k == line.recall == 1),
+            entries_over_k=entries,
+            recall=recall,
+            correct=not line.exact or entries == recall == 1,
             seconds=mine,
             samples=len(line.samples),
             size=size,
             k=k,
             **{name: getattr(settings, name) for name in ("density", "input", "device")},
         )
-        for line, mine in zip(lines, seconds, strict=True)
+        for line, mine, (entries, recall) in zip(lines, seconds, judged, strict=True)
     ]
 
 
@@ -235,13 +234,13 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
     """Return the rows, in their order; all of them keep ``x`` near what it is."""
 
-    def move() -> None:
-        x.add_(gradient.neg_())
+    def move() -> Tensor:
+        return x.add_(gradient.neg_())
 
     def selecting(name: str, selector: Selector, period: int = 1, *, exact: bool = False) -> _Line:
         steps = count()
         return _Line(
-            name, move, lambda: selector.select(x, k, next(steps)).values, period, period, exact
+            name, move, lambda: selector.select(x, k, next(steps)).values, exact, period, period
         )
 
     fused, steps, memory = Exact(), count(), torch.empty_like(gradient)
@@ -252,25 +251,22 @@ def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
         collected = found and SparseVector(*found, x.numel())
         return fused.select(x, k, step, collected).values
 
-    def renew() -> None:
-        memory.copy_(gradient.neg_())
-
-    def add() -> None:
-        x.add_(gradient)
-
-    def read() -> None:
-        x.sum()
-
     return [
-        _Line("torch.topk of |x|", move, lambda: x[x.abs().topk(k).indices], exact=True),
+        _Line("torch.topk of |x|", move, lambda: x[x.abs().topk(k).indices], True),
         selecting("exact, no sort of n", Exact(), exact=True),
         selecting("trimmed", Trimmed(), exact=True),
         selecting("binary search", BinarySearch()),
         selecting(f"binary search, 1 of {_PERIOD}", BinarySearch(reuse_period=_PERIOD), _PERIOD),
         selecting("sampled", Sampled()),
-        _Line("exact + x.add_, fused", renew, accumulate_and_select, warmup=_SETTLED, exact=True),
-        _Line("x.add_(gradient)", gradient.neg_, add),
-        _Line("one read, x.sum()", move, read),
+        _Line(
+            "exact + x.add_, fused",
+            lambda: memory.copy_(gradient.neg_()),
+            accumulate_and_select,
+            True,
+            warmup=_SETTLED,
+        ),
+        _Line("x.add_(gradient)", gradient.neg_, lambda: x.add_(gradient), None),
+        _Line("one read, x.sum()", move, x.sum, None),
     ]
 
 

@@ -15,7 +15,7 @@ from typer import Option
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
 from sparsync.cli.launch import gather, leads
-from sparsync.cli.network import TRANSPORTS, Connection, transport_of
+from sparsync.cli.network import Connection, transport_of
 from sparsync.cli.options import Json, Lab, Timeout, Transport, check_at_least, ranks_option, takes
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
 from sparsync.collectives.costs import allreduce
@@ -54,10 +54,6 @@ class DoctorSettings:
         if not 0 < self.seconds <= self.timeout:
             raise ConfigurationError(
                 f"seconds is {self.seconds:g}; give some > 0 and at most --timeout, {self.timeout:g}"
-            )
-        if self.transport == "sim":
-            raise ConfigurationError(
-                f"--transport sim has no links to measure; choose {', '.join(TRANSPORTS)}"
             )
         self.connection()
 

@@ -95,7 +95,9 @@ def _train(
         mine.sent.append(exchange.bytes_sent())
         bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
         if goal is not None:
-            losses.append(_mean_over_ranks(loss))
+            mean = torch.tensor(loss, dtype=torch.float64)
+            dist.all_reduce(mean)  # between steps: no clock runs
+            losses.append(float(mean) / dist.get_world_size())
             if goal.reached_by(losses):
                 break
     started = time.perf_counter()
@@ -110,13 +112,6 @@ def _train(
     mine.parameters = sum(parameter.numel() for parameter in model.parameters())
     mine.digests = [digest(parameter) for parameter in model.parameters()]
     return exchange, mine
-
-
-def _mean_over_ranks(loss: float) -> float:
-    """Average the loss of a step, between steps: no clock runs."""
-    mean = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size()
 
 
 def _link_sent() -> int:

@@ -102,10 +102,7 @@ class BenchSettings:
         for density in self.densities:
             check_density(density)
         input_named(self.input)
-        if self.verify not in VERIFY:
-            raise ConfigurationError(
-                f"unknown verification {self.verify!r}; choose {', '.join(VERIFY)}"
-            )
+        check("verify", self.verify, self.verify in VERIFY, ", ".join(VERIFY))
         self.connection()
 
     def connection(self) -> Connection:

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.cli.bench.kernels import check_device
 from sparsync.cli.launch import on_one_thread
-from sparsync.cli.options import names
+from sparsync.cli.options import check, names
 from sparsync.cli.output import Columns, drawing, format_ms, format_ratio, progress
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
@@ -66,9 +66,7 @@ class SelectorSettings:
     def __post_init__(self) -> None:
         check_density(self.density)
         check_device(self.device)
-        if self.input not in SELECTOR_INPUTS:
-            known = ", ".join(SELECTOR_INPUTS)
-            raise ConfigurationError(f"unknown input {self.input!r}; choose one of {known}")
+        check("input", self.input, self.input in SELECTOR_INPUTS, ", ".join(SELECTOR_INPUTS))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -16,12 +16,21 @@ from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
 from sparsync.cli.launch import gather, leads
 from sparsync.cli.network import Connection, transport_of
-from sparsync.cli.options import Json, Lab, Timeout, Transport, check_at_least, ranks_option, takes
+from sparsync.cli.options import (
+    Json,
+    Lab,
+    Timeout,
+    Transport,
+    check,
+    check_at_least,
+    ranks_option,
+    takes,
+)
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
 from sparsync.collectives.costs import allreduce
 from sparsync.cost.calibrate import Calibration, calibrate
 from sparsync.cost.wording import format_bandwidth, format_seconds
-from sparsync.errors import ConfigurationError, PeerError
+from sparsync.errors import PeerError
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -51,10 +60,8 @@ class DoctorSettings:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "ranks")
-        if not 0 < self.seconds <= self.timeout:
-            raise ConfigurationError(
-                f"seconds is {self.seconds:g}; give some > 0 and at most --timeout, {self.timeout:g}"
-            )
+        expected = f"some > 0 and at most --timeout, {self.timeout:g}"
+        check("seconds", f"{self.seconds:g}", 0 < self.seconds <= self.timeout, expected)
         self.connection()
 
     def connection(self) -> Connection:
@@ -147,8 +154,8 @@ def page(found: Examination) -> Group:
     checked = Table(box=None, pad_edge=False, show_header=False)
     checked.add_column(style="bold")
     checked.add_column()
-    for check in sorted(found.checks, key=lambda check: ("bad", "note", "ok").index(check.level)):
-        checked.add_row(check.level, check.what + (f": {check.advice}" if check.advice else ""))
+    for line in sorted(found.checks, key=lambda line: ("bad", "note", "ok").index(line.level)):
+        checked.add_row(line.level, line.what + (f": {line.advice}" if line.advice else ""))
     heading, meaning = Text(_heading(found) + "\n"), Text("\n" + sentence(found))
     return Group(heading, _measured(found.calibration), Text(), checked, meaning)
 

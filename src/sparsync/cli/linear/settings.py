@@ -84,10 +84,7 @@ class LinearSettings:
         at_least_one = ("ranks", "epochs", "steps", "batch_size", "coordinates", "threads", "rows")
         check_at_least(self, 1, *at_least_one, "dimensions")
         check_at_least(self, 0, "staleness", "seed", "held_out_every")
-        if self.held_out_every == 1:
-            raise ConfigurationError(
-                "held_out_every is 1, which leaves no row; give 0 or at least 2"
-            )
+        check("held_out_every", 1, self.held_out_every != 1, "0 or at least 2, to leave some rows")
         self._check_solver()
         self._check_data()
         self.connection()

@@ -13,7 +13,7 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Plot, names, option, takes
+from sparsync.cli.options import Plot, check, names, option, takes
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradients import load_gradients
@@ -107,8 +107,7 @@ def _topology(
     else:
         links = parse_network(network or "10gbit,20us")
     checked: Ports = "unlimited" if ports == "unlimited" else "single"
-    if ports != checked:
-        raise ConfigurationError(f"ports is {ports!r}; choose single or unlimited")
+    check("ports", repr(ports), ports == checked, "single or unlimited")
     links = replace(links, ports=checked)
     if nodes is not None:
         return TwoLevel(nodes, parse_network(inner or "80gbit,5us"), links)

@@ -12,7 +12,6 @@ from typer import Option
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.options import check, check_at_least, option
 from sparsync.cost.machine import Machine
-from sparsync.errors import ConfigurationError
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
@@ -89,17 +88,13 @@ class SimulationSettings:
         expected = f"a factor from 1 to the model's {self.model_size} elements"
         check("scale", self.scale, good, expected)
         check("shared", self.shared, 0 <= self.shared <= 1, "a part of the entries, in [0, 1]")
-        if self.inputs not in (SPREAD, *INPUTS) and not Path(self.inputs).is_file():
-            raise ConfigurationError(
-                f"inputs {self.inputs!r} is neither a file nor one of {SPREAD}, {', '.join(INPUTS)}; "
-                "give a file of recorded gradients, or one of these"
-            )
+        good = self.inputs in (SPREAD, *INPUTS) or Path(self.inputs).is_file()
+        expected = f"a file of recorded gradients, or one of {SPREAD}, {', '.join(INPUTS)}"
+        check("inputs", repr(self.inputs), good, expected)
         for rank, factor in self.stragglers:
-            if not (0 <= rank < self.ranks and 1 <= factor < math.inf):
-                raise ConfigurationError(
-                    f"straggler {rank}:{factor:g}; give RANK:FACTOR with a rank in [0, {self.ranks}) "
-                    "and a factor >= 1"
-                )
+            good = 0 <= rank < self.ranks and 1 <= factor < math.inf
+            expected = f"RANK:FACTOR with a rank in [0, {self.ranks}) and a factor >= 1"
+            check("straggler", f"{rank}:{factor:g}", good, expected)
 
     def contenders(self) -> list[Contender]:
         """Return one row per algorithm, the baselines first."""

@@ -75,13 +75,11 @@ class SimulatedRow:
         return fmean(getattr(step, field) for step in self.steps)
 
 
-def _silent(name: str) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda total: None)
-
-
 def simulate_training(
     settings: SimulationSettings,
-    show: Callable[[str], AbstractContextManager[Callable[[int], None]]] = _silent,
+    show: Callable[[str], AbstractContextManager[Callable[[int], None]]] = (
+        lambda name: nullcontext(lambda total: None)
+    ),
 ) -> list[SimulatedRow]:
     """Simulate every algorithm, the baselines first.
 

@@ -179,7 +179,7 @@ class SimulatedRanks:
             rank.reducer.comm = comm
             await rank.reducer.reduce([rank.feed(keep=keep)])
 
-        simulation = simulate(program, self.case.ranks, links=self.case.links)
+        simulation: Simulation[Any] = simulate(program, self.case.ranks, links=self.case.links)
         kept = self.ranks if keep else []
         return replace(simulation, results=[rank.evidence() for rank in kept])
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
 from sparsync.transports.groups import SoloCommunicator

@@ -89,7 +89,7 @@ class Member:
             os.kill(os.getpid(), getattr(signal, self.fault.how))
         else:
             for command in self.fault.how:
-                _run_command(command, 10.0)
+                _run_command(command)
 
 
 class Watched(Communicator):

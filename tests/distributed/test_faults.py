@@ -217,7 +217,7 @@ def test_a_model_that_raises_on_one_rank_ends_all(when, transport):
 def small_disk(tmp_path):
     """A file system of 1 MB."""
     try:
-        _run_command(f"mount -t tmpfs -o size=1m tmpfs {tmp_path}", 10.0)
+        _run_command(f"mount -t tmpfs -o size=1m tmpfs {tmp_path}")
     except Exception as error:
         pytest.skip(f"no file system can be mounted here ({error})")
     yield tmp_path

@@ -221,7 +221,7 @@ def small_disk(tmp_path):
     except Exception as error:
         pytest.skip(f"no file system can be mounted here ({error})")
     yield tmp_path
-    _run_command(f"umount {tmp_path}", 10.0)
+    _run_command(f"umount {tmp_path}")
 
 
 def check_full_disk(folder, means, reason):

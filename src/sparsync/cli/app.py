@@ -88,9 +88,8 @@ def main() -> None:
     """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
     arguments = sys.argv[1:] or ["--help"]
     code = exit_code(lambda: make_app(arguments[0])(arguments, standalone_mode=False))
-    Console(
-        stderr=True
-    ).show_cursor()  # a rank that was ended may have left its progress bar without
+    # a rank that was ended may have left its progress bar without
+    Console(stderr=True).show_cursor()
     sys.exit(code)
 
 

@@ -105,7 +105,7 @@ class Team:
         """Yield every rank's evidence, in rank order, on rank 0; nothing elsewhere; all call it.
 
         It passes through the group's store, which is not on the links of a lab: at n = 14.7 M and P = 8
-        it is a GB, 8 s on a link of 1 Gbit/s.
+        the residuals and accumulated gradients alone are 0.8 GB, 7 s of a link of 1 Gbit/s.
         """
         store = store_of(self.group)
         if self.rank:

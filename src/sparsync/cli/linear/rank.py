@@ -180,7 +180,7 @@ def _result(
     reports: Sequence[_Report],
     one_clock: bool,
 ) -> LinearResult:
-    first = reports[0]
+    of_all = ("rows", "dimensions", "steps", "objective", "accuracy")
     computed = [
         sum(map(max, zip(*ranks, strict=True)))
         for ranks in zip(*(r.computed for r in reports), strict=True)
@@ -194,18 +194,11 @@ def _result(
     sent, received, messages, updates = most.T.tolist()
     return LinearResult(
         exchange=name,
-        solver=settings.solver,
-        model=settings.model,
-        data=settings.data,
+        **{key: getattr(settings, key) for key in ("solver", "model", "data", "staleness")},
         ranks=len(reports),
         transport=transport,
         lab=settings.connection().bits_per_second,
-        rows=first.rows,
-        dimensions=first.dimensions,
-        steps=first.steps,
-        staleness=settings.staleness,
-        objective=first.objective,
-        accuracy=first.accuracy,
+        **{key: getattr(reports[0], key) for key in of_all},
         accuracy_on="held-out rows" if settings.held_out_every else "training rows",
         seconds=[a + b for a, (b, _) in zip(computed, exchanged, strict=True)],
         seconds_communication=[both for both, _ in exchanged],

@@ -52,9 +52,8 @@ class SimulatedStep:
     bytes_sent: float  # the most through any port
     bytes_received: float
     messages: int  # the most that any rank sent
-    phases: dict[
-        str, dict[str, float]
-    ]  # the most of any port: messages, bytes and seconds each way
+    # the most of any port: messages, bytes and seconds each way
+    phases: dict[str, dict[str, float]]
     ports: dict[str, dict[str, list[float]]]  # of ranks, then nodes: bytes, busy seconds each way
 
 

@@ -89,9 +89,7 @@ class Exchange:
     model: nn.Module  # called and trained: wrapped in DDP, or plain
     optimizer: torch.optim.Optimizer
     comm: Communicator | None = None  # whose ledger counts the bytes; None: they are worked out
-    formula: Callable[[], int] = lambda: (
-        0
-    )  # without a ledger: bytes of the step that has just ended
+    formula: Callable[[], int] = int  # without a ledger: bytes of the step that has just ended
     sparse: bool = False  # entries are selected: density means something
     sums: bool = False  # gradients are summed over ranks, not averaged
     clips: bool = False  # gradients are clipped here; else the training does it, after ``backward``

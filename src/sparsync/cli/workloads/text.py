@@ -73,15 +73,13 @@ class ByteText:
             )
 
     @classmethod
-    def of_standard_library(
-        cls, *, max_bytes: int = 8_000_000, context: int = 64, root: Path | None = None
-    ) -> ByteText:
-        """Read Python's standard library, of about 10 MB; the same in every process with this Python.
+    def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
+        """Read 8 MB of Python's standard library; the same in every process with this Python.
 
         ``root``: other files than the standard library's.
         """
         parts = bytearray(), bytearray()
-        left = max_bytes
+        left = 8_000_000
         for number, file in enumerate(standard_library_files(root), start=1):
             try:
                 content = file.read_bytes()[:left]
@@ -247,14 +245,12 @@ class ByteLstm(nn.Module):
     <https://arxiv.org/abs/1608.05859>`_, 2016; RedSync, section 6.2.
     """
 
-    def __init__(
-        self, *, width: int = 224, layers: int = 2, embedding_width: int = 64, seed: int = 0
-    ) -> None:
+    def __init__(self, *, width: int = 224, layers: int = 2, seed: int = 0) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
             torch.manual_seed(seed)
-            self.byte_embedding = nn.Embedding(_BYTES, embedding_width)
-            self.lstm = nn.LSTM(embedding_width, width, layers, batch_first=True)
+            self.byte_embedding = nn.Embedding(_BYTES, 64)
+            self.lstm = nn.LSTM(64, width, layers, batch_first=True)
             self.head = nn.Linear(width, _BYTES)
 
     def forward(self, tokens: Tensor) -> Tensor:

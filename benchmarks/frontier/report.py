@@ -278,6 +278,11 @@ def picture(sections: Sequence[Section], path: Path) -> None:
         axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
         axis.set_xscale("log")
+        left, right = axis.get_xlim()
+        steps = [digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5)]
+        axis.set_xticks([step for step in steps if left <= step <= right])
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
         axis.set_yscale("symlog", linthresh=LINEAR_PERCENT)
         low, high = axis.get_ylim()
         axis.set_yticks([tick for tick in TICKS if low <= tick <= high])

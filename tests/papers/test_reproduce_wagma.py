@@ -30,7 +30,7 @@ def test_local_sgd_has_the_rate_that_beta_was_solved_from():
 
 
 def test_an_ideal_step_is_computation_and_the_mean_delay():
-    expected = COMPUTE + LATE.count / 8 * LATE.each
+    expected = COMPUTE + LATE.first / 8 * LATE.second
     assert ideal_seconds(LATE_RANKS, 8, steps=5) == pytest.approx(expected)
 
 
@@ -47,7 +47,7 @@ def test_a_barrier_every_step_lets_no_rank_ahead():
         step_seconds(LATE_RANKS, scheme, 8, steps=10)
         for scheme in (ROWS["D-PSGD"], VARIANTS["D-PSGD, barrier every step"])
     )
-    assert free < COMPUTE + LATE.each <= held
+    assert free < COMPUTE + LATE.second <= held
 
 
 def test_targets_name_rows_and_ranks_that_there_are():
@@ -89,7 +89,7 @@ def test_allreduce_averages_what_all_ranks_did():
     assert [look.item() for _, look in run.looks] == [5.0, 10.0, 15.0, 20.0, 25.0]
     times = [seconds for seconds, _ in run.looks]
     assert times == sorted(times) and times[-1] == pytest.approx(10 * run.seconds)
-    assert run.seconds >= COMPUTE + LATE.each
+    assert run.seconds >= COMPUTE + LATE.second
 
 
 def test_late_ranks_take_part_of_wagma_s_updates_back():

@@ -43,7 +43,7 @@ def measured(algorithm, world_size, density=DENSITY, size=SIZE, steps=2):
     """Most bytes that any rank sent or received, and most messages that any sent, on the last step."""
     ranks = SimulatedRanks(Case(algorithm, world_size, size, density))
     for _ in range(steps):
-        traffic = [ledger.total() for ledger in ranks.run(keep=False).ledgers]
+        traffic = [ledger.total() for ledger in ranks.step(keep=False).ledgers]
     busiest = max(max(t.sent, t.received) for t in traffic)
     return ranks.case.k, busiest, max(t.messages_sent for t in traffic)
 

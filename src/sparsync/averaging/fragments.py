@@ -148,7 +148,7 @@ class Exchange:
     lands: int
     late: bool
     weights: Tensor
-    steps: int = 1
+    steps: int
     shared: Tensor | None = None
     ahead: Tensor | None = None
     done: bool = False

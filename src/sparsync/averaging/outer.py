@@ -246,9 +246,9 @@ class OuterStep(Averager):
         await self.land(weights, step)
         for part in self._due(step):
             delay = 0 if step < self.warmup_steps else self.delay
-            exchange = Exchange(
-                part, step + delay, delay > 0, weights.read(self.layout.fragments[part].span)
-            )
+            began = weights.read(self.layout.fragments[part].span)
+            exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
+            self._sent[part] = step
             exchange.carried = weights.carry(partial(self._carry, exchange))
             self._under_way.append(exchange)
         await self.land(weights, step)

@@ -90,7 +90,7 @@ def train(options: argparse.Namespace, world_size: int) -> None:
         algorithm=options.algorithm,
         density=options.density,
         replicate=mesh["dp"],
-        schedule=schedule,
+        compression=sparsync.Compression(schedule=schedule),
         transport=sparsync.Transport(timeout=options.timeout),
     )
     optimizer = torch.optim.SGD(layers.parameters(), lr=options.lr, momentum=0.9)

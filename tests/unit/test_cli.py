@@ -30,7 +30,7 @@ BAD_INPUT = {
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--steps", "many"], "--steps"),
         (["--seed", "-1"], "seed is -1"),
-        (["--optimizer", "lion"], "optimizer is lion; give sgd, adam or adamw"),
+        (["--optimizer", "lion"], "optimizer is lion; give sgd, adam, adamw or muon"),
         (["--nesterov", "--momentum", "0"], "choose --optimizer sgd --momentum 0.9"),
         (["--weight-decay", "-1"], "weight_decay is -1.0; give a number >= 0"),
         (["--workload", "mnist"], "unknown workload 'mnist'; choose one of bytes, "),
@@ -233,6 +233,20 @@ def test_defaults_are_the_workloads():
     ],
 )
 def test_the_optimizer_is_torchs_with_these_settings(options, kind, expected):
-    optimizer = TrainSettings(**options).make_optimizer(torch.nn.Linear(2, 2))
+    (optimizer,) = TrainSettings(**options).make_optimizers(torch.nn.Linear(2, 2))
     assert type(optimizer) is kind
     assert {key: optimizer.defaults[key] for key in expected} == expected
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has the first Muon")
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
+    settings = TrainSettings(optimizer="muon", width=32, layers=1)
+    model = settings.make_workload().make_model(0)
+    muon, adam = settings.make_optimizers(model)
+    of_muon, of_adam = (
+        {id(p) for group in o.param_groups for p in group["params"]} for o in (muon, adam)
+    )
+    names = {name for name, p in model.named_parameters() if id(p) in of_muon}
+    assert type(muon) is torch.optim.Muon and type(adam) is torch.optim.AdamW
+    assert names and all("embedding" not in n and not n.startswith("head.") for n in names)
+    assert of_muon | of_adam == {id(p) for p in model.parameters()} and not of_muon & of_adam

@@ -3,6 +3,7 @@
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch.distributed as dist
 
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.base import Averager
@@ -10,6 +11,7 @@ from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.train.exchanges import HOOKS, check_algorithms, make_exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
+from sparsync.integrations.updates import UpdateSync
 from sparsync.presets import PRESETS
 
 
@@ -25,7 +27,14 @@ def test_a_name_means_one_thing():
     assert not set(SCHEMES) & {*PRESETS, *HOOKS}
 
 
-def test_an_option_goes_to_the_schemes_that_have_it():
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_option_goes_to_the_schemes_that_have_it(one_rank):
     settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
     check_algorithms(settings, ["dense", "allreduce", "local"])  # one of them has a period
     model = settings.make_workload().make_model(0)
@@ -39,6 +48,19 @@ def test_an_option_goes_to_the_schemes_that_have_it():
     chosen = made["qsparse-local"].options
     assert (chosen["period"], chosen["density"]) == (3, 0.1)
     assert [made[name].sparse for name in made] == [False, False, True]
+    for exchange in made.values():
+        exchange.close()
+
+
+def test_the_outer_steps_family_is_attached_unless_buffers_stay_local(one_rank):
+    for buffers, attached in (("average", True), ("local", False)):
+        settings = TrainSettings(
+            workload="digits", optimizer="adamw", transport="torch", buffers=buffers
+        )
+        model = settings.make_workload().make_model(0)
+        made = make_exchange(settings, "updates", model)
+        assert isinstance(made.finish.__self__, UpdateSync) is attached
+        made.close()
 
 
 def test_an_option_that_no_algorithm_has_is_refused():

@@ -42,7 +42,7 @@ class Updates(Exchange):
                 density=settings.density,
                 comm=comm,
             )
-        super().__init__(model, optimizer, comm, sparse=True, close=comm.close)
+        super().__init__(model, [optimizer], comm, sparse=True, close=comm.close)
 
 
 @final
@@ -54,9 +54,9 @@ class Local(Exchange):
         given = {n: getattr(settings, n) for n in ("density", "period", "warmup_steps")}
         given |= {"residual": "weights", "buffers": "local"}
         outer = OuterStep(model, algorithm=name, comm=comm, **given)
-        optimizer = settings.make_optimizer(model)
+        optimizers = settings.make_optimizers(model)
         if settings.optimizer != "sgd":
             ranks = dist.get_world_size()
-            optimizer = LocalAdamW(model.parameters(), ranks, lr=settings.lr, weight_decay=decay)
-        super().__init__(model, optimizer, comm, sparse=True, close=comm.close)
+            optimizers = [LocalAdamW(model.parameters(), ranks, lr=settings.lr, weight_decay=decay)]
+        super().__init__(model, optimizers, comm, sparse=True, close=comm.close)
         self.after_step, self.finish = outer.step, outer.finish

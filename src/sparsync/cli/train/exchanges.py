@@ -14,6 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.base import Averager
+from sparsync.averaging.outer import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
@@ -21,6 +23,7 @@ from sparsync.cli.workloads.base import is_hidden_matrix
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Transport
+from sparsync.integrations.updates import UpdateSync
 from sparsync.presets import preset, presets
 from sparsync.transports.communicator import Communicator
 
@@ -84,10 +87,10 @@ def _nothing() -> None:
 
 @dataclass
 class Exchange:
-    """A model, its optimizer, the exchange of its gradients or progress, and the bytes that it sends."""
+    """A model, its optimizers, the exchange of its gradients or progress, and the bytes that it sends."""
 
     model: nn.Module  # called and trained: wrapped in DDP, or plain
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     comm: Communicator | None = None  # whose ledger counts the bytes; None: they are worked out
     formula: Callable[[], int] = int  # without a ledger: bytes of the step that has just ended
     sparse: bool = False  # entries are selected: density means something
@@ -140,7 +143,7 @@ def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exc
     if half:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     sent = dense_bytes_per_step(_elements(model), dist.get_world_size(), 2 if half else 4)
-    return Exchange(ddp, settings.make_optimizer(ddp), formula=lambda: sent)
+    return Exchange(ddp, settings.make_optimizers(ddp), formula=lambda: sent)
 
 
 def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
@@ -165,7 +168,7 @@ def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
         compressed, before = so_far - before, so_far
         return dense_bytes_per_step(compressed or _elements(model), dist.get_world_size())
 
-    return Exchange(ddp, settings.make_optimizer(ddp), formula=formula)
+    return Exchange(ddp, settings.make_optimizers(ddp), formula=formula)
 
 
 def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
@@ -180,11 +183,11 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         density=settings.density,
         correction=correction,
         compression=Compression(compress=compress, warmup_steps=settings.warmup_steps),
-        transport=Transport(settings.transport, settings.timeout, settings.curve_keys),
+        transport=_transport(settings),
     )
     return Exchange(
         ddp,
-        settings.make_optimizer(ddp, correction),
+        settings.make_optimizers(ddp, correction),
         sync.reducer.comm,
         sparse=True,
         sums=not sync.reducer.algorithm.average,
@@ -194,19 +197,34 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
 
 
 def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
-    """Let a model train alone, and a scheme average it with others."""
-    comm = settings.connect()
+    """Let a model train alone, and a scheme average it with others.
+
+    Members of the outer step's family are attached, so that moments can follow the average; but
+    ``attach`` always averages buffers.
+    """
     given, has = _scheme_options(settings, name), options_of(name)
-    averager: Averager = SCHEMES[name](model, **given, comm=comm, buffers=settings.buffers)
-    chosen = {key: getattr(averager, key, None) for key in has}
+    optimizers = settings.make_optimizers(model)
+    scheme: Averager
+    averager: Averager | UpdateSync
+    after_step: Callable[[], object]
+    if name in OUTER_SETTINGS and settings.buffers == "average":
+        scheme = OuterStep(**{**OUTER_SETTINGS[name], **given})
+        sync = attach(model, optimizers, scheme, exchange="updates", transport=_transport(settings))
+        assert isinstance(sync, UpdateSync)
+        averager, comm, after_step = sync, sync.reducer.comm, _nothing  # a hook of the optimizer
+    else:
+        comm = settings.connect()
+        scheme = averager = SCHEMES[name](model, **given, comm=comm, buffers=settings.buffers)
+        after_step = averager.step
+    chosen = {key: getattr(scheme, key, None) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
         model,
-        settings.make_optimizer(model),
+        optimizers,
         comm,
         sparse=has.get("density", 1.0) < 1,
         options={"buffers": settings.buffers, **given, **plain},
-        after_step=averager.step,
+        after_step=after_step,
         finish=averager.finish,
         close=averager.close,
     )
@@ -219,6 +237,10 @@ def _scheme_options(settings: TrainSettings, name: str) -> dict[str, Any]:
     if has.get("density", 1.0) < 1:  # a dense exchange has none
         given["density"] = settings.density
     return {key: value for key, value in given.items() if key in has and value is not None}
+
+
+def _transport(settings: TrainSettings) -> Transport:
+    return Transport(settings.transport, settings.timeout, settings.curve_keys)
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:

@@ -126,7 +126,7 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
     One step more, before them, warms up caches and allocators.
     """
     model, seconds = workload.make_model(settings.seed), []
-    alone = Exchange(model, settings.make_optimizer(model))
+    alone = Exchange(model, settings.make_optimizers(model))
     dist.barrier()
     for step in range(steps + 1):
         started = time.perf_counter()
@@ -139,18 +139,20 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
 
 def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
     """Do one step; return this rank's loss before it."""
-    # a sum is P means: SGD steps would be as many times too long (Adam's do not depend on it)
+    # a sum is P means: SGD steps would be as many times too long (Adam's and Muon's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
-    for group in exchange.optimizer.param_groups:
-        group["lr"] = settings.learning_rate_at(step) / divisor
+    for optimizer in exchange.optimizers:
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate_at(step) / divisor
     draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.batch_size)
     inputs, targets = workload.batch(draw)
-    exchange.optimizer.zero_grad()
     loss = workload.loss(outputs_of(exchange.model, inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     if settings.clip and not exchange.clips:
         nn.utils.clip_grad_norm_(exchange.model.parameters(), settings.clip)
-    exchange.optimizer.step()
+    for optimizer in exchange.optimizers:
+        optimizer.step()
     return loss.item()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from typer import Option
 
 from sparsync.api import connect
@@ -25,7 +26,7 @@ from sparsync.cli.options import (
     ranks_option,
 )
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
-from sparsync.cli.workloads.base import Workload
+from sparsync.cli.workloads.base import Workload, is_hidden_matrix
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
@@ -36,7 +37,7 @@ __all__ = ["TrainSettings"]
 
 _SPACES = ("gradient", "update", "local")
 _ADAM_SPACES = (*_SPACES, "frozen", "refreshed")
-_OPTIMIZERS = ("sgd", "adam", "adamw")
+_OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 
 _DEFAULT: Any = None  # until the constructor fills it in
 _WORKLOADS = (
@@ -59,7 +60,11 @@ _WIDTH = (
     "Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; of the LSTM; or channels of a "
     "CNN's first stage."
 )
-_DECAY = "0.01 for adamw, the workload's for sgd, else 0"
+_OPTIMIZER = (
+    "sgd, adam, adamw or muon (of hidden matrices; adamw of the rest, at the same rate); auto: the "
+    "workload's."
+)
+_DECAY = "0.01 for adamw and muon, the workload's for sgd, else 0"
 _BATCH = "32 for digits, 16 for lines, 8 for bytes and lstm; the papers'"
 _DELAY = (
     "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
@@ -83,7 +88,7 @@ class TrainSettings:
     seed: Annotated[int, option("Of the initial weights and of the data.")] = 0
     workload: Annotated[str, option(_WORKLOADS)] = "bytes"
     data: Annotated[Path | None, option(_DATA)] = None
-    optimizer: Annotated[str, option("sgd, adam or adamw; auto: the workload's.")] = "auto"
+    optimizer: Annotated[str, option(_OPTIMIZER)] = "auto"
     lr: Annotated[float, option("Learning rate.", "by workload and optimizer")] = _DEFAULT
     momentum: Annotated[float, option("Of sgd.")] = 0.9
     nesterov: Annotated[bool, Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False
@@ -151,7 +156,7 @@ class TrainSettings:
     def _fill_in(self) -> None:
         defaults = workload_class(self.workload).defaults
         optimizer = defaults.optimizer if self.optimizer == "auto" else self.optimizer
-        decays = {"sgd": defaults.weight_decay, "adamw": 0.01}
+        decays = {"sgd": defaults.weight_decay, "adamw": 0.01, "muon": 0.01}
         for name, value in (
             ("lr", defaults.sgd_lr if optimizer == "sgd" else defaults.adam_lr),
             ("weight_decay", decays.get(optimizer, 0.0)),
@@ -163,13 +168,19 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_optimizer(self) -> None:
-        check("optimizer", self.optimizer, self.optimizer in _OPTIMIZERS, "sgd, adam or adamw")
+        check(
+            "optimizer", self.optimizer, self.optimizer in _OPTIMIZERS, "sgd, adam, adamw or muon"
+        )
         check("lr", self.lr, 0 < self.lr < math.inf, "a number > 0")
         check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             check(name, value, 0 <= value < math.inf, "a number >= 0")
-        spaces = _SPACES if self.optimizer == "sgd" else _ADAM_SPACES
+        if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+            raise ConfigurationError(
+                f"--optimizer muon needs torch 2.9, this is {torch.__version__}; choose adamw"
+            )
+        spaces = {"sgd": _SPACES, "muon": _SPACES[:1]}.get(self.optimizer, _ADAM_SPACES)
         check("space", self.space, self.space in spaces, f"one of {', '.join(spaces)}")
         if self.space != "gradient" and self.clip:
             raise ConfigurationError(
@@ -220,14 +231,32 @@ class TrainSettings:
             self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, clip=clip
         )
 
-    def make_optimizer(
+    def make_optimizers(
         self, model: nn.Module, correction: Correction | None = None
-    ) -> torch.optim.Optimizer:
-        """Build the optimizer of a model's parameters, without what the correction does."""
-        parameters, decay = model.parameters(), self.weight_decay
+    ) -> list[torch.optim.Optimizer]:
+        """Build the optimizers of a model's parameters, without what the correction does."""
+        parameters, decay = list(model.parameters()), self.weight_decay
         if correction is not None and (correction.momentum or correction.weight_decay):
-            return torch.optim.SGD(parameters, self.lr)
+            return [torch.optim.SGD(parameters, self.lr)]
         if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, self.lr, self.momentum, 0.0, decay, self.nesterov)
-        kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
-        return kind(parameters, lr=self.lr, weight_decay=decay)
+            return [torch.optim.SGD(parameters, self.lr, self.momentum, 0.0, decay, self.nesterov)]
+        if self.optimizer == "adam":
+            return [torch.optim.Adam(parameters, lr=self.lr, weight_decay=decay)]
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        hidden = [
+            parameter
+            for name, parameter in plain.named_parameters()
+            if self.optimizer == "muon"
+            and parameter.dim() == 2
+            and is_hidden_matrix(name, parameter)
+        ]
+        taken = set(hidden)
+        rest = [parameter for parameter in parameters if parameter not in taken]
+        adam = torch.optim.AdamW(rest, lr=self.lr, weight_decay=decay)
+        if not hidden:
+            return [adam]
+        # its updates are as large as AdamW's, so that one rate is both's (Liu et al., 2025, 2.2)
+        muon = torch.optim.Muon(
+            hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, adam]

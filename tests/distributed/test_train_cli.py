@@ -22,20 +22,27 @@ pytestmark = pytest.mark.gloo
 SMALL = ("--layers", "1", "--width", "64")
 
 
-def test_two_algorithms_are_compared(tmp_path):
+def test_algorithms_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
-    options = ["--algorithm", "dense,oktopk", "--ranks", "2", "--steps", "3"]
+    options = ["--algorithm", "dense,oktopk,updates", "--ranks", "2", "--steps", "3"]
+    options += ["--optimizer", "adamw"]
     files = ["--json", f"{tmp_path}/new/t.json", "--plot", f"{tmp_path}/new/loss.png"]
     out = run_well("-m", "sparsync", "train", *options, *SMALL, *files)
     assert "dense" in out and "oktopk" in out and "bit-identical" in out
 
-    dense, sparse = json.loads((tmp_path / "new" / "t.json").read_text())
+    dense, sparse, updates = json.loads((tmp_path / "new" / "t.json").read_text())
     assert [dense["algorithm"], sparse["algorithm"]] == ["dense", "oktopk"]
     assert dense["loss"][0] == sparse["loss"][0]  # same weights, same data
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
-    for result in (dense, sparse):
+    # an exchange of two bits per element and 16 per block, and at the end the rest, whole
+    sent = (((2 + 16 / 512) / 8) + 4) / 3
+    assert updates["sent_per_parameter_and_step"] == pytest.approx(sent, rel=0.01)
+    for result in (dense, sparse, updates):
+        out, into = (result[f"{way}_per_parameter_and_step"] for way in ("sent", "received"))
+        in_all = sum(result["bytes_sent"])
+        assert in_all == pytest.approx(out * 3 * result["parameters"]) and out <= into < 1.1 * out
         assert result["replicas_equal"] is True
         assert (result["workload"], result["accuracy"]) == ("bytes", None)
         assert (result["ranks"], result["steps"], len(result["loss"])) == (2, 3, 3)

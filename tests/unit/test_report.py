@@ -21,6 +21,7 @@ CONTRACT = {
     *("algorithm", "ranks", "steps", "density", "parameters", "optimizer", "lr", "loss"),
     *("eval_loss", "seconds_total", "seconds_per_step_median", "bytes_sent_per_step_max"),
     *("replicas_equal", "seconds_computation_median", "seconds_rest_median", "bytes_counted"),
+    *("sent_per_parameter_and_step", "received_per_parameter_and_step"),
     *("target_step", "target_loss", "seconds_to_target", "speedup_to_target", "lab", "transport"),
 }
 
@@ -41,6 +42,8 @@ def result(algorithm, sent, **changed):
         "bytes_sent_per_step_max": sent,
         "replicas_equal": True,
         "bytes_sent": [sent] * 60,
+        "sent_per_parameter_and_step": sent / 1_323_840,
+        "received_per_parameter_and_step": 3 * sent / 1_323_840,
         "seed": 0,
         "batch_size": 8,
         "context": 64,
@@ -124,6 +127,7 @@ def test_the_table_fits_a_terminal_and_tells_the_reduction():
     assert oktopk[:6] == ["oktopk", "600", "ms", "20", "x", "60"]
     assert "time" in table and "3.32" in table
     assert "200 kB" in table and "8 MB" in table
+    assert oktopk[10:12] == ["0.151", "0.453"]
     assert "bit-identical" in table
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.base import Averager
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.averaging.schemes import SCHEMES, options_of
@@ -23,9 +22,9 @@ from sparsync.cli.workloads.base import is_hidden_matrix
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Transport
-from sparsync.integrations.updates import UpdateSync
 from sparsync.presets import preset, presets
 from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Traffic
 
 __all__ = ["HOOKS", "Exchange", "check_algorithms", "dense_bytes_per_step", "make_exchange"]
 
@@ -103,19 +102,20 @@ class Exchange:
 
     def __post_init__(self) -> None:
         # what was sent to set it up is of no step
-        self._before = 0 if self.comm is None else self.comm.ledger.total().sent
+        self._before = Traffic() if self.comm is None else self.comm.ledger.total()
 
     @property
     def transport(self) -> str:
         """Name the transport of the gradients."""
         return "torch" if self.comm is None else transport_of(self.comm)
 
-    def bytes_sent(self) -> int:
-        """Return the bytes that this rank sent since the last call: in a step, and before the next."""
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes that this rank sent and received since the last call."""
         if self.comm is None:
-            return self.formula()
-        before, self._before = self._before, self.comm.ledger.total().sent
-        return self._before - before
+            sent = self.formula()
+            return sent, sent
+        before, self._before = self._before, self.comm.ledger.total()
+        return self._before.sent - before.sent, self._before.received - before.received
 
 
 def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
@@ -183,7 +183,7 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         density=settings.density,
         correction=correction,
         compression=Compression(compress=compress, warmup_steps=settings.warmup_steps),
-        transport=_transport(settings),
+        transport=Transport(settings.transport, settings.timeout, settings.curve_keys),
     )
     return Exchange(
         ddp,
@@ -204,18 +204,16 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     """
     given, has = _scheme_options(settings, name), options_of(name)
     optimizers = settings.make_optimizers(model)
-    scheme: Averager
-    averager: Averager | UpdateSync
-    after_step: Callable[[], object]
+    scheme: Any
+    averager: Any
     if name in OUTER_SETTINGS and settings.buffers == "average":
         scheme = OuterStep(**{**OUTER_SETTINGS[name], **given})
-        sync = attach(model, optimizers, scheme, exchange="updates", transport=_transport(settings))
-        assert isinstance(sync, UpdateSync)
-        averager, comm, after_step = sync, sync.reducer.comm, _nothing  # a hook of the optimizer
+        carried = Transport(settings.transport, settings.timeout, settings.curve_keys)
+        averager = attach(model, optimizers, scheme, transport=carried)
+        comm = averager.reducer.comm
     else:
         comm = settings.connect()
         scheme = averager = SCHEMES[name](model, **given, comm=comm, buffers=settings.buffers)
-        after_step = averager.step
     chosen = {key: getattr(scheme, key, None) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
@@ -224,7 +222,8 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         comm,
         sparse=has.get("density", 1.0) < 1,
         options={"buffers": settings.buffers, **given, **plain},
-        after_step=after_step,
+        # where it is attached, a hook of the optimizer steps
+        after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,
         close=averager.close,
     )
@@ -237,10 +236,6 @@ def _scheme_options(settings: TrainSettings, name: str) -> dict[str, Any]:
     if has.get("density", 1.0) < 1:  # a dense exchange has none
         given["density"] = settings.density
     return {key: value for key, value in given.items() if key in has and value is not None}
-
-
-def _transport(settings: TrainSettings) -> Transport:
-    return Transport(settings.transport, settings.timeout, settings.curve_keys)
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:

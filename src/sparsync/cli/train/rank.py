@@ -92,7 +92,9 @@ def _train(
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent() - link)
         mine.loss.append(loss)
-        mine.sent.append(exchange.bytes_sent())
+        sent, received = exchange.traffic()
+        mine.sent.append(sent)
+        mine.received += received
         bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
         if goal is not None:
             mean = torch.tensor(loss, dtype=torch.float64)
@@ -104,7 +106,9 @@ def _train(
     with _naming_gloo(f"rank {rank}, finish"):
         exchange.finish()
         if exchange.comm is not None:
-            mine.sent[-1] += exchange.bytes_sent()
+            sent, received = exchange.traffic()
+            mine.sent[-1] += sent
+            mine.received += received
     mine.finish = time.perf_counter() - started
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
@@ -180,6 +184,7 @@ class _RankReport:
     loss: list[float] = field(default_factory=list)  # of this rank's batch
     seconds: list[float] = field(default_factory=list)  # the rank's delay included
     sent: list[int] = field(default_factory=list)  # bytes
+    received: int = 0  # bytes, in all
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
     evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
     digests: list[str] = field(default_factory=list)  # of the parameters after the last step
@@ -196,6 +201,7 @@ def _result(
     evaluation = Evaluation.total(r.evaluation for r in everyone)
     seconds = seconds_of_all([r.seconds for r in everyone])
     total = max(sum(r.seconds) + r.finish for r in everyone)
+    elements = everyone[0].parameters * len(seconds)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
     of_settings = ("workload", "seed", "batch_size", "optimizer", "lr", "nesterov", "weight_decay")
     same: dict[str, Any] = {key: getattr(settings, key) for key in (*of_settings, "delay")}
@@ -213,6 +219,8 @@ def _result(
         bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
         replicas_equal=all(r.digests == everyone[0].digests for r in everyone),
         bytes_sent=max((r.sent for r in everyone), key=sum),
+        sent_per_parameter_and_step=max(sum(r.sent) for r in everyone) / elements,
+        received_per_parameter_and_step=max(r.received for r in everyone) / elements,
         warmup_steps=settings.warmup_steps if exchange.sparse and exchange.options is None else 0,
         seconds=seconds,
         seconds_computation_median=computation,

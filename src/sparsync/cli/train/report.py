@@ -51,6 +51,8 @@ def comparison(results: Sequence[TrainResult]) -> Group:
                 "steps": f"{result.steps}",
                 "time per step": format_seconds(result.seconds_per_step_median),
                 "sent per step": format_bytes(sent),
+                "bytes out": f"{result.sent_per_parameter_and_step:.3g}",
+                "bytes in": f"{result.received_per_parameter_and_step:.3g}",
                 "training loss": f"{smoothed(result.loss, min(5, result.steps // 20))[-1]:.3f}",
                 "held-out loss": f"{result.eval_loss:.3f}",
                 "held-out accuracy": "-" if accuracy is None else f"{100 * accuracy:.1f} %",
@@ -86,6 +88,7 @@ def _caption(results: Sequence[TrainResult]) -> str:
     for metric in first.metrics:
         figures = [f"{r.metrics[metric]:.3g} ({r.algorithm})" for r in results]
         lines.append(f"held out, {metric}: {', '.join(figures)}")
+    lines.append("bytes out, in: per parameter and step, the mean over all steps")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):

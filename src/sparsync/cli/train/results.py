@@ -35,6 +35,9 @@ class TrainResult:
     bytes_sent_per_step_max: int  # the most that any rank sent in any step, headers included
     replicas_equal: bool  # all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in all
+    # bytes, the mean over steps, what makes replicas equal in the end included; of the rank with most
+    sent_per_parameter_and_step: float
+    received_per_parameter_and_step: float
     seed: int
     batch_size: int
     context: int | None

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_args
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from typer import Option
 
 from sparsync.api import connect
@@ -28,7 +27,7 @@ from sparsync.cli.options import (
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
 from sparsync.cli.workloads.base import Workload, is_hidden_matrix
 from sparsync.cli.workloads.delays import parse_delay
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.correction import Correction
 from sparsync.presets import check_density
 from sparsync.transports.communicator import Communicator
@@ -60,10 +59,7 @@ _WIDTH = (
     "Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; of the LSTM; or channels of a "
     "CNN's first stage."
 )
-_OPTIMIZER = (
-    "sgd, adam, adamw or muon (of hidden matrices; adamw of the rest, at the same rate); auto: the "
-    "workload's."
-)
+_OPTIMIZER = "sgd, adam, adamw or muon (adamw but for hidden matrices); auto: the workload's."
 _DECAY = "0.01 for adamw and muon, the workload's for sgd, else 0"
 _BATCH = "32 for digits, 16 for lines, 8 for bytes and lstm; the papers'"
 _DELAY = (
@@ -168,18 +164,17 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_optimizer(self) -> None:
-        check(
-            "optimizer", self.optimizer, self.optimizer in _OPTIMIZERS, "sgd, adam, adamw or muon"
-        )
+        known = self.optimizer in _OPTIMIZERS
+        check("optimizer", self.optimizer, known, "sgd, adam, adamw or muon")
         check("lr", self.lr, 0 < self.lr < math.inf, "a number > 0")
         check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             check(name, value, 0 <= value < math.inf, "a number >= 0")
-        if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-            raise ConfigurationError(
-                f"--optimizer muon needs torch 2.9, this is {torch.__version__}; choose adamw"
-            )
+        require(
+            self.optimizer != "muon" or hasattr(torch.optim, "Muon"),
+            f"--optimizer muon needs torch 2.9, this is {torch.__version__}; choose adamw",
+        )
         spaces = {"sgd": _SPACES, "muon": _SPACES[:1]}.get(self.optimizer, _ADAM_SPACES)
         check("space", self.space, self.space in spaces, f"one of {', '.join(spaces)}")
         if self.space != "gradient" and self.clip:
@@ -240,23 +235,19 @@ class TrainSettings:
             return [torch.optim.SGD(parameters, self.lr)]
         if self.optimizer == "sgd":
             return [torch.optim.SGD(parameters, self.lr, self.momentum, 0.0, decay, self.nesterov)]
-        if self.optimizer == "adam":
-            return [torch.optim.Adam(parameters, lr=self.lr, weight_decay=decay)]
-        plain = model.module if isinstance(model, DistributedDataParallel) else model
-        hidden = [
-            parameter
-            for name, parameter in plain.named_parameters()
-            if self.optimizer == "muon"
-            and parameter.dim() == 2
-            and is_hidden_matrix(name, parameter)
-        ]
-        taken = set(hidden)
-        rest = [parameter for parameter in parameters if parameter not in taken]
-        adam = torch.optim.AdamW(rest, lr=self.lr, weight_decay=decay)
-        if not hidden:
-            return [adam]
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        if self.optimizer != "muon":
+            return [kind(parameters, lr=self.lr, weight_decay=decay)]
+        hidden, rest = list[nn.Parameter](), list[nn.Parameter]()
+        for name, p in model.named_parameters():
+            inside = p.dim() == 2 and is_hidden_matrix(name.removeprefix("module."), p)
+            (hidden if inside else rest).append(p)
+        require(
+            bool(hidden),
+            f"--optimizer muon is for hidden matrices, and {self.workload} has none; choose adamw",
+        )
         # its updates are as large as AdamW's, so that one rate is both's (Liu et al., 2025, 2.2)
         muon = torch.optim.Muon(
             hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )
-        return [muon, adam]
+        return [muon, kind(rest, lr=self.lr, weight_decay=decay)]

@@ -77,8 +77,8 @@ class OuterStep(Averager):
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
-        tracking: how far first moments of Adam follow the average, in [0, 1], see ``Weights.follow``: a
-            moment moves by what it would take for this rank's steps to have been the average's.
+        tracking: how far the optimizer's first moments follow the average, in [0, 1]: a moment moves by
+            what makes this rank's steps the average's (Adam, Muon, SGD; see ``tracking.follow``).
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
@@ -264,8 +264,8 @@ class OuterStep(Averager):
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
-                if exchange.ahead is not None:
-                    weights.follow(span, exchange.ahead.mul_(self.tracking), exchange.steps)
+                if exchange.moved is not None and exchange.ahead is not None:
+                    weights.follow(span, exchange.moved, exchange.ahead, exchange.steps)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -380,7 +380,7 @@ class OuterStep(Averager):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         moved = self._began(part).sub_(exchange.weights)
-        ahead = moved.clone() if self.tracking else None
+        exchange.moved = moved.clone() if self.tracking else None
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             kept = reducer.residuals[unit].value
@@ -398,7 +398,8 @@ class OuterStep(Averager):
             raise
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
         average = self.layout.joined(part, deltas)
-        exchange.ahead = None if ahead is None else ahead.sub_(average)
+        if exchange.moved is not None:
+            exchange.ahead = (exchange.moved - average).mul_(self.tracking)
         exchange.shared = self._stepped(average, fragment.span, momentum)
         base = exchange.shared
         if self.residual == "weights":

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.averaging.fragments import Begin
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
+from sparsync.averaging.tracking import follow
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -212,32 +213,19 @@ class _Model:
             tensor.add_(values[place].view(tensor.shape))
 
     @torch.no_grad()
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Let the first moments of Adam follow the average: see ``Weights``."""
+    def follow(self, span: slice, moved: Tensor, ahead: Tensor, steps: int) -> None:
+        """Let first moments follow the average: see ``tracking.follow``."""
         of_state = {
             local_of(parameter).data_ptr(): (state, group)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if {"exp_avg", "exp_avg_sq", "step"}
-            <= (state := optimizer.state.get(parameter, {})).keys()
+            if (state := optimizer.state.get(parameter))
         }
         for tensor, place in self._within(span):
-            if tensor.data_ptr() not in of_state:
-                continue
-            state, group = of_state[tensor.data_ptr()]
-            rate = float(group["lr"]) * steps
-            if not rate:
-                continue
-            (beta1, beta2), step = group["betas"], float(state["step"])
-            unbiased = 1 - beta1**step
-            mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-            root = square.div(1 - beta2**step).sqrt_().add_(group["eps"])
-            mean.addcmul_(
-                root,
-                ahead[place].view(tensor.shape).to(root.dtype),
-                value=-unbiased / rate,
-            )
+            if found := of_state.get(tensor.data_ptr()):
+                own, further = (values[place].view(tensor.shape) for values in (moved, ahead))
+                follow(*found, own, further, steps)
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""

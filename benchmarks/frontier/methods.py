@@ -275,6 +275,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             )
             for bits, h in ((1, 1), (1, 2), (1, 4), (2, 4), (2, 10))
         },
+        # and steps as of averaged gradients
+        **{
+            f"{bits}bit-h{h}-corrected": _local(
+                resolve("quantised", bits=bits, block=512),
+                period=h,
+                tracking=1.0,
+                noise_correction=True,
+            )
+            for bits, h in ((1, 1), (1, 2), (1, 4), (1, 10), (2, 2), (2, 10))
+        },
         "updates-overlap": _local(
             resolve("quantised", block=512), period=2, fragments=2, delay=1, tracking=1.0
         ),

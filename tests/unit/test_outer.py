@@ -230,7 +230,7 @@ def test_moments_hear_of_as_many_steps_as_were_done():
     heard = []
 
     class Told(VectorWeights):
-        def follow(self, span, moved, ahead, steps):
+        def follow(self, span, ahead, steps):
             heard.append((span.start, steps, float(ahead.abs().max())))
 
     async def program(comm):

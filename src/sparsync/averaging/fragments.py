@@ -138,8 +138,7 @@ class Exchange:
         weights: when it set out; then what they become, or, if it is late, what is added to them.
         steps: local steps since the exchange before.
         shared: what the shared weights become.
-        moved: by how much this rank moved against its weights, if moments follow.
-        ahead: of that, what the average did not.
+        ahead: by how much this rank moved against its weights more than the average of the ranks.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         carried: what to wait for, once.
@@ -151,7 +150,6 @@ class Exchange:
     weights: Tensor
     steps: int
     shared: Tensor | None = None
-    moved: Tensor | None = None
     ahead: Tensor | None = None
     done: bool = False
     refused: bool = False
@@ -175,8 +173,8 @@ class Weights(Protocol):
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part."""
 
-    def follow(self, span: slice, moved: Tensor, ahead: Tensor, steps: int) -> None:
-        """Let first moments follow the average, where there are any: see ``tracking.follow``."""
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let first moments follow the average, where they are known: see ``moments.follow``."""
 
     def carry(self, exchange: Begin) -> Awaitable[None] | None:
         """Begin an exchange, after those before; None: it can wait until its result is needed."""
@@ -203,7 +201,7 @@ class VectorWeights:
         """Add to a part."""
         self.write(span, self.vector[span] + values)
 
-    def follow(self, span: slice, moved: Tensor, ahead: Tensor, steps: int) -> None:
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
         """Do nothing: there is no optimizer."""
 
     def carry(self, exchange: Begin) -> None:

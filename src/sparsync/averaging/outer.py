@@ -77,8 +77,10 @@ class OuterStep(Averager):
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
-        tracking: how far the optimizer's first moments follow the average, in [0, 1]: a moment moves by
-            what makes this rank's steps the average's (Adam, Muon, SGD; see ``tracking.follow``).
+        tracking: how far first moments of Adam follow the average, in [0, 1], see ``moments.follow``: a
+            moment moves by what it would take for this rank's steps to have been the average's.
+        noise_correction: Adam's steps are those of the second moment of averaged gradients, see
+            ``moments.correct``.  Both are for ``attach``, which knows the optimizer.
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum.
@@ -117,6 +119,7 @@ class OuterStep(Averager):
         nesterov: bool = False,
         residual_decay: float = 1.0,
         tracking: float = 0.0,
+        noise_correction: bool = False,
         **binding: Any,
     ) -> None:
         counted = period is None or (type(period) is int and period >= 1)
@@ -148,6 +151,7 @@ class OuterStep(Averager):
         self.adapt()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.tracking = residual_decay, tracking
+        self.noise_correction = noise_correction
         self.state = OuterState()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -264,8 +268,8 @@ class OuterStep(Averager):
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
-                if exchange.moved is not None and exchange.ahead is not None:
-                    weights.follow(span, exchange.moved, exchange.ahead, exchange.steps)
+                if exchange.ahead is not None:
+                    weights.follow(span, exchange.ahead.mul_(self.tracking), exchange.steps)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -335,7 +339,7 @@ class OuterStep(Averager):
     def settings(self) -> dict[str, Any]:
         """Return what makes this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
-        more = ("nesterov", "residual_decay", "tracking")
+        more = ("nesterov", "residual_decay", "tracking", "noise_correction")
         return {name: getattr(self, name) for name in (*names, *more)}
 
     def stats(self) -> dict[str, Any]:
@@ -380,7 +384,7 @@ class OuterStep(Averager):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         moved = self._began(part).sub_(exchange.weights)
-        exchange.moved = moved.clone() if self.tracking else None
+        ahead = moved.clone() if self.tracking else None
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             kept = reducer.residuals[unit].value
@@ -398,8 +402,7 @@ class OuterStep(Averager):
             raise
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
         average = self.layout.joined(part, deltas)
-        if exchange.moved is not None:
-            exchange.ahead = (exchange.moved - average).mul_(self.tracking)
+        exchange.ahead = None if ahead is None else ahead.sub_(average)
         exchange.shared = self._stepped(average, fragment.span, momentum)
         base = exchange.shared
         if self.residual == "weights":

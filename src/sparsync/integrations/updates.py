@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.fragments import Begin
+from sparsync.averaging.moments import correct, follow, with_moments
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
-from sparsync.averaging.tracking import follow
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -213,19 +213,16 @@ class _Model:
             tensor.add_(values[place].view(tensor.shape))
 
     @torch.no_grad()
-    def follow(self, span: slice, moved: Tensor, ahead: Tensor, steps: int) -> None:
-        """Let first moments follow the average: see ``tracking.follow``."""
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let first moments of Adam follow the average: see ``moments.follow``."""
         of_state = {
             local_of(parameter).data_ptr(): (state, group)
             for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (state := optimizer.state.get(parameter))
+            for parameter, state, group in with_moments(optimizer)
         }
         for tensor, place in self._within(span):
-            if found := of_state.get(tensor.data_ptr()):
-                own, further = (values[place].view(tensor.shape) for values in (moved, ahead))
-                follow(*found, own, further, steps)
+            if known := of_state.get(tensor.data_ptr()):
+                follow(*known, ahead[place].view(tensor.shape), steps)
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
@@ -300,6 +297,12 @@ class UpdateSync(Sync):
             if (sync := me()) is not None and torch.is_grad_enabled():
                 sync._before_forward()
 
+        def corrected(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (sync := me()) is not None and sync.outer.noise_correction:
+                for parameter, state, group in with_moments(optimizer):
+                    if parameter.grad is not None:  # else it was not stepped
+                        correct(parameter, state, group, sync.reducer.comm.world_size)
+
         def after_step(*_: Any) -> None:
             if (sync := me()) is not None:
                 sync._owed = False
@@ -310,6 +313,7 @@ class UpdateSync(Sync):
         handles: list[Any] = [
             (ddp or module).register_forward_pre_hook(Hook(before_forward), prepend=True)
         ]
+        handles += [one.register_step_post_hook(Hook(corrected)) for one in optimizers]
         if optimizers:
             # one that the last optimizer of several ends: ranks count iterations, not optimizers
             handles.append(optimizers[-1].register_step_post_hook(Hook(after_step)))

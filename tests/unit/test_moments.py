@@ -1,0 +1,51 @@
+"""Adam on one rank of several: its first moment follows the average, its steps are of less noise."""
+
+import pytest
+import torch
+
+from sparsync.averaging.moments import correct, follow, with_moments
+
+GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+STEPS = 5
+
+
+def trained(kind=torch.optim.AdamW, **options):
+    """Return a parameter and its optimizer after some steps, and the weights before the last one."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+    optimizer = kind([parameter], **{**GROUP, **options})
+    for _ in range(STEPS):
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn_like(parameter) + 1
+        optimizer.step()
+    return parameter, optimizer, before
+
+
+def test_with_the_followed_moment_the_steps_would_have_been_the_average_s():
+    parameter, optimizer, before = trained()
+    ((_, state, group),) = with_moments(optimizer)
+    moved, average = before - parameter.detach(), torch.randn(3, 5, dtype=torch.float64)
+    follow(state, group, moved - average, 1)
+    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS)).sqrt() + 1e-8
+    torch.testing.assert_close(0.1 * state["exp_avg"] / (1 - 0.9**STEPS) / root, average)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
+)
+def test_a_corrected_step_is_that_of_the_averages_second_moment(ranks, options):
+    parameter, optimizer, before = trained(**options)
+    ((_, state, group),) = with_moments(optimizer)
+    correct(parameter, state, group, ranks)
+    mean = state["exp_avg"] / (1 - 0.9**STEPS)
+    square = state["exp_avg_sq"] / (1 - 0.99**STEPS)
+    root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
+    expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
+    torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_other_moments_are_left_alone():
+    assert not list(with_moments(trained(amsgrad=True)[1]))
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    assert not list(with_moments(sgd))

@@ -37,8 +37,8 @@ def _moments(
 def follow(state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int) -> None:
     """Move a first moment by what makes this rank's last ``steps`` steps the average's.
 
-    A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``, and their sum was ``ahead`` of the average's, in
-    the parameter's shape, against the weights.  So ``m -= (1 - b1^t) d ahead / (lr steps)``.
+    A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``.  Their sum was ``ahead`` of the average's, in
+    the parameter's shape and against the weights, so ``m -= (1 - b1^t) d ahead / (lr steps)``.
     """
     rate = float(group["lr"]) * steps
     if rate:

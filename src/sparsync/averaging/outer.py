@@ -132,6 +132,7 @@ class OuterStep(Averager):
             ("nesterov", nesterov, not nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
             ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
             ("tracking", tracking, 0 <= tracking <= 1, "a factor in [0, 1]"),
+            ("noise_correction", noise_correction, type(noise_correction) is bool, "True or False"),
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size

@@ -212,6 +212,17 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
     )
 
 
+def selected_twice(
+    model: nn.Module, kind: str, lr: float, steps: int, *, density: float, **settings: Any
+) -> Exchange:
+    """``budgeted``, which receives no more than an all-gather at ``density`` does.
+
+    That receives P - 1 times k pairs; this 2 (P - 1) / P times its k.
+    """
+    settings |= {"algorithm": "budgeted", "density": density * dist.get_world_size() / 2}
+    return updates(model, kind, lr, steps, **settings)
+
+
 # ---- the table ---------------------------------------------------------------------------------------
 
 
@@ -290,5 +301,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
         **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},
+        "budgeted-h2-received": Method(
+            selected_twice, {"density": 0.01, "period": 2}, _OUTER_KNOBS
+        ),
     }
 )

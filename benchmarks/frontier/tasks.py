@@ -98,9 +98,11 @@ class Task:
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        "gpt-1m": Task(GptWorkload(), 8, (2e-3, 4e-3, 8e-3)),
+        "gpt-1m": Task(GptWorkload(), 8, (1e-3, 2e-3, 4e-3)),
         # 4 ranks on 2 cores compute a step of 2 windows each in less than 0.6 s
         "gpt-9m": Task(GptWorkload(width=416), 2, (1e-3, 2e-3, 4e-3)),
+        # for many ranks
+        "gpt-100k": Task(GptWorkload(context=64, width=64, layers=2), 4, (4e-3, 8e-3, 1.6e-2)),
         "lstm": Task(LstmWorkload(), 8, (3e-3, 6e-3, 1.2e-2)),
         "digits": Task(DigitsWorkload(), 32, (1e-3, 2e-3, 4e-3)),
         "tiny": Task(GptWorkload(context=16, width=32, layers=1), 2, (4e-3, 8e-3)),  # for tests

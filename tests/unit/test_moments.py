@@ -21,12 +21,15 @@ def trained(kind=torch.optim.AdamW, **options):
     return parameter, optimizer, before
 
 
-def test_with_the_followed_moment_the_steps_would_have_been_the_average_s():
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_with_the_followed_moment_the_steps_would_have_been_the_average_s(ranks):
     parameter, optimizer, before = trained()
+    correct(optimizer, ranks)
     ((_, state, group),) = with_moments(optimizer)
     moved, average = before - parameter.detach(), torch.randn(3, 5, dtype=torch.float64)
-    follow(state, group, moved - average, 1)
-    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS)).sqrt() + 1e-8
+    mean, square = state["exp_avg"] / (1 - 0.9**STEPS), state["exp_avg_sq"] / (1 - 0.99**STEPS)
+    root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
+    follow(state, group, moved - average, 1, ranks)
     torch.testing.assert_close(0.1 * state["exp_avg"] / (1 - 0.9**STEPS) / root, average)
 
 
@@ -36,8 +39,8 @@ def test_with_the_followed_moment_the_steps_would_have_been_the_average_s():
 )
 def test_a_corrected_step_is_that_of_the_averages_second_moment(ranks, options):
     parameter, optimizer, before = trained(**options)
-    ((_, state, group),) = with_moments(optimizer)
-    correct(parameter, state, group, ranks)
+    ((_, state, _),) = with_moments(optimizer)
+    correct(optimizer, ranks)
     mean = state["exp_avg"] / (1 - 0.9**STEPS)
     square = state["exp_avg_sq"] / (1 - 0.99**STEPS)
     root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8

@@ -24,46 +24,42 @@ def with_moments(
                 yield parameter, state, group
 
 
-def _moments(
-    state: Mapping[str, Any], group: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, float, float]:
-    """Return both moments, and by what they are divided for their bias."""
+def _divided(
+    state: Mapping[str, Any], group: Mapping[str, Any], ranks: int
+) -> tuple[Tensor, float, Tensor]:
+    """Return m, 1 - b1^t, and d = sqrt(v') + eps with v' = m'^2 + (v - m'^2) / ranks, bias removed."""
     (beta1, beta2), step = group["betas"], float(state["step"])
-    mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-    return mean, square, 1 - beta1**step, 1 - beta2**step
+    unbiased, noise, mean = 1 - beta1**step, 1 / ranks, local_of(state["exp_avg"])
+    square = local_of(state["exp_avg_sq"]).mul(noise / (1 - beta2**step))
+    if ranks > 1:
+        square.addcmul_(mean, mean, value=(1 - noise) / unbiased**2)
+    return mean, unbiased, square.sqrt_().add_(group["eps"])
 
 
 @torch.no_grad()
-def follow(state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int) -> None:
+def follow(
+    state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int, ranks: int = 1
+) -> None:
     """Move a first moment by what makes this rank's last ``steps`` steps the average's.
 
     A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``.  Their sum was ``ahead`` of the average's, in
-    the parameter's shape and against the weights, so ``m -= (1 - b1^t) d ahead / (lr steps)``.
+    the parameter's shape and against the weights, so ``m -= (1 - b1^t) d ahead / (lr steps)``.  With
+    ``ranks`` these steps were ``correct``ed.
     """
-    rate = float(group["lr"]) * steps
-    if rate:
-        mean, square, unbiased1, unbiased2 = _moments(state, group)
-        root = square.div(unbiased2).sqrt_().add_(group["eps"])
-        mean.addcmul_(root, ahead.to(root.dtype), value=-unbiased1 / rate)
+    if rate := float(group["lr"]) * steps:
+        mean, unbiased, root = _divided(state, group, ranks)
+        mean.addcmul_(root, ahead.to(root.dtype), value=-unbiased / rate)
 
 
 @torch.no_grad()
-def correct(
-    parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], ranks: int
-) -> None:
-    """Make the step just done that of the second moment of the average's gradients.
+def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Make the step just done that of the second moments of the average's gradients.
 
     The noise of gradients is averaged away over P ``ranks``, so ``v' = m'^2 + (v - m'^2) / P``, where a
     rank's own ``v`` makes steps up to sqrt(P) times shorter; ``w -= lr m' (1 / d(v') - 1 / d(v))``.
     """
-    mean, square, unbiased1, unbiased2 = _moments(state, group)
-    noise = 1 / ranks
-    own = square.div(unbiased2)
-    averaged = own.mul(noise).addcmul_(mean, mean, value=(1 - noise) / unbiased1**2)
-    averaged.sqrt_().add_(group["eps"]).reciprocal_()
-    averaged.sub_(own.sqrt_().add_(group["eps"]).reciprocal_())
-    local_of(parameter).addcmul_(
-        mean.to(parameter.dtype),
-        averaged.to(parameter.dtype),
-        value=-float(group["lr"]) / unbiased1,
-    )
+    for parameter, state, group in with_moments(optimizer):
+        if parameter.grad is not None:  # else it was not stepped
+            mean, unbiased, root = _divided(state, group, ranks)
+            missing = root.reciprocal_().sub_(_divided(state, group, 1)[2].reciprocal_())
+            local_of(parameter).addcmul_(mean, missing, value=-float(group["lr"]) / unbiased)

@@ -171,6 +171,7 @@ class _Model:
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
+        self.ranks = 1  # over which the noise of second moments is averaged away
         self.carrier: Callable[[Begin], Awaitable[None]]
 
     def _tensors(self) -> list[Tensor]:
@@ -222,7 +223,7 @@ class _Model:
         }
         for tensor, place in self._within(span):
             if known := of_state.get(tensor.data_ptr()):
-                follow(*known, ahead[place].view(tensor.shape), steps)
+                follow(*known, ahead[place].view(tensor.shape), steps, self.ranks)
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
@@ -297,12 +298,6 @@ class UpdateSync(Sync):
             if (sync := me()) is not None and torch.is_grad_enabled():
                 sync._before_forward()
 
-        def corrected(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (sync := me()) is not None and sync.outer.noise_correction:
-                for parameter, state, group in with_moments(optimizer):
-                    if parameter.grad is not None:  # else it was not stepped
-                        correct(parameter, state, group, sync.reducer.comm.world_size)
-
         def after_step(*_: Any) -> None:
             if (sync := me()) is not None:
                 sync._owed = False
@@ -313,7 +308,10 @@ class UpdateSync(Sync):
         handles: list[Any] = [
             (ddp or module).register_forward_pre_hook(Hook(before_forward), prepend=True)
         ]
-        handles += [one.register_step_post_hook(Hook(corrected)) for one in optimizers]
+        if self.outer.noise_correction:
+            ranks = self._weights.ranks = self.reducer.comm.world_size
+            corrected = Hook(lambda optimizer, *_: correct(optimizer, ranks))
+            handles += [one.register_step_post_hook(corrected) for one in optimizers]
         if optimizers:
             # one that the last optimizer of several ends: ranks count iterations, not optimizers
             handles.append(optimizers[-1].register_step_post_hook(Hook(after_step)))

@@ -50,5 +50,8 @@ def test_a_corrected_step_is_that_of_the_averages_second_moment(ranks, options):
 
 def test_other_moments_are_left_alone():
     assert not list(with_moments(trained(amsgrad=True)[1]))
-    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-    assert not list(with_moments(sgd))
+    for kind in (torch.optim.NAdam, torch.optim.Adagrad):  # other steps from moments of these names
+        optimizer = kind([torch.nn.Parameter(torch.ones(2))])
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        optimizer.step()
+        assert not list(with_moments(optimizer))

@@ -16,11 +16,11 @@ __all__ = ["correct", "follow", "with_moments"]
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield the parameters that have both moments of Adam, without ``amsgrad``; their state and group."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and not group.get("amsgrad"):
+    """Yield what Adam or AdamW has stepped, without ``amsgrad``: parameters, their state and group."""
+    adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    for group in optimizer.param_groups if adam else ():
+        for parameter in group["params"] if not group["amsgrad"] else ():
+            if state := optimizer.state.get(parameter):
                 yield parameter, state, group
 
 

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from sparsync.averaging import OuterStep
+from sparsync.units import local_of
 from tests import attaching
-from tests.on_ranks import same_everywhere
+from tests.on_ranks import gathered, same_everywhere
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:
@@ -162,3 +164,80 @@ def all_refuse_what_is_not_finite(
         train(net, range(3, 5), optimizer, backward)
         assert same_everywhere(flat(net)) and flat(net).isfinite().all(), policy
         sync.close()
+
+
+# ---- updates, where a replica is divided ----------------------------------------------------------
+
+
+def local_flat(net: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([local_of(p).flatten() for p in net.parameters()])
+
+
+def local_shared(net: Any, sync: Any) -> torch.Tensor:
+    with sync.shared():
+        return local_flat(net)
+
+
+def updating(net: Any, replicate: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """Attach to AdamW; ``sync.stepped`` has this rank's weights between its last step and the exchange."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: setattr(sync, "stepped", local_flat(net)))
+    transport = sparsync.Transport(timeout=30, hierarchy=settings.pop("hierarchy", None))
+    settings = {"density": 1.0, "period": 1, "residual": "weights", **settings}
+    sync: Any = sparsync.attach(
+        net, optimizer, OuterStep(**settings), replicate=replicate, transport=transport
+    )
+    return optimizer, sync
+
+
+def mean_over(values: torch.Tensor, group: Any) -> torch.Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def the_law_of_updates_holds(
+    net: Any, optimizer: Any, sync: Any, backward: Any, group: Any
+) -> None:
+    """Every exchange keeps the mean over replicas; shared weights are equal, in the end all are."""
+    for step in range(5):
+        train(net, range(step, step + 1), optimizer, backward)
+        assert same_everywhere(local_shared(net, sync), group)
+        kept = mean_over(local_flat(net), group)
+        assert torch.allclose(kept, mean_over(sync.stepped, group), atol=1e-6)
+    assert not same_everywhere(local_flat(net), group)
+    sync.finish()
+    assert same_everywhere(local_flat(net), group)
+    assert torch.allclose(local_flat(net), kept, atol=1e-6)
+
+
+def nan_on_one_rank_brings_all_back(
+    net: Any, optimizer: Any, sync: Any, backward: Any, spoiled: torch.Tensor, rank: int
+) -> None:
+    """All parts of all replicas return to the last exchange, twice they raise; ``finish`` as well."""
+
+    def spoil(_optimizer: Any, *_: Any) -> None:
+        if dist.get_rank() == rank:
+            local_of(spoiled.grad).view(-1)[0] = torch.nan
+
+    train(net, range(3), optimizer, backward)
+    before = local_flat(net)
+    hook = optimizer.register_step_pre_hook(spoil)
+    train(net, range(3, 4), optimizer, backward)
+    assert torch.equal(local_flat(net), before)
+    assert sync.stats()["skipped_steps"] == 1
+    hook.remove()
+    train(net, range(4, 6), optimizer, backward)
+    assert not torch.equal(local_flat(net), before)
+    counts = {name: int(state["step"]) for name, state in optimizer.state_dict()["state"].items()}
+    assert gathered(counts)[dist.get_rank() ^ 1] == counts  # dropped on all parts of a replica
+    shared = local_shared(net, sync)
+    with torch.no_grad():
+        if dist.get_rank() == rank:
+            local_of(spoiled).view(-1)[0] = torch.nan
+    sync.finish()
+    assert torch.equal(local_flat(net), shared) and shared.isfinite().all()
+    hook = optimizer.register_step_pre_hook(spoil)
+    with pytest.raises(sparsync.errors.NonFiniteGradientError):
+        train(net, range(6, 8), optimizer, backward)
+    hook.remove()

@@ -506,3 +506,60 @@ def test_a_partly_sharded_model_is_refused():
     fully_shard(net.often, mesh=mesh["shard"])
     with refused("'rare.weight' is not sharded by FSDP2", "fully_shard on the whole"):
         attach(net, mesh)
+
+
+# ---- updates --------------------------------------------------------------------------------------
+
+OUTER = {
+    "dense": {"algorithm": "dense"},
+    "tracking": {"algorithm": "dense", "tracking": 1.0},
+    "delayed": {"algorithm": "dense", "period": 4, "fragments": 3, "delay": 1, "momentum": 0.5},
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", OUTER)
+def test_updates_of_shards_are_those_of_whole_models(name):
+    """Of the same data: without FSDP2, gradients are averaged here over the ranks of a replica."""
+    mesh, ends = grid(), []
+
+    def averaged(net, step):
+        loss = backward(net, step)
+        for parameter in net.parameters():
+            parameter.grad = small_model.mean_over(parameter.grad, mesh["shard"].get_group())
+        return loss
+
+    for net, back in ((Net(), averaged), (sharded(mesh), backward)):
+        optimizer, sync = small_model.updating(net, mesh["replicate"], **OUTER[name])
+        small_model.train(net, range(9), optimizer, back)
+        with sync.shared():
+            shared = flat(net)
+        own = flat(net)
+        sync.finish()
+        assert same_everywhere(flat(net))
+        ends.append(torch.stack([own, shared, flat(net)]))
+        sync.close()
+    torch.testing.assert_close(*ends, atol=2e-5, rtol=0)
+
+
+@on_ranks(4)
+def test_the_law_holds_for_updates_of_shards():
+    mesh = grid()
+    net = sharded(mesh)
+    optimizer, sync = small_model.updating(
+        net, mesh["replicate"], algorithm="quantised", tracking=1.0
+    )
+    group = mesh["replicate"].get_group()
+    small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
+    sync.close()
+
+
+@on_ranks(4)
+def test_nan_in_updates_of_one_shard_brings_all_back():
+    mesh = grid()
+    net = sharded(mesh)
+    optimizer, sync = small_model.updating(net, mesh["replicate"], algorithm="quantised")
+    small_model.nan_on_one_rank_brings_all_back(
+        net, optimizer, sync, backward, net.table.weight, rank=1
+    )
+    sync.close()

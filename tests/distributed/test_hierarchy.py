@@ -196,6 +196,28 @@ def test_a_part_that_fails_is_heard_of(make):
     sync.close()
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("when", ["exchange", "finish"])
+def test_updates_of_a_part_that_fail_are_heard_of(when):
+    mesh = nodes()
+    net = fully_shard(model(), mesh=mesh["ranks"])
+    optimizer, sync = small_model.updating(net, mesh["nodes"], algorithm="quantised")
+    train(net, range(2), optimizer)
+
+    async def failing(*_):
+        raise PeerError("the other node is gone")
+
+    part = dist.get_rank() % 2
+    if part == 0:
+        sync.reducer.exchange = sync.reducer.comm.allreduce = failing
+    started = time.monotonic()
+    said = ["the other node is gone", "the exchange of part 0 of this replica failed"]
+    with refused(said[part], error=PeerError):
+        train(net, range(2, 3), optimizer) if when == "exchange" else sync.finish()
+    assert time.monotonic() - started < 15, "waited for the timeout of 30 s"
+    sync.close()
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_gather_that_fails_undoes_the_step():

@@ -22,11 +22,23 @@ from torch.distributed.tensor.parallel import (
 )
 
 from sparsync import AdaptiveDensity
-from sparsync.errors import NonFiniteGradientError
+from sparsync.errors import NonFiniteGradientError, PeerError
 from sparsync.units import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
-from .small_model import attach, batch, flat, residuals, resumes_exactly
+from .small_model import (
+    attach,
+    batch,
+    flat,
+    local_flat,
+    local_shared,
+    nan_on_one_rank_brings_all_back,
+    residuals,
+    resumes_exactly,
+    the_law_of_updates_holds,
+    train,
+    updating,
+)
 from .small_model import model as network
 
 EVERYTHING = {"algorithm": "allgather", "density": 1.0}
@@ -364,6 +376,67 @@ def test_tensor_parallel_refuses():
     for options in ({"algorithm": "auto"}, {"density": AdaptiveDensity()}):
         with refused("fixed density"):
             attach(parallel(mesh), replicate=mesh["dp"], **options)
+
+
+# ---- updates --------------------------------------------------------------------------------------
+
+
+def parallel_backward(mesh):
+    place, replica = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
+
+    def backward(net, step):
+        loss = loss_of(net, step, replica, slice(place, place + 1))
+        loss.backward()
+        return loss
+
+    return backward
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tracking", [0.0, 1.0])
+def test_updates_of_tensor_parallel_models(tracking):
+    """What is whole on tensor-parallel ranks stays equal there."""
+    mesh = mesh_of(dp=2, tp=2)
+    net = parallel(mesh)
+    settings = {"algorithm": "quantised", "fragments": 2, "period": 2, "tracking": tracking}
+    optimizer, sync = updating(net, mesh["dp"], **settings)
+    for step in range(6):
+        train(net, range(step, step + 1), optimizer, parallel_backward(mesh))
+        copies, shards = local(net, sharded=False), local(net, sharded=True)
+        assert same_everywhere(copies, mesh["tp"].get_group())
+        assert not same_everywhere(shards, mesh["tp"].get_group())
+        assert same_everywhere(local_shared(net, sync), mesh["dp"].get_group())
+    sync.finish()
+    assert same_everywhere(local(net, sharded=False))
+    assert same_everywhere(local_flat(net), mesh["dp"].get_group())
+    sync.close()
+
+
+@on_ranks(4)
+def test_updates_of_tensor_parallel_models_keep_the_law_and_return_from_nan():
+    mesh = mesh_of(dp=2, tp=2)
+    for check, more in (
+        (the_law_of_updates_holds, [mesh["dp"].get_group()]),
+        (nan_on_one_rank_brings_all_back, None),
+    ):
+        net = parallel(mesh)
+        optimizer, sync = updating(net, mesh["dp"], algorithm="quantised")
+        check(net, optimizer, sync, parallel_backward(mesh), *(more or [net.up.bias, 3]))
+        assert same_everywhere(local(net, sharded=False), mesh["tp"].get_group())
+        sync.close()
+
+
+@on_ranks(4)
+def test_updates_of_stages():
+    pipe = Pipe("gpipe", **EVERYTHING)
+    pipe.sync.close()
+    stage, group = pipe.module[0], pipe.mesh["dp"].get_group()
+    optimizer, sync = updating(stage, pipe.mesh["dp"], algorithm="quantised")
+    the_law_of_updates_holds(stage, optimizer, sync, lambda _, step: pipe.backward(step), group)
+    sync.close()
+    # the first stage has two parameters: three fragments of it are two
+    with refused("fragments", error=PeerError):
+        updating(stage, pipe.mesh["dp"], algorithm="quantised", period=3, fragments=3)
 
 
 # ---- groups ---------------------------------------------------------------------------------------

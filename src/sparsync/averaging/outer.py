@@ -23,7 +23,7 @@ from sparsync.feedback.step import Proposal
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
-from sparsync.units import Slot, Unit, output_parameters
+from sparsync.units import Slot, Unit, local_of, output_parameters
 
 __all__ = ["OuterState", "OuterStep"]
 
@@ -154,6 +154,9 @@ class OuterStep(Averager):
         self.residual_decay, self.tracking = residual_decay, tracking
         self.noise_correction = noise_correction
         self.state = OuterState()
+        self.on_any_part: Callable[[bool], bool] = lambda _here: (
+            False
+        )  # parts of a replica are alike
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
@@ -305,7 +308,11 @@ class OuterStep(Averager):
                 moved = self._began(part).sub_(weights.read(fragment.span))
                 missing.append(moved + self._withheld(part))
         reducer = self.reducer
-        average = await mean(reducer.comm, torch.cat(missing))
+        try:
+            average = await mean(reducer.comm, torch.cat(missing))
+        except BaseException:
+            reducer.fail()
+            raise
         whole = Unit((Slot("the model", 0, average.numel()),), average.dtype, average.device)
         proposal = Proposal(reducer.comm.rank, reducer.step, [whole], [DenseVector(average)])
         if reducer.consensus(proposal) is None:  # all ranks decide alike
@@ -444,10 +451,13 @@ class OuterStep(Averager):
         return torch.sub(self.memory["shared"][span], update, out=update)
 
     def _heal(self) -> None:
-        """Drop the optimizer's state of parameters where it is not finite."""
-        for state in (state for one in self.optimizers for state in one.state.values()):
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        """Drop the optimizer's state of parameters where it is not finite; on all parts, or on none."""
+        states = [state for one in self.optimizers for state in one.state.values()]
+        tensors = [[local_of(v) for v in s.values() if isinstance(v, Tensor)] for s in states]
+        broken = [not all(bool(torch.isfinite(v).all()) for v in values) for values in tensors]
+        everything = self.on_any_part(any(broken))
+        for state, here in zip(states, broken, strict=True):
+            if here or everything:
                 state.clear()
 
     def _place(self) -> dict[str, Any]:

@@ -183,6 +183,12 @@ class Reducer:
         self.open()
         self._committed = committed
 
+    def fail(self) -> None:
+        """Tell who else must agree to the step, if anybody, that its exchange has failed here."""
+        tell = getattr(self.consensus, "fail", None)
+        if tell is not None:
+            tell(self.step)
+
     def skip(self) -> None:
         """Refuse what is not committed; go on to the next step, unless another part of it is."""
         self.refuse()
@@ -206,7 +212,11 @@ class Reducer:
         for place, unit in enumerate(chosen):
             self.accumulate(unit, 0, gradients[place], weights[place] if weights else None)
         programs = [self.exchange(unit) for unit in chosen]
-        await together([*programs, self.share()] if units is None else programs)
+        try:
+            await together([*programs, self.share()] if units is None else programs)
+        except BaseException:
+            self.fail()
+            raise
         averages = self.commit(units)
         for average, gradient in zip(averages, gradients, strict=True):
             average.write_to_(gradient)

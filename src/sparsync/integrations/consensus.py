@@ -100,6 +100,11 @@ class PartsConsensus:
         with suppress(CommunicationError):  # they may be gone, too: the first error counts
             self._ask(step, _FAILED, "")
 
+    def on_any(self, here: bool) -> bool:
+        """Tell whether something is so on this part or on another one."""
+        answers = self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "")
+        return bool((answers[:, 0] == _BROKEN).any())
+
     def _ask(self, step: int, outcome: int, name: str) -> Tensor:
         """Return every part's outcome, name and marks, a row each."""
         self.parts.ledger.begin_step(step)

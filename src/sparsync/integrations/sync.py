@@ -272,8 +272,7 @@ class Sync(ABC):
                 for job in this.jobs:
                     job.result()
             except BaseException:
-                if self._consensus is not None:  # tell the other shards and stages
-                    self._consensus.fail(self.reducer.step)
+                self.reducer.fail()
                 raise
             averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
             for unit, average, into in zip(

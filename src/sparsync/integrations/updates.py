@@ -109,6 +109,10 @@ def attach_updates(
         weights = _Model(module, trained, ddp is None or ddp.broadcast_buffers)
         output = output_parameters(module) if outer.chosen.output else ()
         units = outer.plan(weights.read(slice(0, None)), trained, output, kinds)
+        if consensus is not None and consensus.parts.world_size > 1:
+            facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
+            run(agree(consensus.parts, facts))
+            outer.on_any_part = consensus.on_any
         reducer = options.reducer(
             groups.make(ranks), units, consensus or Proposal.broken, outer=outer.settings()
         )

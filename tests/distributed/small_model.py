@@ -179,7 +179,7 @@ def local_shared(net: Any, sync: Any) -> torch.Tensor:
 
 
 def updating(net: Any, replicate: Any = None, **settings: Any) -> tuple[Any, Any]:
-    """Attach to AdamW; ``sync.stepped`` has this rank's weights between its last step and the exchange."""
+    """Attach to AdamW; ``sync.stepped`` has the weights between the last step and the exchange."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: setattr(sync, "stepped", local_flat(net)))
     transport = sparsync.Transport(timeout=30, hierarchy=settings.pop("hierarchy", None))
@@ -201,7 +201,9 @@ def the_law_of_updates_holds(
 ) -> None:
     """Every exchange keeps the mean over replicas; shared weights are equal, in the end all are."""
     for step in range(5):
-        train(net, range(step, step + 1), optimizer, backward)
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
         assert same_everywhere(local_shared(net, sync), group)
         kept = mean_over(local_flat(net), group)
         assert torch.allclose(kept, mean_over(sync.stepped, group), atol=1e-6)

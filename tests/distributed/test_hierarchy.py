@@ -135,6 +135,111 @@ def test_what_cannot_work_is_refused():
         attach(ddp_model(), hierarchy="node")
 
 
+# ---- updates: gradients are averaged in a node, and nodes exchange what its optimizers do -----------
+
+
+def updating(net=None, **settings):
+    net = ddp_model(bucket_cap_mb=0.001) if net is None else net
+    return net, *small_model.updating(net, **{"hierarchy": nodes(), **settings})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tracking": 1.0},
+        {"period": 4, "fragments": 3, "delay": 1, "momentum": 0.5, "residual": "apart"},
+    ],
+)
+def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(settings):
+    mesh, ends, settings = nodes(), [], {"algorithm": "dense", **settings}
+    group = mesh["ranks"].get_group()
+
+    def averaged(net, step):
+        loss = backward(net, step)
+        for parameter in net.parameters():
+            parameter.grad = small_model.mean_over(parameter.grad, group)
+        return loss
+
+    single = model()
+    for net, optimizer, sync, back in (
+        (single, *small_model.updating(single, mesh["nodes"], **settings), averaged),
+        (*updating(**settings), backward),
+    ):
+        for step in range(9):
+            train(net, range(step, step + 1), optimizer, back)
+            assert same_everywhere(flat(net), group)
+        with sync.shared():
+            shared = flat(net)
+        own = flat(net)
+        sync.finish()
+        assert same_everywhere(flat(net))
+        ends.append(torch.stack([own, shared, flat(net)]))
+        sync.close()
+    torch.testing.assert_close(*ends, atol=2e-5, rtol=0)
+
+
+@on_ranks(4)
+def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each():
+    mesh = nodes()
+    net, optimizer, sync = updating(algorithm="quantised", tracking=1.0)
+    group = mesh["nodes"].get_group()
+    small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
+    assert same_everywhere(flat(net))
+    sent, size = sum(gathered(sync.stats()["bytes_sent_per_step_mean"])) / 2, flat(net).numel()
+    # 2 bits up and 2 down for half of the elements, and scales; finish(): as many in 32 bits
+    assert size / 4 < sent < size * (1 / 3 + 4 / 5)
+    inner = sync.stats()["inner"]
+    assert inner["node allreduce"]["sent"] == 5 * 4 * size and "node allgather" in inner
+    sync.close()
+
+
+@on_ranks(4)
+def test_nan_on_one_rank_of_a_node_brings_all_back():
+    net, optimizer, sync = updating(algorithm="quantised")
+    hook = net.module[3].bias.register_hook(  # averaged over its node, and over no other
+        lambda gradient: gradient * (torch.nan if dist.get_rank() == 3 else 1)
+    )
+    before = flat(net)
+    train(net, range(1), optimizer)
+    hook.remove()
+    assert torch.equal(flat(net), before) and sync.stats()["skipped_steps"] == 1
+    sync.close()
+    net, optimizer, sync = updating(algorithm="quantised")
+    first = net.module[0].weight
+    small_model.nan_on_one_rank_brings_all_back(net, optimizer, sync, backward, first, rank=2)
+    sync.close()
+
+
+@on_ranks(4)
+def test_buffers_are_averaged_over_nodes_too():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(20, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    net, optimizer, sync = updating(net, algorithm="dense")
+    train(net, range(3), optimizer)
+    assert same_everywhere(layers[1].running_mean) and bool(layers[1].running_mean.any())
+    sync.close()
+
+
+@on_ranks(4)
+def test_updates_of_nodes_need_ddp_and_their_ranks():
+    for net, replicate in ((model(), None), (model(), nodes()["nodes"])):
+        with refused("is for DDP", "omit hierarchy="):
+            small_model.updating(net, replicate, algorithm="dense", hierarchy=nodes())
+    net, optimizer, sync = updating(algorithm="dense")
+    train(net, range(1), optimizer)
+    node = sync._weights.node
+    if dist.get_rank() == 0:
+        node.comm.under_way = lambda *_: Failing()
+        with refused("the other rank is gone", error=PeerError):
+            backward(net, 1)
+    else:
+        backward(net, 1)
+    sync.close()
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------
 
 

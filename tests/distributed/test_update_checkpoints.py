@@ -20,9 +20,11 @@ SETTINGS = {
 
 
 def net_of(kind, seed=0):
-    if kind != "fsdp":
+    if kind in ("ddp", "plain"):
         return (ddp_model if kind == "ddp" else model)(seed), {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "nodes":
+        return ddp_model(seed), {"transport": sparsync.Transport(hierarchy=mesh)}
     return fully_shard(model(seed), mesh=mesh["shard"]), {"replicate": mesh["replicate"]}
 
 
@@ -43,14 +45,14 @@ def steps(net, optimizer, which):
 
 @on_ranks(4)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", ["ddp", "plain", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "plain", "fsdp", "nodes"])
 def test_resuming_is_exact(kind, name, folder):
     """Saved while an exchange is under way, loaded into other weights."""
     ends = []
     for fresh in (False, True):
         net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
         with sync:
-            saved = {"model": net.module if kind == "ddp" else net, "optimizer": optimizer}
+            saved = {"model": getattr(net, "module", net), "optimizer": optimizer}
             if fresh:
                 assert sparsync.load(sync, folder, **saved) == {"epoch": 2}
             else:

@@ -99,7 +99,7 @@ def attach(
             )
     given, optimizers = compression or Compression(), _plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
-    chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given, carried)
+    chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if why and dist.is_initialized() and dist.get_rank() == 0:
         sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
     if chosen == "updates":
@@ -158,7 +158,6 @@ def _chosen(
     correction: Correction | None,
     density: float | AdaptiveDensity,
     compression: Compression,
-    transport: Transport,
 ) -> tuple[str, str]:
     """Return what is exchanged, and why if that was for ``attach`` to decide.
 
@@ -174,7 +173,6 @@ def _chosen(
         "correction=": correction is not None,
         "AdaptiveDensity": isinstance(density, AdaptiveDensity),
         "Compression(schedule=...)": compression.schedule is not None,
-        "Transport(hierarchy=...)": transport.hierarchy is not None,
     }
     needs = next((name for name, there in for_gradients.items() if there), None)
     if exchange == "gradients" and for_updates:

@@ -7,7 +7,8 @@
     average <--allgather in the node-- this rank's part of the average
 
 So every rank uses its own link, a node sends what one rank would, and the residual of n elements is
-divided over the node.
+divided over the node.  Where updates are exchanged, gradients are averaged in the node on every step, and
+the ranks of a node divide the outer step (``Node``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,12 +28,14 @@ from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Parts
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Piece, Slot, Unit
 
-__all__ = ["NodeReducer", "nodes_of"]
+__all__ = ["Node", "NodeReducer", "nodes_of"]
 
+_AVERAGE: Final = "node allreduce"
 _SCATTER: Final = "node reduce-scatter"
 _GATHER: Final = "node allgather"
 
@@ -152,7 +156,7 @@ class NodeReducer:
         except CommunicationError:
             self._lost = True
             raise
-        self._book(_SCATTER, flat)
+        _book(self.node, _SCATTER, flat)
         return part
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
@@ -183,15 +187,76 @@ class NodeReducer:
             average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow
         work = _all_gather(flat, average.to(flat.dtype), group=self.node.group, async_op=True)
         self.node.under_way(_GATHER, work).wait()
-        self._book(_GATHER, flat)
+        _book(self.node, _GATHER, flat)
         return DenseVector(flat[: self.units[unit].size])
 
-    def _book(self, phase: str, flat: Tensor) -> None:
-        others = self.node.world_size - 1
-        nbytes = flat.numel() * flat.itemsize * others // self.node.world_size
-        ledger = self.node.ledger
-        ledger.sent(phase, nbytes, Parts(value=nbytes), others)
-        ledger.received(phase, nbytes, others)
+
+@final
+class Node:
+    """The ranks of a node, which step alike: each exchanges a run of every tensor with other nodes.
+
+    Runs are equally long: zeros follow where a tensor does not come out even.
+
+    Attributes:
+        comm: the ranks of this node; only the training thread uses it, and DDP's.
+        consensus: theirs, on the engine's thread.
+        peers: the ranks that have the same runs, one in each node.
+    """
+
+    def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
+        inner, self.peers = nodes_of(options.transport.hierarchy, ranks)
+        timeout = options.transport.timeout
+        self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
+        self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
+        options.agree_with(self.consensus.parts)
+        self._under_way: list[Operation] = []
+
+    def run_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this rank's run of a tensor."""
+        length = -(-tensor.numel() // self.comm.world_size)
+        run = tensor.reshape(-1)[self.comm.rank * length :][:length]
+        return F.pad(run, (0, length - run.numel()))
+
+    def gathered(self, runs: Tensor) -> Tensor:
+        """Return the runs of all ranks, a row each."""
+        whole = runs.new_empty(self.comm.world_size, runs.numel())
+        work = _all_gather(whole.view(-1), runs, group=self.comm.group, async_op=True)
+        self.comm.under_way(_GATHER, work).wait()
+        _book(self.comm, _GATHER, whole)
+        return whole
+
+    def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin to average over the node, in place; ``check`` raises what goes wrong."""
+        tensor.div_(self.comm.world_size)
+        work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
+        self._under_way.append(self.comm.under_way(_AVERAGE, work))
+        self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
+
+        def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            try:
+                return done.value()[0]
+            except RuntimeError:
+                return tensor
+
+        future: torch.futures.Future[Tensor] = work.get_future().then(averaged)
+        return future
+
+    def check(self) -> None:
+        """Wait for all averages.
+
+        Raises:
+            CommunicationError: a rank of the node is gone or late.
+        """
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.wait()
+
+
+def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
+    others = comm.world_size - 1
+    nbytes = flat.numel() * flat.itemsize * others // comm.world_size
+    comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)
+    comm.ledger.received(phase, nbytes, others)
 
 
 def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], dict[str, Piece]]:

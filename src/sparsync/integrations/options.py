@@ -86,8 +86,9 @@ class Transport:
         name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
         timeout: seconds that any wait may take before ``backward()`` raises.
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
-        hierarchy: of DDP: dense inside a node, sparse between nodes.  "node": as many consecutive ranks
-            as the launcher started on a machine; or a mesh (nodes, ranks of a node).
+        hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
+            as many consecutive ranks as the launcher started on a machine; or a mesh (nodes, ranks of a
+            node).
         world: without DDP, the ranks that train the model together, which refuse steps together.
             None: all ranks.
     """

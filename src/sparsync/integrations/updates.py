@@ -29,10 +29,11 @@ from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.step import Proposal
 from sparsync.integrations.ddp import CommHook, check_ddp
+from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.options import Compression, Options
 from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
-from sparsync.integrations.sync import Hook, Sync
+from sparsync.integrations.sync import Hook, Sync, call_after_backward
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
@@ -81,6 +82,11 @@ def attach_updates(
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None:
         check_ddp(ddp)
+    if options.transport.hierarchy is not None and (ddp is None or replicate is not None):
+        raise ConfigurationError(
+            "Transport(hierarchy=...) is for DDP, whose gradients it averages inside a node; wrap the "
+            "module in DistributedDataParallel and omit replicate=, or omit hierarchy="
+        )
     module: nn.Module = model if ddp is None else ddp.module
     ignored = set() if ddp is None else ddp.parameters_to_ignore
     trained = {
@@ -101,20 +107,32 @@ def attach_updates(
     group = None if ddp is None else ddp.process_group
     groups = Groups(options.transport.world or group, options.transport.timeout)
     try:
-        pieces, consensus, kinds = {}, None, dict[str, str]()
+        pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world)
+            if options.transport.hierarchy is not None:
+                node = Node(options, ranks, groups)
+                ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        weights = _Model(module, trained, ddp is None or ddp.broadcast_buffers)
+        weights = _Model(module, trained, ddp is None or ddp.broadcast_buffers, node)
         output = output_parameters(module) if outer.chosen.output else ()
-        units = outer.plan(weights.read(slice(0, None)), trained, output, kinds)
+        parameters = trained
+        if node is not None:
+            parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
+            if (compress := outer.chosen.compress) is not None:
+                outer.adapt(lambda name, _run: compress(name, trained[name]))
+        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds)
         if consensus is not None and consensus.parts.world_size > 1:
             facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
             run(agree(consensus.parts, facts))
             outer.on_any_part = consensus.on_any
         reducer = options.reducer(
-            groups.make(ranks), units, consensus or Proposal.broken, outer=outer.settings()
+            groups.make(ranks),
+            units,
+            consensus or Proposal.broken,
+            outer=outer.settings(),
+            ranks_of_a_node=1 if node is None else node.comm.world_size,
         )
     except BaseException:
         groups.close()
@@ -123,7 +141,8 @@ def attach_updates(
     sync.advises = advises
     try:
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
-        run(check_equal_parameters(reducer.comm, named))
+        for comm in sync.communicators if node is not None else [reducer.comm]:
+            run(check_equal_parameters(comm, named))
         run(outer.start(reducer, weights.read(slice(0, None))))
         sync.watch(ddp, optimizers)
     except BaseException:
@@ -155,11 +174,19 @@ def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) 
 class _Model:
     """A model as the vector of what trains in it, and of its floating-point buffers.
 
-    float64 if any of it is, else float32.
+    float64 if any of it is, else float32.  With a node: this rank's runs of it, as far as it is read;
+    what is written comes from all ranks of the node, which call it together.
     """
 
-    def __init__(self, module: nn.Module, trained: Mapping[str, Tensor], buffers: bool) -> None:
-        self._module, self.trained = module, dict(trained)
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Mapping[str, Tensor],
+        buffers: bool,
+        node: Node | None = None,
+    ) -> None:
+        self._module, self.trained, self.node = module, dict(trained), node
+        self._divisor = 1 if node is None else node.comm.world_size
         unsaved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, owner in module.named_modules()
@@ -193,29 +220,45 @@ class _Model:
         """Yield the tensors of a span of whole tensors, and their places in it."""
         first, last, end = span.start or 0, span.stop, 0
         for tensor in self._tensors():
-            start, end = end, end + tensor.numel()
+            start, end = end, end - (-tensor.numel() // self._divisor)
             if start >= first and (last is None or end <= last) and tensor.numel():
                 yield tensor, slice(start - first, end - first)
 
     @torch.no_grad()
     def read(self, span: slice) -> Tensor:
         """Return a copy of a part."""
-        found = [tensor.reshape(-1).to(self.dtype) for tensor, _ in self._within(span)]
+        run_of = torch.flatten if self.node is None else self.node.run_of
+        found = [run_of(tensor).to(self.dtype) for tensor, _ in self._within(span)]
         return torch.cat(found) if found else torch.zeros(0, dtype=self.dtype)
+
+    def _pairs(self, span: slice, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the tensors of a span, and what a vector has for them."""
+        rows = values[None] if self.node is None else self.node.gathered(values)
+        for tensor, place in self._within(span):
+            yield tensor, rows[:, place].flatten()[: tensor.numel()].view(tensor.shape)
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Average buffers inside the node, whose ranks see other batches."""
+        buffers = self._tensors()[len(self.trained) :] if self.node is not None else []
+        for buffer in buffers:
+            self.node.average_(buffer)
+        if buffers:
+            self.node.check()
 
     @torch.no_grad()
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
         self.reshard()
-        for tensor, place in self._within(span):
-            tensor.copy_(values[place].view(tensor.shape))
+        for tensor, its in self._pairs(span, values):
+            tensor.copy_(its)
 
     @torch.no_grad()
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part, in the same tensors."""
         self.reshard()
-        for tensor, place in self._within(span):
-            tensor.add_(values[place].view(tensor.shape))
+        for tensor, its in self._pairs(span, values):
+            tensor.add_(its)
 
     @torch.no_grad()
     def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
@@ -225,9 +268,9 @@ class _Model:
             for optimizer in self.optimizers
             for parameter, state, group in with_moments(optimizer)
         }
-        for tensor, place in self._within(span):
+        for tensor, its in self._pairs(span, ahead):
             if known := of_state.get(tensor.data_ptr()):
-                follow(*known, ahead[place].view(tensor.shape), steps, self.ranks)
+                follow(*known, its, steps, self.ranks)
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
@@ -343,10 +386,14 @@ class UpdateSync(Sync):
     # ---- DDP, on autograd's thread -----------------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Hand a bucket back as it is."""
+        """Hand a bucket back as it is, or averaged over the node."""
+        node, buffer = self._weights.node, bucket.buffer()
         if bucket.is_last():
             self._owed = True
-        buffer = bucket.buffer()
+            if node is not None:
+                call_after_backward(node.check)
+        if node is not None:
+            return node.average_(buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -386,6 +433,7 @@ class UpdateSync(Sync):
         if self._before is None:
             self._before, self._started = self.reducer.comm.ledger.total(), time.perf_counter()
         try:
+            self._weights.average_buffers()
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
@@ -397,6 +445,9 @@ class UpdateSync(Sync):
             tensors = {"the shared weights": outer.memory["shared"]}
             comm = self.reducer.channel("weights")
             run(check_replicas(sentinel, comm, tensors, outer.steps - 1, self._inner))
+            if self._weights.node is not None and self._inner is not None:
+                own = {name: local_of(p) for name, p in self._weights.trained.items()}
+                run(check_replicas(sentinel, self._inner, own, outer.steps - 1))
         if self.advises and outer.steps == _ADVISED:
             self._advise()
 
@@ -437,9 +488,12 @@ class UpdateSync(Sync):
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: exchanges (as steps), local steps, bytes, residual norms."""
-        outer = self.outer
+        outer, node = self.outer, self._weights.node
+        inner = [self._inner, node and node.comm]
+        phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
         return {
             **reducer_stats(self.reducer, outer.steps, self._before),
+            "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
             "exchange": "updates",
             "local_steps": outer.steps,
             "exchange_seconds": self._busy,

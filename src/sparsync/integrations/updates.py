@@ -117,7 +117,7 @@ def attach_updates(
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
         weights = _Model(module, trained, ddp is None or ddp.broadcast_buffers, node)
         output = output_parameters(module) if outer.chosen.output else ()
-        parameters = trained
+        parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
             if (compress := outer.chosen.compress) is not None:
@@ -240,10 +240,9 @@ class _Model:
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see other batches."""
-        buffers = self._tensors()[len(self.trained) :] if self.node is not None else []
-        for buffer in buffers:
-            self.node.average_(buffer)
-        if buffers:
+        if self.node is not None:
+            for buffer in self._tensors()[len(self.trained) :]:
+                self.node.average_(buffer)
             self.node.check()
 
     @torch.no_grad()

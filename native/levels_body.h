@@ -94,7 +94,7 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
     }
   } else {
     constexpr int last = last_level<bits>;
-    const float squares = inner(scaled, scaled, block, products);
+    const float squares = last > 0 ? inner(scaled, scaled, block, products) : 0.0f;
     const float spread = __builtin_sqrtf(squares / static_cast<float>(n));
     float thresholds[last + 1], table[last + 1];
     for (int j = 0; j <= last; ++j) table[j] = given.levels[j];
@@ -115,9 +115,132 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
   return projected / inner(levels, levels, block, products);
 }
 
+#if defined(__AVX2__)
+inline __m256 load(const float *from) { return _mm256_loadu_ps(from); }
+
+// a[0]^T b[0] + a[2]^T b[2] + (a[1]^T b[1] + a[3]^T b[3]) of the quarters of a block: the first two
+// steps of `inner`.
+inline __m256 two_halvings(const __m256 *a, const __m256 *b) {
+  const __m256 even = _mm256_add_ps(_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[2], b[2]));
+  return _mm256_add_ps(even, _mm256_add_ps(_mm256_mul_ps(a[1], b[1]), _mm256_mul_ps(a[3], b[3])));
+}
+
+inline float sum_of_eights(float *row, int64_t n) {
+  for (int64_t half = n / 2; half >= together; half /= 2)
+    for (int64_t i = 0; i < half; i += together)
+      _mm256_storeu_ps(row + i, _mm256_add_ps(load(row + i), load(row + half + i)));
+  return sum_of_halves(row, together);
+}
+
+// `choose` and the codes of a whole block of 2^j >= 32 elements.
+template <int bits>
+float choose_eights(const float *x, float inverse, const Levels &given, float *scratch,
+                    uint8_t *codes) {
+  constexpr int last = last_level<bits>;
+  constexpr uint32_t every = bits == 1 ? 0xff : bits == 2 ? 0x5555 : bits == 3 ? 0x249249 : 0x11111111;
+  const int64_t block = given.block, quarter = block / 4;
+  float *scaled = scratch, *products = scratch + block, *squares = products + quarter;
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  const __m256 factor = _mm256_set1_ps(inverse);
+  for (int64_t i = 0; i < quarter; i += together) {
+    __m256 part[4];
+    for (int q = 0; q < 4; ++q) {
+      part[q] = _mm256_mul_ps(_mm256_and_ps(load(x + q * quarter + i), magnitude), factor);
+      _mm256_storeu_ps(scaled + q * quarter + i, part[q]);
+    }
+    if (last > 0) _mm256_storeu_ps(squares + i, two_halvings(part, part));
+  }
+  __m256 thresholds[last + 1];
+  if (last > 0) {
+    const float mean = sum_of_eights(squares, quarter) / static_cast<float>(block);
+    for (int j = 0; j < last; ++j)
+      thresholds[j] = _mm256_set1_ps(given.thresholds[j] * __builtin_sqrtf(mean));
+  }
+  float all[8] = {};
+  for (int j = 0; j <= last; ++j) all[j] = given.levels[j];
+  const __m256 table = load(all);
+  for (int64_t i = 0; i < quarter; i += together) {
+    __m256 part[4], level[4];
+    for (int q = 0; q < 4; ++q) {
+      const int64_t at = q * quarter + i;
+      part[q] = load(scaled + at);
+      __m256i number = _mm256_setzero_si256();
+      for (int j = 0; j < last; ++j)
+        number = _mm256_sub_epi32(
+            number, _mm256_castps_si256(_mm256_cmp_ps(part[q], thresholds[j], _CMP_GT_OQ)));
+      level[q] = last == 0   ? _mm256_set1_ps(all[0])
+                 : last == 1 ? _mm256_blendv_ps(_mm256_set1_ps(all[0]), _mm256_set1_ps(all[1]),
+                                                _mm256_castsi256_ps(_mm256_slli_epi32(number, 31)))
+                             : _mm256_permutevar8x32_ps(table, number);
+      const __m256 negative = _mm256_cmp_ps(load(x + at), _mm256_setzero_ps(), _CMP_LT_OQ);
+      uint32_t word = _pdep_u32(static_cast<uint32_t>(_mm256_movemask_ps(negative)),
+                                every << (bits - 1));
+      for (int k = 0; k < bits - 1; ++k)  // bit k of the numbers
+        word |= _pdep_u32(static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(
+                              _mm256_slli_epi32(number, 31 - k)))),
+                          every << k);
+      __builtin_memcpy(codes + at * bits / 8, &word, bits);
+    }
+    _mm256_storeu_ps(products + i, two_halvings(level, part));
+    if (last > 0) _mm256_storeu_ps(squares + i, two_halvings(level, level));
+  }
+  const float projected = sum_of_eights(products, quarter);
+  return projected / (last > 0 ? sum_of_eights(squares, quarter) : static_cast<float>(block));
+}
+#endif
+
+// into = what the codes say / divisor, or with `keep` into += that.
+template <int bits>
+void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
+               float divisor, bool keep, float *into, float *scratch) {
+  constexpr int last = last_level<bits>;
+  const int64_t block = given.block;
+  auto *numbers = reinterpret_cast<int32_t *>(scratch);
+  for (int64_t start = 0; start < n; start += block) {
+    const int64_t size = n - start < block ? n - start : block;
+    uint16_t stored;
+    __builtin_memcpy(&stored, scales, sizeof stored);
+    const float scale = float_of(static_cast<int32_t>(uint32_t{stored} << 16));
+    if (!keep)
+      for (int64_t i = 0; i < size; ++i) into[i] = 0.0f;
+    if constexpr (bits == 8) {
+      unpack_codes<bits>(codes, size, numbers);
+      for (int64_t i = 0; i < size; ++i) {
+        const float value = with_sign(static_cast<float>(numbers[i] & 127) * scale, numbers[i] >> 7);
+        into[i] += value / divisor;
+      }
+    } else {
+      float meanings[16] = {};
+      for (int j = 0; j <= last; ++j) {
+        meanings[j] = given.levels[j] * scale / divisor;
+        meanings[last + 1 + j] = -meanings[j];
+      }
+      int64_t at = 0;
+#if defined(__AVX2__)  // a lookup of eight in a register
+      const __m256 table = load(meanings);
+      const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                                _mm256_set1_epi32(bits));
+      for (; at + together <= size; at += together) {
+        uint32_t word = 0;
+        __builtin_memcpy(&word, codes + at * bits / 8, bits);
+        const __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
+        const __m256i code = _mm256_and_si256(eight, _mm256_set1_epi32((1 << bits) - 1));
+        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);  // of 4 bits
+        const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code),
+                                           _mm256_castsi256_ps(sign));
+        _mm256_storeu_ps(into + at, _mm256_add_ps(load(into + at), value));
+      }
+#endif
+      unpack_codes<bits>(codes + at * bits / 8, size - at, numbers);
+      for (int64_t i = at; i < size; ++i) into[i] += meanings[numbers[i - at]];
+    }
+    into += block, scales += sizeof stored, codes += block * bits / 8;
+  }
+}
+
 template <int bits>
 void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
-                 float *decoded, float *scratch) {
+                 float *scratch) {
   const int64_t block = given.block;
   float *scaled = scratch, *levels = scratch + block;
   auto *numbers = reinterpret_cast<int32_t *>(scratch + 3 * block);
@@ -129,96 +252,54 @@ void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales
       peak = magnitude > peak ? magnitude : peak;
     }
     int32_t scale = peak < infinite ? 0 : 0x7fc00000;
+    bool packed = false;
     if (peak > 0 && peak < infinite) {
       int32_t exponent = peak & infinite;
       exponent = exponent < 0x00800000 ? 0x00800000 : exponent > 0x7e800000 ? 0x7e800000 : exponent;
       const float inverse = float_of(0x7f000000 - exponent);
-      float exact = choose<bits>(x, size, peak, inverse, given, scaled, levels, numbers);
+      float exact = 0.0f;
+#if defined(__AVX2__)
+      if constexpr (bits < 8) packed = size == block && block >= 32 && (block & (block - 1)) == 0;
+      if constexpr (bits < 8)
+        if (packed) exact = choose_eights<bits>(x, inverse, given, scratch, codes);
+#endif
+      if (!packed) exact = choose<bits>(x, size, peak, inverse, given, scaled, levels, numbers);
       exact *= float_of(exponent);
       scale = bits_of(exact < given.limit ? exact : given.limit);
       scale = (scale + 0x7fff + (scale >> 16 & 1)) & ~0xffff;  // a bf16: to nearest, ties to even
     }
     const auto stored = static_cast<uint16_t>(scale >> 16);
     __builtin_memcpy(scales, &stored, sizeof stored);
-    const float factor = float_of(scale);
-    if (factor > 0.0f) {
-      for (int64_t i = 0; i < size; ++i) {
-        const int32_t negative = (x[i] < 0.0f) & (levels[i] > 0.0f);
-        decoded[i] = with_sign(levels[i] * factor, negative);
-        numbers[i] |= negative << (bits - 1);
-      }
-    } else {
-      for (int64_t i = 0; i < size; ++i) decoded[i] = factor;
-      for (int64_t i = 0; i < size; ++i) numbers[i] = 0;
-    }
-    for (int64_t i = size; i < block; ++i) numbers[i] = 0;
-    pack_codes<bits>(numbers, size, codes);
-    x += block, decoded += block, scales += sizeof stored, codes += block * bits / 8;
-  }
-}
-
-template <int bits>
-void add_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
-            float *into, float *scratch) {
-  constexpr int last = last_level<bits>;
-  const int64_t block = given.block;
-  auto *numbers = reinterpret_cast<int32_t *>(scratch);
-  for (int64_t start = 0; start < n; start += block) {
-    const int64_t size = n - start < block ? n - start : block;
-    uint16_t stored;
-    __builtin_memcpy(&stored, scales, sizeof stored);
-    const float scale = float_of(static_cast<int32_t>(uint32_t{stored} << 16));
-    if constexpr (bits == 8) {
-      unpack_codes<bits>(codes, size, numbers);
+    if (!(float_of(scale) > 0.0f)) {  // one form of zeros and of NaN
+      __builtin_memset(codes, 0, static_cast<std::size_t>((size * bits + 7) / 8));
+    } else if (!packed) {
       for (int64_t i = 0; i < size; ++i)
-        into[i] += with_sign(static_cast<float>(numbers[i] & 127) * scale, numbers[i] >> 7);
-    } else {
-      float meanings[16] = {};
-      for (int j = 0; j <= last; ++j) {
-        meanings[j] = given.levels[j] * scale;
-        meanings[last + 1 + j] = -meanings[j];
-      }
-      int64_t at = 0;
-#if defined(__AVX2__)  // a lookup of eight in a register
-      const __m256 table = _mm256_loadu_ps(meanings);
-      const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
-                                                _mm256_set1_epi32(bits));
-      for (; at + together <= size; at += together) {
-        uint32_t word = 0;
-        for (int i = 0; i < bits; ++i) word |= uint32_t{codes[at * bits / 8 + i]} << (8 * i);
-        const __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
-        const __m256i code = _mm256_and_si256(eight, _mm256_set1_epi32((1 << bits) - 1));
-        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);  // of 4 bits
-        const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code),
-                                           _mm256_castsi256_ps(sign));
-        _mm256_storeu_ps(into + at, _mm256_add_ps(_mm256_loadu_ps(into + at), value));
-      }
-#endif
-      unpack_codes<bits>(codes + at * bits / 8, size - at, numbers);
-      for (int64_t i = at; i < size; ++i) into[i] += meanings[numbers[i - at]];
+        numbers[i] |= ((x[i] < 0.0f) & (levels[i] > 0.0f)) << (bits - 1);
+      for (int64_t i = size; i < block; ++i) numbers[i] = 0;
+      pack_codes<bits>(numbers, size, codes);
     }
-    into += block, scales += sizeof stored, codes += block * bits / 8;
+    x += block, scales += sizeof stored, codes += block * bits / 8;
   }
 }
 
 void quantise(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
-              float *decoded, float *scratch) {
+              float *scratch) {
   const auto run = given.bits == 1   ? quantise_as<1>
                    : given.bits == 2 ? quantise_as<2>
                    : given.bits == 3 ? quantise_as<3>
                    : given.bits == 4 ? quantise_as<4>
                                      : quantise_as<8>;
-  run(x, n, given, scales, codes, decoded, scratch);
+  run(x, n, given, scales, codes, scratch);
 }
 
-void add_levels(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
-                float *into, float *scratch) {
-  const auto run = given.bits == 1   ? add_as<1>
-                   : given.bits == 2 ? add_as<2>
-                   : given.bits == 3 ? add_as<3>
-                   : given.bits == 4 ? add_as<4>
-                                     : add_as<8>;
-  run(scales, codes, n, given, into, scratch);
+void decode_levels(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
+                   float divisor, bool keep, float *into, float *scratch) {
+  const auto run = given.bits == 1   ? decode_as<1>
+                   : given.bits == 2 ? decode_as<2>
+                   : given.bits == 3 ? decode_as<3>
+                   : given.bits == 4 ? decode_as<4>
+                                     : decode_as<8>;
+  run(scales, codes, n, given, divisor, keep, into, scratch);
 }
 
 }  // namespace

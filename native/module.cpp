@@ -202,25 +202,25 @@ sparsync::Levels levels_of(const RawLevels &raw) {
   return {bits, block, limit, at<float>(thresholds), at<float>(levels)};
 }
 
-void quantise(Address x, Address decoded, int64_t n, const RawLevels &raw, Address scales,
+void quantise(Address x, int64_t n, const RawLevels &raw, Address scales,
               Address codes, int threads, const char *isa) {
   const auto &scan = scan_of(isa);
   const auto given = levels_of(raw);
   share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
     scan.quantise(at<float>(x) + start, stop - start, given,
                   at<uint8_t>(scales) + 2 * start / given.block,
-                  at<uint8_t>(codes) + start * given.bits / 8, at<float>(decoded) + start, scratch);
+                  at<uint8_t>(codes) + start * given.bits / 8, scratch);
   });
 }
 
-void add_levels(Address into, int64_t n, const RawLevels &raw, Address scales, Address codes,
-                int threads, const char *isa) {
+void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawLevels &raw,
+                   Address scales, Address codes, int threads, const char *isa) {
   const auto &scan = scan_of(isa);
   const auto given = levels_of(raw);
   share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
-    scan.add_levels(at<uint8_t>(scales) + 2 * start / given.block,
-                    at<uint8_t>(codes) + start * given.bits / 8, stop - start, given,
-                    at<float>(into) + start, scratch);
+    scan.decode_levels(at<uint8_t>(scales) + 2 * start / given.block,
+                       at<uint8_t>(codes) + start * given.bits / 8, stop - start, given, divisor,
+                       keep, at<float>(into) + start, scratch);
   });
 }
 
@@ -283,7 +283,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 2;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 3;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -300,7 +300,7 @@ NB_MODULE(_native, m) {
   m.def("scatter", &scatter, released());
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
-  m.def("add_levels", &add_levels, released());
+  m.def("decode_levels", &decode_levels, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

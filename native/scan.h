@@ -78,12 +78,12 @@ struct Scan {
   // returns how many.  There is room for n.
   int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
                  int64_t *indices, float *sums);
-  // writes a bf16 per block, a code per element, and what they say
+  // writes a bf16 per block, and a code per element
   void (*quantise)(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
-                   float *decoded, float *scratch);
-  // adds what they say to `into`
-  void (*add_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
-                     float *into, float *scratch);
+                   float *scratch);
+  // into = what they say / divisor, or with `keep` into += that
+  void (*decode_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
+                        float divisor, bool keep, float *into, float *scratch);
 };
 
 // nullptr where this build or this machine does not have the instruction set

@@ -208,6 +208,6 @@ int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base,
 }
 
 constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,   take,
-                                count_from, place,    undeal, sum,   quantise, add_levels};
+                                count_from, place,    undeal, sum,   quantise, decode_levels};
 
 }  // namespace

@@ -147,6 +147,10 @@ class SparseVector:
         """``dense = self``, in place, in the dtype of ``dense``."""
         kernels.scatter_(dense, self.indices, self.values)
 
+    def divide_(self, divisor: int) -> None:
+        """``self /= divisor``, in place."""
+        self.values.div_(divisor)
+
     def isfinite(self) -> Tensor:
         """Return a boolean mask over the stored elements: neither NaN nor Inf."""
         return torch.isfinite(self.values)
@@ -204,6 +208,10 @@ class DenseVector:
     def write_to_(self, dense: Tensor) -> None:
         """``dense = self``, in place, in the dtype of ``dense``."""
         dense.copy_(self.values)
+
+    def divide_(self, divisor: int) -> None:
+        """``self /= divisor``, in place."""
+        self.values.div_(divisor)
 
     def isfinite(self) -> Tensor:
         """Return a boolean mask over the elements: neither NaN nor Inf."""

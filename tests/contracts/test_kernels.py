@@ -168,22 +168,21 @@ def test_accumulate(backend):
 @pytest.mark.parametrize("width", levels.BITS)
 def test_levels(isa, width):
     for make, n in CASES:
-        for block in (8, 256):
+        for block in (8, 24, 32, 256):
             if n > 10_000 and (width, block) != (4, 256):
                 continue
             given = width, block, 2.0**120
             x, sums = unaligned(make(n), n % 5), unaligned(noise(n, 1), n % 3)
-            said, expected = torch.empty(2, n).unbind()
             with using("torch"):
-                raw = levels.quantise(x, expected, *given)
-                levels.add_(more := sums.clone(), raw, *given[:2])
+                raw = levels.quantise(x, *given)
+                levels.decode_(more := sums.clone(), raw, *given[:2], -1.0)
+                levels.decode_(mean := sums.clone(), raw, *given[:2], 3.0, keep=False)
             with using(isa):
-                same(levels.quantise(x, said, *given), raw)
-                same(levels.quantise(x, x, *given), raw)
-                levels.add_(sums, unaligned(raw, 1), *given[:2])
-            same_sums(said, expected)
-            same_sums(x, expected)
+                same(levels.quantise(x, *given), raw)
+                levels.decode_(sums, unaligned(raw, 1), *given[:2], -1.0)
+                levels.decode_(x, raw, *given[:2], 3.0, keep=False)
             same_sums(sums, more)
+            same_sums(x, mean)
 
 
 @every_backend

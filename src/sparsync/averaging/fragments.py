@@ -139,6 +139,7 @@ class Exchange:
         steps: local steps since the exchange before.
         shared: what the shared weights become.
         ahead: by how much this rank moved against its weights more than the average of the ranks.
+        room: `[4, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         carried: what to wait for, once.
@@ -154,18 +155,20 @@ class Exchange:
     done: bool = False
     refused: bool = False
     carried: Awaitable[None] | None = None
+    room: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
-        kept = {name: value for name, value in vars(self).items() if name != "carried"}
+        passing = ("carried", "room")
+        kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
 class Weights(Protocol):
     """A model as a vector, of which fragments are read and written; and who carries exchanges."""
 
-    def read(self, span: slice) -> Tensor:
-        """Return a copy of a part."""
+    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part, in ``out`` if that is given."""
 
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part."""
@@ -187,9 +190,9 @@ class VectorWeights:
     def __init__(self, vector: Tensor) -> None:
         self.vector, self._own = vector, False
 
-    def read(self, span: slice) -> Tensor:
-        """Return a copy of a part."""
-        return self.vector[span].clone()
+    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part, in ``out`` if that is given."""
+        return self.vector[span].clone() if out is None else out.copy_(self.vector[span])
 
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part."""

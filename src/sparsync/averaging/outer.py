@@ -83,7 +83,7 @@ class OuterStep(Averager):
             ``moments.correct``.  Both are for ``attach``, which knows the optimizer.
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
-    elements, and n with momentum.
+    elements, and n with momentum; for each exchange under way 2 to 4 times the largest fragment.
     State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
     Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
     residuals and a period that it falls into.
@@ -161,6 +161,7 @@ class OuterStep(Averager):
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
         self._under_way: list[Exchange] = []
+        self._rooms: list[Tensor] = []  # of exchanges that have landed
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -254,9 +255,10 @@ class OuterStep(Averager):
         await self.land(weights, step)
         for part in self._due(step):
             delay = 0 if step < self.warmup_steps else self.delay
-            began = weights.read(self.layout.fragments[part].span)
+            room, rows = self._room(part)
+            began = weights.read(self.layout.fragments[part].span, rows[0])
             exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
-            self._sent[part] = step
+            exchange.room, self._sent[part] = room, step
             exchange.carried = weights.carry(partial(self._carry, exchange))
             self._under_way.append(exchange)
         await self.land(weights, step)
@@ -270,10 +272,15 @@ class OuterStep(Averager):
             refused |= exchange.refused  # then the others end here, too
             if exchange.shared is not None:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
-                self.memory["shared"][span] = exchange.shared
+                if exchange.late:  # else it is there already
+                    self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 if exchange.ahead is not None:
-                    weights.follow(span, exchange.ahead.mul_(self.tracking), exchange.steps)
+                    if self.tracking < 1:
+                        exchange.ahead.mul_(self.tracking)
+                    weights.follow(span, exchange.ahead, exchange.steps)
+            if exchange.room is not None and exchange.room.is_cpu:
+                self._rooms.append(exchange.room)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -318,7 +325,7 @@ class OuterStep(Averager):
         if reducer.consensus(proposal) is None:  # all ranks decide alike
             for residual in reducer.residuals:
                 residual.load(None)
-            self.memory["shared"] = self._stepped(average, slice(0, None), momentum=0.0)
+            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, average)
         for fragment in self.layout.fragments:
             weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
@@ -391,8 +398,9 @@ class OuterStep(Averager):
         """Exchange what a fragment has moved; nothing of the model is changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
-        moved = self._began(part).sub_(exchange.weights)
-        ahead = moved.clone() if self.tracking else None
+        rows = self._room(part, exchange.room)[1]
+        moved = self._began(part, rows[1]).sub_(exchange.weights)
+        ahead = rows[2].copy_(moved) if self.tracking else None
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             kept = reducer.residuals[unit].value
@@ -411,25 +419,41 @@ class OuterStep(Averager):
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
         average = self.layout.joined(part, deltas)
         exchange.ahead = None if ahead is None else ahead.sub_(average)
-        exchange.shared = self._stepped(average, fragment.span, momentum)
-        base = exchange.shared
+        here = average if exchange.late else self.memory["shared"][fragment.span]
+        exchange.shared = self._stepped(average, fragment.span, momentum, here)
+        base, free = exchange.shared, rows[3 if exchange.late else 0]
         if self.residual == "weights":
-            base = base - self._withheld(part)
-        exchange.weights = base - exchange.weights if exchange.late else base
+            base = torch.sub(base, self._withheld(part), out=free)
+        exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
         exchange.done = True
 
-    def _base(self, part: int) -> Tensor:
+    def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return memory for an exchange, and the rows of it that a fragment needs.
+
+        It is kept where memory is that of the system: pages that are touched for the first time cost
+        more than all that is done with them here.  A row that is not used takes none.
+        """
+        sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
+        if room is None:
+            rooms = self._rooms
+            room = rooms.pop() if rooms else self.memory["shared"].new_empty(4, max(sizes))
+        return room, room[:, : sizes[part]]
+
+    def _base(self, part: int, out: Tensor | None = None) -> Tensor:
         """Return what this rank's weights are after an exchange, in a fragment."""
         shared = self.memory["shared"][self.layout.fragments[part].span]
-        return shared.clone() if self.residual == "apart" else shared - self._withheld(part)
+        out = torch.empty_like(shared) if out is None else out
+        if self.residual == "apart":
+            return out.copy_(shared)
+        return torch.sub(shared, self._withheld(part), out=out)
 
-    def _began(self, part: int) -> Tensor:
+    def _began(self, part: int, out: Tensor | None = None) -> Tensor:
         """Return the base as the model holds it.
 
         A model of 16 bits begins with those weights rounded.  Rounding is no move: fed back, it would be
         added to the residual at every exchange.
         """
-        return self.layout.rounded(part, self._base(part))
+        return self.layout.rounded(part, self._base(part, out))
 
     def _withheld(self, part: int) -> Tensor:
         """Return the residual of a fragment."""
@@ -437,18 +461,24 @@ class OuterStep(Averager):
         values = [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
         return self.layout.joined(part, values)
 
-    def _stepped(self, average: Tensor, span: slice, momentum: float) -> Tensor:
-        """Return the shared weights after an outer step; buffers and moments take it as it is."""
-        update = average.clone()
-        gradient = update[: max(self.layout.end - (span.start or 0), 0)]
+    def _stepped(self, average: Tensor, span: slice, momentum: float, out: Tensor) -> Tensor:
+        """Write the shared weights after an outer step to ``out``; the average is used up.
+
+        Buffers and moments take it as it is.
+        """
+        gradient = average[: max(self.layout.end - (span.start or 0), 0)]
         if momentum:
             if "momentum" not in self.memory:
                 self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self.layout.end])
             velocity = self.memory["momentum"][span]
-            velocity.copy_(gradient.add(velocity, alpha=momentum))
-            gradient.copy_(gradient.add(velocity, alpha=momentum) if self.nesterov else velocity)
-        gradient.mul_(self.outer_lr)
-        return torch.sub(self.memory["shared"][span], update, out=update)
+            torch.add(gradient, velocity, alpha=momentum, out=velocity)
+            if self.nesterov:
+                gradient.add_(velocity, alpha=momentum)
+            else:
+                gradient.copy_(velocity)
+        if self.outer_lr != 1:
+            gradient.mul_(self.outer_lr)
+        return torch.sub(self.memory["shared"][span], average, out=out)
 
     def _heal(self) -> None:
         """Drop the optimizer's state of parameters where it is not finite; on all parts, or on none."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import final
 
 import torch
+from torch import Tensor
 
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
@@ -13,7 +16,7 @@ from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import MessageFraming
 from sparsync.wire.levels import LloydMax
-from sparsync.wire.streams import Whole
+from sparsync.wire.streams import Whole, written
 
 __all__ = ["Quantised"]
 
@@ -88,35 +91,98 @@ class Quantised(Collective):
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
         values = selected.to_dense()
         widths = self._widths(values.numel(), comm.world_size)
-        parts, delivered = values.split_with_sizes(widths), torch.empty_like(values)
-        shares, own = delivered.split_with_sizes(widths), parts[rank]
-        lengths = [codec.nbytes(width, width, values.dtype) for width in widths]
+        parts = values.split_with_sizes(widths)
+        own, lengths = parts[rank], [codec.nbytes(width, width, values.dtype) for width in widths]
         with comm.stage("pack"):
             payloads = [own.new_empty(0, dtype=torch.uint8)] * comm.world_size
             for owner in range(comm.world_size):
                 if owner != rank:
-                    payloads[owner] = codec.encode_to(parts[owner], shares[owner])
+                    payloads[owner] = codec.written(parts[owner])
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
             others = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
             for source, message in enumerate(messages):
                 if source != rank:
-                    codec.add_(message, others)
+                    codec.decode_to(message, others, add=True)
         with comm.stage("pack"):
-            payload = codec.encode_to((others + own).to(own.dtype), shares[rank])
+            whole = (others + own).to(own.dtype)
+            payload = codec.written(whole)
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            total = torch.zeros_like(values)
-            for message, region in zip(messages, total.split_with_sizes(widths), strict=True):
-                codec.add_(message, region)
-        # of its own region it delivers what others did not: so the rounding of the sum is its error
-        shares[rank].sub_(others)
-        return Reduced(DenseVector(total), DenseVector(delivered))
+            finite = [codec.is_finite(m, w) for m, w in zip(messages, widths, strict=True)]
+            total = _Coded(codec, messages, widths, values, finite=all(finite))
+            # of its own region it delivers what others did not: the rounding of the sum is its error
+            codec.decode_to(payload, whole)
+            payloads[rank] = whole.sub_(others)
+            delivered = _Coded(codec, payloads, widths, values, known=rank)
+        return Reduced(total, delivered)
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the elements of each rank's region: whole blocks, but for the last."""
         blocks = -(-size // self.block)
         cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
         return [high - low for low, high in pairwise(cuts)]
+
+
+@final
+class _Coded(DenseVector):
+    """A vector in messages, a region each, which are decoded where it is wanted, as often as it is.
+
+    So it takes little memory, and is written, divided or subtracted in one pass.  The region ``known``
+    is there in full; ``finite`` says that no message has NaN or Inf.
+    """
+
+    def __init__(
+        self,
+        codec: LloydMax | Whole,
+        messages: Sequence[Tensor],
+        widths: Sequence[int],
+        like: Tensor,
+        known: int | None = None,
+        *,
+        finite: bool = False,
+    ) -> None:
+        self._codec, self._messages, self._widths = codec, messages, list(widths)
+        self._like, self._known, self._finite = like.new_empty(0), known, finite
+        self._divisor = 1
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """All elements; they are kept."""
+        values = self._like.new_empty(self.size)
+        self.write_to_(values)
+        return values
+
+    @property
+    def size(self) -> int:
+        """Number of elements n."""
+        return sum(self._widths)
+
+    nnz = size
+
+    def write_to_(self, dense: Tensor) -> None:
+        """``dense = self``, in place."""
+        self._decode(dense, self._divisor)
+
+    def subtract_from_(self, dense: Tensor) -> None:
+        """``dense -= self``, in place."""
+        self._decode(dense, -self._divisor, add=True)
+
+    def _decode(self, dense: Tensor, divisor: int, *, add: bool = False) -> None:
+        for rank, part in enumerate(dense.split_with_sizes(self._widths)):
+            if rank == self._known:
+                written(self._messages[rank], part, divisor, add=add)
+            else:
+                self._codec.decode_to(self._messages[rank], part, divisor, add=add)
+
+    def divide_(self, divisor: int) -> None:
+        """``self /= divisor``."""
+        self._divisor *= divisor
+        self.__dict__.pop("values", None)
+
+    def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
+        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        known = self._finite and dtype != torch.float16
+        return None if known else super().first_nonfinite(dtype)

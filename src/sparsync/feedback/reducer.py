@@ -157,7 +157,7 @@ class Reducer:
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                result.total.values.div_(self.comm.world_size)  # not needed any more
+                result.total.divide_(self.comm.world_size)  # not needed any more
             self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state

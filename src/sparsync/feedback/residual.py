@@ -86,7 +86,7 @@ class Residual:
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""
         self._pieces.clear()
-        if isinstance(delivered, DenseVector) and delivered.values is self.accumulated:
+        if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer is written over
             return
         delivered.subtract_from_(self.accumulated)

@@ -225,11 +225,11 @@ class _Model:
                 yield tensor, slice(start - first, end - first)
 
     @torch.no_grad()
-    def read(self, span: slice) -> Tensor:
-        """Return a copy of a part."""
+    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part, in ``out`` if that is given."""
         run_of = torch.flatten if self.node is None else self.node.run_of
         found = [run_of(tensor).to(self.dtype) for tensor, _ in self._within(span)]
-        return torch.cat(found) if found else torch.zeros(0, dtype=self.dtype)
+        return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
 
     def _pairs(self, span: slice, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the tensors of a span, and what a vector has for them."""

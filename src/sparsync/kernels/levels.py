@@ -1,6 +1,6 @@
 """Quantising to the levels of a normal distribution: 1, 2, 3 or 4 bits per value; or 8, uniformly.
 
-``quantise`` and ``add_`` are the specification, in plain PyTorch on any device, after a call of C++
+``quantise`` and ``decode_`` are the specification, in plain PyTorch on any device, after a call of C++
 (``native/levels_body.h``), which is bit-equal to it and takes blocks of a multiple of 8 values.
 
 A code has a sign in its highest bit and the number of its level below.  Code i of b bits stands at bit
@@ -21,7 +21,7 @@ from sparsync.kernels import backend_of, native, packing
 __all__ = [
     "BITS",
     "SCALE_BYTES",
-    "add_",
+    "decode_",
     "pack_codes",
     "quantise",
     "sums_of_halves",
@@ -68,22 +68,21 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def quantise(values: Tensor, decoded: Tensor, bits: int, block: int, limit: float) -> Tensor:
-    """Return bf16 scales and codes as bytes; write what they say of each value to ``decoded``.
+def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
+    """Return bf16 scales and codes as bytes.
 
     Thresholds are multiples of a block's root mean square.  Its scale is ``<q, x> / <q, q>`` of the
     levels q, so what is decoded is the projection of x onto q.  A block with NaN or Inf becomes NaN.
 
     Args:
         values: float32, any number.
-        decoded: as many; it may be ``values`` itself.
         bits: one of ``BITS``.
         block: values that share a scale.
-        limit: the largest scale, a bf16; the decoded values are at most ``top_level(bits)`` times it.
+        limit: the largest scale, a bf16; decoded values are at most ``top_level(bits)`` times it.
     """
     thresholds, levels = _tables(bits, values.device)
-    if _natively(block, values, decoded):
-        return native.quantise(values, decoded, (bits, block, limit, thresholds, levels))
+    if _natively(block, values):
+        return native.quantise(values, (bits, block, limit, thresholds, levels))
     count = values.numel()
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
@@ -112,21 +111,23 @@ def quantise(values: Tensor, decoded: Tensor, bits: int, block: int, limit: floa
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
     codes = torch.where(scales > 0, codes, 0)  # one form of zeros and of NaN
-    raw = torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
-    add_(decoded.zero_(), raw, bits, block)
-    return raw
+    return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
 
-def add_(into: Tensor, raw: Tensor, bits: int, block: int) -> None:
-    """Add what ``quantise`` wrote of as many values to ``into``, float32, in place."""
+def decode_(
+    into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
+) -> None:
+    """Add what ``quantise`` wrote of as many values, divided, to ``into``, float32, or replace it."""
     thresholds, levels = _tables(bits, raw.device)
     if _natively(block, into):
-        native.add_levels_(into, raw.contiguous(), (bits, block, 0.0, thresholds, levels))
+        given = bits, block, 0.0, thresholds, levels
+        native.decode_levels_(into, raw.contiguous(), given, divisor, keep=keep)
         return
     count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
     scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
     levels = torch.cat([levels, -levels])[unpack_codes(raw[middle:], bits, count).int()]
-    into += levels * packing.spread(scales, block, count)
+    values = levels * packing.spread(scales, block, count) / torch.full_like(into, divisor)
+    torch.add(into if keep else torch.zeros_like(into), values, out=into)
 
 
 def _natively(block: int, *vectors: Tensor) -> bool:

@@ -26,11 +26,11 @@ from sparsync.kernels.reference import Dealt, check_pair
 __all__ = [
     "EXTENSION",
     "accumulate_",
-    "add_levels_",
     "chosen",
     "count_from",
     "deal",
     "deal_and_pack",
+    "decode_levels_",
     "empty",
     "find",
     "instruction_sets",
@@ -45,7 +45,7 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 2  # of the extension's functions: native/module.cpp states the same number
+_INTERFACE: Final = 3  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
@@ -224,22 +224,20 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 Levels = tuple[int, int, float, Tensor, Tensor]
 
 
-def quantise(values: Tensor, decoded: Tensor, levels: Levels) -> Tensor:
-    """Write what the returned scales and codes say to ``decoded``, in the pass that makes them."""
-    if decoded.shape != values.shape:
-        raise ConfigurationError(
-            f"{values.numel()} values need as much room, not {decoded.numel()}"
-        )
-    raw, ends = empty(_level_bytes(values.numel(), levels)[1], torch.uint8), (values, decoded)
-    EXTENSION.quantise(*(_address("values", end) for end in ends), *_on(raw, values, levels))
+def quantise(values: Tensor, levels: Levels) -> Tensor:
+    """Cost: one reading."""
+    raw = empty(_level_bytes(values.numel(), levels)[1], torch.uint8)
+    EXTENSION.quantise(_address("values", values), *_on(raw, values, levels))
     return raw
 
 
-def add_levels_(into: Tensor, raw: Tensor, levels: Levels) -> None:
-    """Decode and add, in one pass."""
+def decode_levels_(
+    into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
+) -> None:
+    """Decode, divide, and with ``keep`` add, in one pass."""
     if raw.numel() != _level_bytes(into.numel(), levels)[1]:
         raise ConfigurationError(f"{raw.numel()} bytes are not the codes of {into.numel()} values")
-    EXTENSION.add_levels(_address("into", into), *_on(raw, into, levels))
+    EXTENSION.decode_levels(_address("into", into), divisor, keep, *_on(raw, into, levels))
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
 from sparsync.wire.quantised import check_end
+from sparsync.wire.streams import written
 
 __all__ = ["LloydMax"]
 
@@ -67,34 +68,39 @@ class LloydMax(Codec[DenseVector]):
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
         """Encode; ``decoded`` has levels times scales."""
-        self.start(vector)
-        decoded = torch.empty_like(vector.values, memory_format=torch.contiguous_format)
-        return Encoded(self.encode_to(vector.values, decoded), DenseVector(decoded))
+        payload = self.written(vector.values)
+        return Encoded(payload, self.decode(payload, vector.size))
 
-    def encode_to(self, values: Tensor, decoded: Tensor) -> Tensor:
-        """Return the message of ``values``; write what it says to ``decoded``, of the same dtype."""
+    def written(self, values: Tensor) -> Tensor:
+        """Return the message of ``values``, and nothing else."""
         start, limit = self.start(DenseVector(values)), _largest_scale(values.dtype, self.bits)
         single = packing.to_float32(values, packing.FP32)
-        said = decoded if decoded.dtype == torch.float32 else torch.empty_like(single)
-        raw = levels.quantise(single, said, self.bits, self.block, limit)
-        if said is not decoded:
-            decoded.copy_(said)
-        return self.message(start, raw)
+        return self.message(start, levels.quantise(single, self.bits, self.block, limit))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, as the message says that it was quantised."""
         header, raw = self.body(payload, size)
-        values = torch.zeros(size, dtype=torch.float32, device=payload.device)
-        _add_(values, header, raw)
+        values = torch.empty(size, dtype=torch.float32, device=payload.device)
+        _decode_(values, header, raw, 1.0, add=False)
         return DenseVector(values.to(header.dtype))
 
-    def add_(self, payload: Tensor, into: Tensor) -> None:
-        """Decode a message and add it to ``into``, in one pass where both are float32."""
+    def decode_to(
+        self, payload: Tensor, into: Tensor, divisor: float = 1.0, *, add: bool = False
+    ) -> None:
+        """Write a message, divided, to ``into``, or add it: in one pass where both are float32."""
         header, raw = self.body(payload, into.numel())
         if header.dtype == into.dtype == torch.float32:
-            _add_(into, header, raw)
+            _decode_(into, header, raw, divisor, add=add)
         else:
-            into += self.decode(payload, into.numel()).values
+            written(self.decode(payload, into.numel()).values, into, divisor, add=add)
+
+    def is_finite(self, payload: Tensor, size: int) -> bool:
+        """Tell, by its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
+        header, raw = self.body(payload, size)
+        scales = _scales(header, raw)
+        check_end(raw, header.option, header.entries)
+        largest = _largest_scale(header.dtype, header.option)
+        return bool((packing.view_as(scales, torch.bfloat16) <= largest).all())
 
     def layout(self, header: Header) -> Parts:
         """Return the bytes of header, scales and codes."""
@@ -103,13 +109,17 @@ class LloydMax(Codec[DenseVector]):
         return Parts(LONG_HEADER_BYTES, value=levels.SCALE_BYTES * scales + codes)
 
 
-def _add_(into: Tensor, header: Header, raw: Tensor) -> None:
-    count, bits, block = header.entries, header.option, header.detail
-    scales = raw[: levels.SCALE_BYTES * -(-count // block)]
+def _scales(header: Header, raw: Tensor) -> Tensor:
+    scales = raw[: levels.SCALE_BYTES * -(-header.entries // header.detail)]
     if bool((scales[1::2] >= 0x80).any()):
         raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
-    check_end(raw, bits, count)
-    levels.add_(into, raw, bits, block)
+    return scales
+
+
+def _decode_(into: Tensor, header: Header, raw: Tensor, divisor: float, *, add: bool) -> None:
+    _scales(header, raw)
+    check_end(raw, header.option, header.entries)
+    levels.decode_(into, raw, header.option, header.detail, divisor, keep=add)
 
 
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:

@@ -14,7 +14,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header
 
-__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words"]
+__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words", "written"]
 
 INDEX_BYTES = 4
 
@@ -102,15 +102,19 @@ class Whole(Codec[DenseVector]):
             )
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
-    def encode_to(self, values: Tensor, decoded: Tensor) -> Tensor:
-        """Return the message of ``values``; write what it says to ``decoded``."""
-        encoded = self.encode(DenseVector(values))
-        decoded.copy_(encoded.decoded.values)
-        return encoded.payload
+    def written(self, values: Tensor) -> Tensor:
+        """Return the message of ``values``, and nothing else."""
+        return self.encode(DenseVector(values)).payload
 
-    def add_(self, payload: Tensor, into: Tensor) -> None:
-        """Decode a message and add it to ``into``."""
-        into += self.decode(payload, into.numel()).values
+    def decode_to(
+        self, payload: Tensor, into: Tensor, divisor: float = 1.0, *, add: bool = False
+    ) -> None:
+        """Write a message, divided, to ``into``, or add it."""
+        written(self.decode(payload, into.numel()).values, into, divisor, add=add)
+
+    def is_finite(self, payload: Tensor, size: int) -> bool:
+        """Tell whether a message has neither NaN nor Inf."""
+        return bool(self.decode(payload, size).isfinite().all())
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message, with the dtype that travels."""
@@ -210,6 +214,14 @@ class StreamCodec(Codec[Vector]):
 
     def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
         return self.dense if header.format == self.dense.format else self.sparse
+
+
+def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
+    """Write values, divided, to ``into``, or add them."""
+    if add:
+        into += values if divisor == 1 else values / divisor
+    else:
+        into.copy_(values).div_(divisor)
 
 
 def pack_words(indices: Tensor) -> Tensor:

@@ -139,9 +139,11 @@ def accelerate_run(steps, save=None, load=None, adam=False):
             optimizer.zero_grad()
         if save and step == 3:
             accelerator.save_state(save)
-    assert sync.stats()["exchange"] == ("updates" if adam else "gradients")
-    if adam and load is None:
-        assert sync.stats()["local_steps"] == len(steps) // 2
+    stats = sync.stats()
+    assert stats["exchange"] == ("updates" if adam else "gradients")
+    if adam:
+        assert stats["local_steps"] == (steps.stop // 2)
+        assert stats["bytes_sent_per_step_mean"] == stats["bytes_sent_last_step"] / 2
     sync.close()
     return flat(net)
 

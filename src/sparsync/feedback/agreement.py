@@ -58,15 +58,16 @@ def weights_digest(parameters: Iterable[Tensor]) -> str:
 
 
 def reducer_stats(
-    reducer: Reducer, steps: int | None = None, before: Traffic | None = None
+    reducer: Reducer, steps: int | None = None, before: tuple[int, Traffic] | None = None
 ) -> dict[str, Any]:
     """Return plain numbers about the run so far: steps, bytes per phase, residual norms.
 
-    Means are over ``steps`` of the optimizer, the reducer's by default, and without what was sent
-    ``before`` the first.
+    Means are over ``steps`` of the optimizer, the reducer's by default; those ``before`` this process
+    are left out, and what was sent before its first one.
     """
     ledger = reducer.comm.ledger
-    count, total, before = steps or reducer.step or 1, ledger.total(), before or Traffic()
+    total, (resumed, set_up) = ledger.total(), before or (0, Traffic())
+    count = max((steps or reducer.step) - resumed, 1)
     return {
         "algorithm": reducer.algorithm.name,
         "density": reducer.plan.density,
@@ -79,8 +80,8 @@ def reducer_stats(
         ],
         "bytes_sent_last_step": ledger.last_step.sent,
         "bytes_received_last_step": ledger.last_step.received,
-        "bytes_sent_per_step_mean": (total.sent - before.sent) / count,
-        "bytes_received_per_step_mean": (total.received - before.received) / count,
+        "bytes_sent_per_step_mean": (total.sent - set_up.sent) / count,
+        "bytes_received_per_step_mean": (total.received - set_up.received) / count,
         "bytes_sent_per_step_max": ledger.sent_max,
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},

@@ -85,7 +85,7 @@ class Sync(ABC):
         self._inner = None if consensus is None else consensus.parts
         self._scaler, self._sentinel = monitoring.scaler, monitoring.sentinel
         self._nonfinite = monitoring.policy
-        self._before: Traffic | None = None  # what was sent before the first step
+        self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
         self._last: Step | None = None
         self._left = False  # averages lie in the gradients, and no backward pass has begun since
@@ -154,7 +154,7 @@ class Sync(ABC):
         self._discard()
         keep_scale = self._scaler is not None  # until the next step
         run(apply_state(self.reducer, parsed, keep_scale=keep_scale, parts=self._inner))
-        self._opened = (-1, 0)
+        self._opened, self._before = (-1, 0), None
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -226,7 +226,7 @@ class Sync(ABC):
         """
         reducer = self.reducer
         if self._before is None:
-            self._before = reducer.comm.ledger.total()
+            self._before = reducer.step, reducer.comm.ledger.total()
         opened, sent = self._opened
         if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
             try:

@@ -430,7 +430,8 @@ class UpdateSync(Sync):
         """
         outer = self.outer
         if self._before is None:
-            self._before, self._started = self.reducer.comm.ledger.total(), time.perf_counter()
+            self._before = outer.steps, self.reducer.comm.ledger.total()
+            self._started = time.perf_counter()
         try:
             self._weights.average_buffers()
             run(outer.advance(self._weights, outer.steps))
@@ -447,16 +448,16 @@ class UpdateSync(Sync):
             if self._weights.node is not None and self._inner is not None:
                 own = {name: local_of(p) for name, p in self._weights.trained.items()}
                 run(check_replicas(sentinel, self._inner, own, outer.steps - 1))
-        if self.advises and outer.steps == _ADVISED:
+        if self.advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
 
     def _advise(self) -> None:
         """Say so where plain DDP would cost next to no time: it costs no loss."""
-        seconds = (time.perf_counter() - self._started) / self.outer.steps
+        seconds = (time.perf_counter() - self._started) / _ADVISED
         sent = self.stats()["bytes_sent_per_step_mean"]
         size, ranks = self.outer.memory["shared"].numel(), self.reducer.comm.world_size
         # more than it would take: part of an exchange is work that does not grow with the bytes
-        dense = self._busy / self.outer.steps * 8 * size * (ranks - 1) / ranks / max(sent, 1)
+        dense = self._busy / _ADVISED * 8 * size * (ranks - 1) / ranks / max(sent, 1)
         if dense < _NEGLIGIBLE * seconds and dist.get_rank() == 0:
             sys.stderr.write(
                 f"sparsync: a step takes {1e3 * seconds:.0f} ms, and a dense allreduce of the gradients "
@@ -544,7 +545,7 @@ class UpdateSync(Sync):
         if state["parameters"] is None:
             self.outer.restart(self._weights)
         load_own(module, self._weights.trained, self.outer.optimizers, state)
-        self._owed = False
+        self._owed, self._before = False, None
         if self._scaler is not None:
             if state["scaler"]:
                 self._scaler.load_state_dict(state["scaler"])

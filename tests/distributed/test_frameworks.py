@@ -255,6 +255,9 @@ def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **check
         def training_step(self, batch, batch_idx):
             return loss_of(self.net, *batch)
 
+        def validation_step(self, batch, batch_idx):
+            assert same_everywhere(flat(self.net))
+
         def configure_optimizers(self):
             if adam:
                 return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -263,7 +266,7 @@ def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **check
     callback, module = SparsyncCallback(**SETTINGS), Module()
     saving = ModelCheckpoint(folder, "{epoch}", **checkpoints)
     trainer = lightning_trainer(epochs, [callback, saving], plugins=plugins)
-    trainer.fit(module, batches(shuffle=True), ckpt_path=resume)
+    trainer.fit(module, batches(shuffle=True), batches() if adam else None, ckpt_path=resume)
     return callback, trainer, flat(module)
 
 
@@ -304,10 +307,16 @@ def test_lightning_resumes_exactly(folder):
 @on_ranks(2)
 def test_lightning_brings_every_rank_its_own_weights_and_moments(folder):
     launched()
-    callback, _, through = lightning_run(folder, 4, adam=True, save_top_k=-1)
+    callback, trainer, through = lightning_run(folder, 4, adam=True, save_top_k=-1)
     assert callback.sync.stats()["exchange"] == "updates" and same_everywhere(through)
     *_, again = lightning_run(folder / "elsewhere", 4, folder / "epoch=1.ckpt", adam=True)
     assert torch.equal(through, again)
+    trainer.fit_loop.max_epochs = 6  # a second fit: from there, with the module's new optimizer
+    trainer.fit(trainer.lightning_module, batches())
+    module = trainer.lightning_module
+    assert callback.sync.stats()["local_steps"] == 8 and same_everywhere(flat(module))
+    assert trainer.optimizers[0].state[module.net[0].bias]["step"] == 8
+    assert not torch.equal(flat(module), through)
 
 
 @pytest.mark.slow
@@ -325,7 +334,8 @@ def test_lightning_skips_an_overflow_and_refuses_remote_folders(folder):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_lightning_with_two_optimizers(folder):
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_lightning_with_two_optimizers(folder, kind):
     """Train two networks against each other, each with its own optimizer."""
     import lightning
 
@@ -348,7 +358,8 @@ def test_lightning_with_two_optimizers(folder):
                 self.untoggle_optimizer(optimizer)
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.children()]
+            make = getattr(torch.optim, kind)
+            return [make(net.parameters(), lr=0.01) for net in self.children()]
 
     launched()
     callback, module, before = SparsyncCallback(**SETTINGS), Pair(), flat(Pair())
@@ -360,7 +371,8 @@ def test_lightning_with_two_optimizers(folder):
         enable_checkpointing=False,
     )
     trainer.fit(module, batches())
-    assert callback.sync.stats()["steps"] == 2 * 8  # a step per backward pass
+    steps = callback.sync.stats()["steps" if kind == "SGD" else "local_steps"]
+    assert steps == (2 * 8 if kind == "SGD" else 8)  # one of 4 x 2 batches per backward pass; or both
     assert same_everywhere(flat(module)) and not torch.equal(flat(module), before)
 
 

@@ -215,10 +215,10 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
         assert not ddp.broadcast_buffers
         before = net["unused"].weight.clone(), net["frozen"].weight.clone()
         for step in range(9):
-            backward(ddp, step)
-            for optimizer in optimizers:
+            for optimizer in optimizers:  # in turn, as two that play against each other
+                backward(ddp, step)
                 optimizer.step()
-                optimizer.zero_grad()
+                ddp.zero_grad()
         sync.finish()
         assert same_everywhere(flat(net))
         assert same_everywhere(net["norm"].running_mean)

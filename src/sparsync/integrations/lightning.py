@@ -47,9 +47,11 @@ class SparsyncCallback(Callback):
         ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
 
     A module with several optimizers, i.e. manual optimization, needs
-    ``strategy="ddp_find_unused_parameters_true"``.  Each ``manual_backward`` is then a step, which
-    delivers residuals to the parameters of all optimizers: zero gradients after ``step()``, not before
-    ``manual_backward``.
+    ``strategy="ddp_find_unused_parameters_true"``.  Of gradients each ``manual_backward`` is then a step,
+    which delivers residuals to the parameters of all optimizers: zero gradients after ``step()``, not
+    before ``manual_backward``.  Of updates the steps of the last optimizer count.
+
+    Where updates are exchanged, the Trainer validates the weights that all ranks share.
 
     Lightning neither tells a callback the path of a checkpoint nor lets ranks other than 0 write one:
     so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are replaced
@@ -61,6 +63,7 @@ class SparsyncCallback(Callback):
         self._options = options
         self._followed = ExitStack()  # restores the methods of the strategy
         self._module: Any = None  # that was trained last
+        self._shown = ExitStack()  # while the shared weights are validated
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after everything else was restored and before a gradient."""
@@ -75,9 +78,23 @@ class SparsyncCallback(Callback):
         former, self.sync = self.sync, sync
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
-        elif former is not None and self._module is pl_module:  # a second fit: what waits goes on
-            sync.load_state_dict(former.state_dict())
+        elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
+            sync.load_state_dict(former.state_dict())  # a second fit: what waits goes on
         self._module = pl_module
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Show the shared weights."""
+        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if fits and isinstance(self.sync, UpdateSync):
+            self._shown.enter_context(self.sync.shared())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bring the rank's own weights back, before checkpoints are written."""
+        self._shown.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Bring the rank's own weights back."""
+        self._shown.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave replicas equal, where updates were exchanged."""

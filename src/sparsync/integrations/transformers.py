@@ -6,6 +6,7 @@ Every ``checkpoint-N`` then holds every rank's residual, and ``resume_from_check
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +51,7 @@ class SparsyncCallback(TrainerCallback):
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         self.sync: Sync | None = None
-        self._trainer, self._options = trainer, options
+        self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
         self._checkpoint: Any = (
             None  # what ``trainer.train()``, if it runs, was given to resume from
@@ -68,10 +69,20 @@ class SparsyncCallback(TrainerCallback):
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
             finally:
-                self._checkpoint = None
+                self._checkpoint, self._training = None, False
 
         follow.sparsync = self  # type: ignore[attr-defined]
-        self._restore = replace_method(trainer, "train", follow)
+        evaluation_loop = trainer.evaluation_loop
+
+        @functools.wraps(evaluation_loop)
+        def show(*args: Any, **kwargs: Any) -> Any:
+            shares = self._training and isinstance(self.sync, UpdateSync)
+            with self.sync.shared() if shares else nullcontext():
+                return evaluation_loop(*args, **kwargs)
+
+        self._restore = ExitStack()
+        for name, value in {"train": follow, "evaluation_loop": show}.items():
+            self._restore.callback(replace_method(trainer, name, value))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -91,9 +102,11 @@ class SparsyncCallback(TrainerCallback):
             checkpoint = get_last_checkpoint(args.output_dir)
         if checkpoint:
             resume(self.sync, model, Path(checkpoint) / _FOLDER)
+        self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave replicas equal, where updates were exchanged; a best model that was loaded is."""
+        self._training = False
         if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
             self.sync.finish()
 
@@ -105,7 +118,7 @@ class SparsyncCallback(TrainerCallback):
 
     def close(self) -> None:
         """Leave the trainer, which then trains as if nothing had been attached."""
-        self._restore()
+        self._restore.close()
         self._trainer.remove_callback(self)
         if self.sync is not None:
             self.sync.close()

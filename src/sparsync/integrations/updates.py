@@ -344,10 +344,12 @@ class UpdateSync(Sync):
             if (sync := me()) is not None and torch.is_grad_enabled():
                 sync._before_forward()
 
-        def after_step(*_: Any) -> None:
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (sync := me()) is not None:
                 sync._owed = False
-                sync.step()
+                # the last of several ends an iteration: ranks count these, not optimizers' steps
+                if optimizer is sync.outer.optimizers[-1]:
+                    sync.step()
 
         module = self._plain()
         assert module is not None
@@ -358,9 +360,7 @@ class UpdateSync(Sync):
             ranks = self._weights.ranks = self.reducer.comm.world_size
             corrected = Hook(lambda optimizer, *_: correct(optimizer, ranks))
             handles += [one.register_step_post_hook(corrected) for one in optimizers]
-        if optimizers:
-            # one that the last optimizer of several ends: ranks count iterations, not optimizers
-            handles.append(optimizers[-1].register_step_post_hook(Hook(after_step)))
+        handles += [one.register_step_post_hook(Hook(after_step)) for one in optimizers]
         for handle in handles:
             self.on_close.callback(handle.remove)
         if self._scaler is not None:

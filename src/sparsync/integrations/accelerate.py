@@ -1,6 +1,6 @@
-"""Accelerate: ``sync = attach(accelerator, model, density=0.01)``, after ``accelerator.prepare``.
+"""Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
 
-``accelerator.save_state`` and ``load_state`` then keep every rank's residual as well.
+``accelerator.save_state`` and ``load_state`` then keep every rank's state as well.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["attach"]
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Sync:
-    """Exchange a prepared model's gradients sparsely; the training loop stays as it is.
+    """Exchange little between replicas of a prepared model; the training loop stays as it is.
 
     Args:
         accelerator: the one that prepared the model.
         model: what ``accelerator.prepare`` returned.
-        options: of ``sparsync.attach``.  ``optimizer`` is the prepared one, where there is one, and
-            ``scaler`` the accelerator's.
+        options: of ``sparsync.attach``.  ``optimizer`` are the prepared ones that have parameters of the
+            model, ``scaler`` is the accelerator's.
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this

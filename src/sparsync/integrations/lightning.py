@@ -1,6 +1,6 @@
-"""Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback(density=0.01)])``.
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
 
-Next to every checkpoint ``NAME.ckpt`` it writes ``NAME.ckpt.sparsync`` with every rank's residual, and
+Next to every checkpoint ``NAME.ckpt`` it writes ``NAME.ckpt.sparsync`` with every rank's state, and
 ``trainer.fit(ckpt_path=...)`` reads it.
 """
 
@@ -37,8 +37,8 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: of ``sparsync.attach``.  ``optimizer`` is the module's, if it has a single one, and
-            ``scaler`` that of the Trainer's precision plugin.
+        options: of ``sparsync.attach``.  ``optimizer`` are the module's, ``scaler`` is that of the
+            Trainer's precision plugin.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training starts.

@@ -1,6 +1,6 @@
-"""Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer, density=0.01))``.
+"""Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
 
-Every ``checkpoint-N`` then holds every rank's residual, and ``resume_from_checkpoint=`` reads it.
+Every ``checkpoint-N`` then holds every rank's state, and ``resume_from_checkpoint=`` reads it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class SparsyncCallback(TrainerCallback):
         ConfigurationError: the trainer has such a callback that is not closed.  From ``trainer.train()``
             what ``sparsync.attach`` refuses.
         PeerError: from ``trainer.train()``; see ``sparsync.attach``.
+
+    Where updates are exchanged, the trainer evaluates the weights that all ranks share while it trains.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
@@ -76,8 +78,8 @@ class SparsyncCallback(TrainerCallback):
 
         @functools.wraps(evaluation_loop)
         def show(*args: Any, **kwargs: Any) -> Any:
-            shares = self._training and isinstance(self.sync, UpdateSync)
-            with self.sync.shared() if shares else nullcontext():
+            sync, training = self.sync, self._training
+            with sync.shared() if training and isinstance(sync, UpdateSync) else nullcontext():
                 return evaluation_loop(*args, **kwargs)
 
         self._restore = ExitStack()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging.gossip import Graph
-from sparsync.averaging.groups import group_of
+from sparsync.averaging.wagma import group_of
 
 __all__ = ["group_mixing_matrix", "mixing_matrix", "mixing_steps", "partition", "spectral_gap"]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, simulate
 from sparsync.averaging.gossip import Dpsgd, Exponential, Graph, Ring, Sgp
-from sparsync.averaging.groups import default_group_size, group_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
+from sparsync.averaging.wagma import default_group_size, group_of
 from tests.mixing import mixing_matrix, mixing_steps, partition
 
 from .average_runs import SIZE, on_all_ranks, update
@@ -271,20 +271,3 @@ def test_the_default_group_size_by_table():
     table = {1: 1, 2: 2, 3: 3, 4: 2, 5: 2, 6: 2, 7: 3, 8: 2, 9: 3, 12: 3, 13: 4, 15: 3, 16: 4}
     table |= {20: 4, 30: 5, 32: 4, 64: 8, 101: 10, 128: 8, 256: 16, 1024: 32}
     assert {world_size: default_group_size(world_size) for world_size in table} == table
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: group_of(0, 0, 1, 0), "world_size is 0; give the number of ranks, at least 1"),
-        (lambda: group_of(0, 8, 0, 0), "group_size is 0; give 1 to 8, the number of ranks"),
-        (lambda: group_of(0, 8, 9, 0), "group_size is 9; give 1 to 8, the number of ranks"),
-        (lambda: group_of(0, 8, 4, -1), "step is -1; steps count from 0"),
-        (lambda: group_of(8, 8, 4, 0), "rank is 8; with 8 ranks give 0 to 7"),
-        (lambda: default_group_size(0), "world_size is 0"),
-    ],
-)
-def test_a_wrong_number_is_one_clear_line(call, message):
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        call()
-    assert "\n" not in str(caught.value)

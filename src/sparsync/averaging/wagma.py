@@ -2,19 +2,24 @@
 
 Whoever arrives first starts the average for all.  A rank that is late takes part with the last model
 that it published, and finds the result when it arrives.
+
+Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled, by
+one and the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
+of two, stride S and modulus P - 1 rotate the bits of r, and that *is* Algorithm 1: step t merges along
+the ``log2 S`` bits from ``(t * log2 S) mod log2 P`` on.  Multiplication is defined for any P.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import gcd, sqrt
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging import groups
 from sparsync.averaging.agent import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.averaging.base import Accompanied
 from sparsync.errors import require
@@ -33,7 +38,9 @@ __all__ = [
     "Values",
     "Wagma",
     "coded_allreduce",
+    "default_group_size",
     "group_allreduce",
+    "group_of",
 ]
 
 Grouping = Literal["wait-avoiding", "synchronous"]
@@ -130,7 +137,7 @@ class Wagma(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        size = self.group_size or groups.default_group_size(comm.world_size)
+        size = self.group_size or default_group_size(comm.world_size)
         require(
             size <= comm.world_size,
             f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
@@ -217,7 +224,7 @@ class ModelRounds(Rounds):
             return present
         count, step = len(present), step_of(version) if self.dynamic else 0
         size = min(self.group_size, count)
-        return [present[i] for i in groups.group_of(present.index(rank), count, size, step)]
+        return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def publish(self, vector: Tensor) -> None:
         """Contribute ``vector`` from now on; nobody changes it."""
@@ -244,6 +251,69 @@ class ModelRounds(Rounds):
         return base * comm.world_size + coded.total
 
 
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
+    """Return the members of a rank's group at a 0-based local step, ascending, itself among them.
+
+    If S divides P, all groups have S members.  Else their sizes differ by one, as close to S as an
+    equal share allows; nobody stays alone (unless S = 1).  With more than one group of more than
+    one, the groups of no two consecutive steps are the same; those of ``step=0`` never change.
+
+    Cost: that of sorting the group, whatever P is.
+
+    Example:
+        >>> group_of(5, 8, 4, step=0), group_of(5, 8, 4, step=1)
+        ((4, 5, 6, 7), (0, 1, 4, 5))
+        >>> group_of(0, 5, 2, step=0), group_of(0, 5, 2, step=1)
+        ((0, 1, 2), (0, 2, 4))
+
+    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
+    printed, a mask that is already shifted is shifted again; the paper's examples come out so).
+    """
+    # P / S rounded to the nearest, down if halfway: so nobody is ever alone with S = 2 and P odd
+    groups = (2 * world_size + group_size - 1) // (2 * group_size)
+    # The members of a group should spread over as many groups as possible, leaving none out between
+    # them: a stride of the smallest group's size, or the next below that has an inverse.  Where S
+    # divides P that is S, modulo P - 1; a stride of 2 always is one or the other.
+    stride, modulus = next(
+        (stride, modulus)
+        for stride in range(world_size // groups, 0, -1)
+        for modulus in (world_size, world_size - 1)
+        if gcd(stride, modulus) == 1
+    )
+
+    def shuffled(number: int, exponent: int) -> int:
+        moves = number < modulus  # modulo P - 1 the last rank keeps its place
+        return number * pow(stride, exponent, modulus) % modulus if moves else number
+
+    index = shuffled(rank, -step) * groups // world_size
+    # group i has the places from ceil(i P / groups) on
+    start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
+    return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
+
+
+def default_group_size(world_size: int) -> int:
+    """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
+
+    A prime P > 3 has no such divisor but itself, which would be a global average: there it is the
+    whole number nearest to the root, as any S will do.
+
+    Example:
+        >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13)]
+        [1, 2, 2, 3, 8, 4]
+    """
+    root = sqrt(world_size)
+    divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    if divisors == [world_size] and world_size > 3:
+        return round(root)
+    return min(divisors, key=lambda size: abs(size - root), default=1)
+
+
+# ---- sums of a group ------------------------------------------------------------------------------
+
+
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
     """Sum over a group, by the cheaper way; equal on all its members.
 
@@ -262,9 +332,6 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
         theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte
         vector = vector + theirs if comm.rank < partner else theirs + vector
     return vector
-
-
-# ---- rounded messages -----------------------------------------------------------------------------
 
 
 class CodedSum(NamedTuple):

@@ -1,6 +1,7 @@
 """The linear solvers: against derivatives, dense steps, one rank and the optimum."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -50,15 +51,16 @@ def test_the_gradient_is_autograds():
     ),
     l1=st.sampled_from([0.0, 0.01, 0.3]),
     l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
-    rescale_below=st.sampled_from([1e-3, 0.5]),
+    smallest_scale=st.sampled_from([1e-3, 0.5]),
 )
-def test_lazy_steps_equal_dense_ones(steps, l1, l2, rescale_below):
+def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
     """Elements of 0 are not stored: those weights must decay and shrink all the same."""
     dense, intercept = np.zeros(4), 0.0
-    lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2, rescale_below=rescale_below)
+    lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
     for numbers, lr in steps:
         gradient = np.where(np.abs(numbers) < 1, 0, numbers)
-        lazy.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
+        with patch("sparsync.linear.problem._SMALLEST_SCALE", smallest_scale):
+            lazy.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
         dense = soft(max(1 - lr * l2, 0) * dense - lr * gradient[:-1], lr * l1)
         intercept -= lr * gradient[-1]
         np.testing.assert_allclose(lazy.to_dense(), dense, atol=1e-9)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 from scipy import sparse  # type: ignore[import-untyped, unused-ignore]
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 
 __all__ = ["Shard", "load_shard", "row_range"]
 
@@ -48,10 +48,10 @@ def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
         >>> [row_range(10, rank=rank, world_size=4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank {rank} of world_size {world_size}; expected 0 <= rank < world_size"
-        )
+    require(
+        0 <= rank < world_size,
+        f"rank {rank} of world_size {world_size}; expected 0 <= rank < world_size",
+    )
     each, extra = divmod(rows, world_size)
     first = rank * each + min(rank, extra)
     return first, first + each + (rank < extra)
@@ -100,13 +100,10 @@ def load_shard(
         lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
         base = min(lowest, 1)  # the first column is 0 if it occurs anywhere (scikit-learn's rule)
         width = max(highest - base + 1, 1) if dimensions is None else dimensions
-        if width < 1:
-            raise ConfigurationError(f"dimensions {width}; expected at least 1")
-        if highest >= base + width:
-            raise ConfigurationError(
-                f"{source} has indices from {lowest} to {highest}; expected {base} to "
-                f"{base + width - 1}"
-            )
+        require(width >= 1, f"dimensions {width}; expected at least 1")
+        last = base + width - 1
+        fault = f"{source} has indices from {lowest} to {highest}; expected {base} to {last}"
+        require(highest <= last, fault)
         signs = _signs(np.concatenate(labels), positive, blocks.path)
         first, stop = row_range(len(signs), rank=rank, world_size=world_size)
         parts = [sparse.csr_matrix((0, width), dtype=np.float32)]
@@ -128,18 +125,14 @@ def _signs(
     listed = ", ".join(f"{label:g}" for label in known[:10])
     listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
     if positive is None:
-        if len(known) > 2:
-            raise ConfigurationError(
-                f"{path} has more than two labels: {listed}; say with positive=... which are +1"
-            )
+        fault = f"{path} has more than two labels: {listed}; say with positive=... which are +1"
+        require(len(known) <= 2, fault)
         chosen = known[-1:] if len(known) == 2 or known[0] > 0 else []
     else:
         given = positive if isinstance(positive, Collection) else [positive]
         chosen = [float(label) for label in given]
-        if not chosen or not {*chosen} <= {*known}:
-            raise ConfigurationError(
-                f"positive={positive} is not among the labels of {path}; choose from {listed}"
-            )
+        fault = f"positive={positive} is not among the labels of {path}; choose from {listed}"
+        require(bool(chosen) and {*chosen} <= {*known}, fault)
     return np.where(np.isin(labels, chosen), 1, -1).astype(np.float32)
 
 
@@ -155,8 +148,7 @@ class _Blocks:
     block_bytes: ClassVar[int] = 1 << 26  # of text; parsing takes up to six times that in memory
 
     def __init__(self, path: Path, cache: Path | None) -> None:
-        if not path.is_file():
-            raise ConfigurationError(f"{path} is not a file; give the path of a data file")
+        require(path.is_file(), f"{path} is not a file; give the path of a data file")
         self.path = path
         self.folder = path.with_name(f"{path.name}.cache")
         if cache is not None:  # which may hold the caches of many files
@@ -185,15 +177,15 @@ class _Blocks:
         numbers = range(max(-(-self.size // self.block_bytes), 1))
         order = sorted(numbers, key=lambda block: ((block - rank) % world_size, block))
         found = {block: self.read(block, "span", "labels") for block in order}
-        if self._state() != self.state:
-            raise ConfigurationError(f"{self.path} changed while it was read; start again")
+        unchanged = self._state() == self.state
+        require(unchanged, f"{self.path} changed while it was read; start again")
         if self._parsed:  # remove what was made of other states of the file
             for other in self.folder.glob("[0-9]*.npz"):
                 if not other.name.startswith(f"{self.state}-"):
                     other.unlink(missing_ok=True)
         spans, labels = zip(*(found[block] for block in numbers), strict=True)
-        if not any(map(len, labels)):
-            raise ConfigurationError(f"{self.path} holds no samples; give an svmlight file")
+        samples = sum(map(len, labels))
+        require(samples > 0, f"{self.path} holds no samples; give an svmlight file")
         # a block without entries has no least and no largest index
         return [span.tolist() for span in spans if span[1] >= 0] or [[1, -1]], list(labels)
 

@@ -30,16 +30,14 @@ __all__ = ["SparseLinearClassifier"]
 class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Logistic regression or a linear SVM by SGD or coordinate descent; one-vs-rest of many classes.
 
+    ``batch_size``, ``lr`` and ``schedule`` are those of ``Sgd``, ``coordinates`` those of ``Scd``.
+
     Args:
         model: "logistic" or "svm".
         solver: "sgd" or "scd" (logistic only).
         l1: factor of the L1 penalty.
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
         epochs: passes over the data.
-        batch_size: see ``Sgd``.
-        lr: see ``Sgd``.
-        schedule: see ``Sgd``.
-        coordinates: see ``Scd``.
         fit_intercept: the model has an intercept, not penalised.
         exchange: among ranks; one of ``EXCHANGES``.
         threads: of this rank.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 from scipy.special import expit  # type: ignore[import-untyped, unused-ignore]
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.sparse import SparseVector, Vector
 
 __all__ = [
@@ -42,17 +42,14 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 T = TypeVar("T")
 
+# below it all weights are written once: float32 keeps 7 digits, gradients are divided by the scale
+_SMALLEST_SCALE = 1e-3
 _COMPACT = 30  # columns per stored element from which sorting is faster than dense sums
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A convex loss of the margin ``y f(x)``.
-
-    Attributes:
-        value: `[m]` margins to `[m]` losses; exact for margins of any size.
-        slope: `[m]` margins to `[m]` derivatives of the loss (a subgradient where it has a corner).
-        curvature: a bound of the second derivative; None where there is none.
+    """A convex loss of the margin ``y f(x)``; maps `[m]` margins to `[m]` numbers.
 
     Example:
         >>> logistic, hinge = LOSSES["logistic"], LOSSES["svm"]
@@ -63,9 +60,9 @@ class Loss:
         ([1001.0, 1.0, 0.0], [-1.0, -1.0, -0.0])
     """
 
-    value: Callable[[Floats], Floats]
-    slope: Callable[[Floats], Floats]
-    curvature: float | None
+    value: Callable[[Floats], Floats]  # exact for margins of any size
+    slope: Callable[[Floats], Floats]  # the derivative; a subgradient where there is a corner
+    curvature: float | None  # a bound of the second derivative, if there is one
 
 
 LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
@@ -98,14 +95,7 @@ class LazyWeights:
     ``soft`` of a + b, so nothing is lost by waiting).  What is only *read* is not written back: ranks
     read different weights, and all must hold the same bits.
 
-    Args:
-        size: number of weights n; vectors have one element more, the intercept's.
-        dtype: of the weights; scale and thresholds are float64.
-        l1: factor of the L1 penalty of the weights; the intercept is free.
-        l2: factor of the L2 penalty, likewise.
-        intercept: without, its gradient is ignored.
-        rescale_below: smallest scale; below it all weights are written once (a choice: float32 keeps
-            7 digits, gradients are divided by the scale).
+    Gradients have one element more than the n weights: the intercept's, which no penalty applies to.
 
     Cost: O(nnz) per step, O(n) when the scale is renewed; memory n, with L1 8 n bytes more.
 
@@ -125,10 +115,9 @@ class LazyWeights:
         l1: float = 0.0,
         l2: float = 0.0,
         intercept: bool = True,
-        rescale_below: float = 1e-3,
     ) -> None:
         self.size, self.dtype, self.l1, self.l2 = size, dtype, l1, l2
-        self.has_intercept, self.rescale_below = intercept, rescale_below
+        self.has_intercept = intercept
         self.intercept = 0.0
         self._values = np.zeros(size, dtype)
         self._scale, self._shrunk = 1.0, 0.0
@@ -157,7 +146,7 @@ class LazyWeights:
             self._shrunk += lr * self.l1 / self._scale
         if self.has_intercept:
             self.intercept -= lr * slope
-        if self._scale < self.rescale_below:
+        if self._scale < _SMALLEST_SCALE:
             self._values = self.to_dense()
             self._scale, self._shrunk = 1.0, 0.0
             self._seen[:] = 0
@@ -188,42 +177,27 @@ class LazyWeights:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An objective, and this rank's rows of it (none is legal).
+    """An objective, and this rank's rows of it (none is legal)."""
 
-    Attributes:
-        features: `[rows, dimensions]`, sparse rows.
-        labels: `[rows]`, -1 or +1.
-        model: "logistic" or "svm".
-        l1: factor of the sum of the weights' magnitudes; makes weights exactly zero.
-        l2: factor of half the sum of their squares.
-        intercept: the model has one.
-        dtype: of weights and gradients, float32 or float64; the features are converted.
-    """
-
-    features: csr_matrix
-    labels: Floats
-    model: str = "logistic"
-    l1: float = 0.0
-    l2: float = 0.0
+    features: csr_matrix  # `[rows, dimensions]`
+    labels: Floats  # `[rows]`, -1 or +1
+    model: str = "logistic"  # or "svm"
+    l1: float = 0.0  # factor of the sum of the weights' magnitudes; makes weights exactly zero
+    l2: float = 0.0  # factor of half the sum of their squares
     intercept: bool = True
-    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009 (immutable)
+    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009  # of weights; or float64
 
     def __post_init__(self) -> None:
-        if self.model not in LOSSES:
-            raise ConfigurationError(
-                f"unknown model {self.model!r}; choose one of {', '.join(LOSSES)}"
-            )
+        known, rows = ", ".join(LOSSES), self.features.shape[0]
+        require(self.model in LOSSES, f"unknown model {self.model!r}; choose one of {known}")
         for name, factor in (("l1", self.l1), ("l2", self.l2)):
-            if not 0 <= factor < math.inf:
-                raise ConfigurationError(f"{name} is {factor}; give a number >= 0")
-        if self.dtype not in (np.float32, np.float64):
-            raise ConfigurationError(f"dtype is {self.dtype}; give float32 or float64")
-        if len(self.labels) != self.features.shape[0]:
-            raise ConfigurationError(
-                f"{self.features.shape[0]} rows have {len(self.labels)} labels; give one per row"
-            )
-        if not np.isin(self.labels, (-1, 1)).all():
-            raise ConfigurationError("labels must be -1 or +1; convert them first")
+            require(0 <= factor < math.inf, f"{name} is {factor}; give a number >= 0")
+        wide = self.dtype in (np.float32, np.float64)
+        require(wide, f"dtype is {self.dtype}; give float32 or float64")
+        count = len(self.labels)
+        require(count == rows, f"{rows} rows have {count} labels; give one per row")
+        signs = bool(np.isin(self.labels, (-1, 1)).all())
+        require(signs, "labels must be -1 or +1; convert them first")
         converted = csr_matrix(self.features, dtype=self.dtype)  # copies only what must change
         object.__setattr__(self, "features", converted)
         object.__setattr__(self, "labels", np.asarray(self.labels, self.dtype))
@@ -272,9 +246,6 @@ class Products:
     Rows are cut into one block per thread, whose sums are added in the order of the blocks: a result
     depends on the number of threads (to rounding), never on which of them is first.
 
-    Args:
-        threads: at least 1; 1 starts none.
-
     Example:
         >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
         >>> Products(threads=2).transposed(rows, np.array([1.0, 10.0])).to_dense().tolist()
@@ -282,8 +253,7 @@ class Products:
     """
 
     def __init__(self, threads: int = 1) -> None:
-        if threads < 1:
-            raise ConfigurationError(f"threads is {threads}; give at least 1")
+        require(threads >= 1, f"threads is {threads}; give at least 1")
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 

@@ -30,7 +30,7 @@ from sparsync.collectives import (
     SparcmlAuto,
     split_allgather,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.linear.problem import (
     Floats,
     Integers,
@@ -63,17 +63,15 @@ __all__ = [
 
 # ---- exchanges --------------------------------------------------------------------------------------
 
-_Maker = Callable[[Codec[SparseVector], float | None], Collective]
-
 # of at most cap * k entries; none of them rounds
-_SPARSE: MappingProxyType[str, _Maker] = MappingProxyType(
+_SPARSE: MappingProxyType[str, Callable[..., Collective]] = MappingProxyType(
     {
-        "allgather": lambda codec, cap: Allgather(codec, cap),
-        "dynamic": lambda codec, cap: Dynamic(StreamCodec(codec), cap=cap),
-        "recursive-doubling": lambda codec, cap: RecursiveDoubling(StreamCodec(codec), cap=cap),
-        "ring": lambda codec, cap: Ring(StreamCodec(codec), cap=cap),
-        "sparcml-auto": lambda codec, cap: SparcmlAuto(StreamCodec(codec), cap=cap),
-        "split-allgather": lambda codec, cap: split_allgather(StreamCodec(codec), cap=cap),
+        "allgather": Allgather,
+        "dynamic": Dynamic,
+        "recursive-doubling": RecursiveDoubling,
+        "ring": Ring,
+        "sparcml-auto": SparcmlAuto,
+        "split-allgather": split_allgather,
     }
 )
 
@@ -82,9 +80,7 @@ EXCHANGES = ("dense", *_SPARSE)
 
 @final
 class DenseSlices(Collective):
-    """Collects every rank's whole slice of a vector: the baseline of ``Scd``.
-
-    Slice r are the elements between ``even_cuts`` r and r + 1; rank r has no others.
+    """Collects every rank's slice of a vector, of ``even_cuts``, dense: the baseline of ``Scd``.
 
     Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
     Differs from the paper: nothing.
@@ -133,10 +129,6 @@ class Meter:
         fence: called before every exchange; waits for the slowest rank, so that nobody takes waiting
             for communication, and returns the start.  Default: nobody waits.
         clock: of the exchanges; the simulator has its own.
-
-    Attributes:
-        computed: seconds of every stretch of computation.
-        exchanged: phase, start and end of every exchange.
     """
 
     def __init__(
@@ -149,8 +141,8 @@ class Meter:
 
     def clear(self) -> None:
         """Begin new lists; the old ones stay as they are."""
-        self.computed: list[float] = []
-        self.exchanged: list[tuple[str, float, float]] = []
+        self.computed: list[float] = []  # seconds of every stretch of computation
+        self.exchanged: list[tuple[str, float, float]] = []  # phase, start and end
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -186,10 +178,6 @@ class Solver(ABC):
         seed: of the order of rows or coordinates.
         steps: most steps of an epoch; None: a whole pass.
         meter: measures.
-
-    Attributes:
-        weights: the model, the same bits on all ranks.
-        rows: of every rank, when started.
     """
 
     facts: dict[str, object]  # that have to be equal on all ranks, besides the problem's
@@ -205,15 +193,13 @@ class Solver(ABC):
         steps: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        if exchange not in EXCHANGES:
-            raise ConfigurationError(
-                f"unknown exchange {exchange!r}; choose one of {', '.join(EXCHANGES)}"
-            )
+        known = ", ".join(EXCHANGES)
+        require(exchange in EXCHANGES, f"unknown exchange {exchange!r}; choose one of {known}")
         self.comm, self.problem, self.exchange = comm, problem, exchange
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
-        self.weights = problem.weights()
-        self.rows = [problem.rows]
+        self.weights = problem.weights()  # the same bits on all ranks
+        self.rows = [problem.rows]  # of every rank, when started
         self.step = 0
 
     async def start(self) -> None:
@@ -248,7 +234,8 @@ class Solver(ABC):
         if self.exchange == "dense":
             return dense()
         exact: Codec[SparseVector] = Packed("fp32") if self.problem.dtype == np.float32 else Coo()
-        return _SPARSE[self.exchange](exact, cap)
+        codec = exact if self.exchange == "allgather" else StreamCodec(exact)
+        return _SPARSE[self.exchange](codec, cap=cap)
 
     async def evaluate(self, problem: Problem | None = None) -> Evaluation:
         """Evaluate the weights on every rank's rows of another problem, or of the training.
@@ -318,20 +305,14 @@ class Sgd(Solver):
         **shared: Any,
     ) -> None:
         super().__init__(comm, problem, exchange, **shared)
-        if schedule not in SCHEDULES:
-            raise ConfigurationError(
-                f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}"
-            )
-        if lr is not None and not 0 < lr < math.inf:
-            raise ConfigurationError(f"lr is {lr}; give a number > 0")
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size is {batch_size}; give at least 1 row")
-        if staleness < 0:
-            raise ConfigurationError(f"staleness is {staleness}; give a number of steps >= 0")
+        known = ", ".join(SCHEDULES)
+        require(schedule in SCHEDULES, f"unknown schedule {schedule!r}; choose one of {known}")
+        require(lr is None or 0 < lr < math.inf, f"lr is {lr}; give a number > 0")
+        require(batch_size >= 1, f"batch_size is {batch_size}; give at least 1 row")
+        require(staleness >= 0, f"staleness is {staleness}; give a number of steps >= 0")
         self.batch_size, self.lr, self.schedule, self.shuffle = batch_size, lr, schedule, shuffle
         self.staleness, self.background = staleness, background
-        self.facts = {"batch_size": batch_size, "staleness": staleness}
-        self.facts["schedule"] = (schedule, lr)
+        self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
         # each of the exchanges in flight has a collective and a channel of its own
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
@@ -344,18 +325,16 @@ class Sgd(Solver):
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
-        """See ``Solver``."""
+        """See ``Solver``; and choose a learning rate, if none was given."""
         await super().start()
-        if self.lr is None:
-            self.lr = await self._suggested_lr()
-
-    async def _suggested_lr(self) -> float:
+        if self.lr is not None:
+            return
         problem = self.problem
         squares = float((problem.features.data.astype(np.float64) ** 2).sum())
         total, rows = await _sum_over_ranks(self.comm, [squares, problem.rows], "lr")
         mean = total / max(rows, 1) + problem.intercept
         bound = (problem.loss.curvature or 1.0) * mean + problem.l2
-        return 1 / bound if bound else 1.0
+        self.lr = 1 / bound if bound else 1.0
 
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
         """Use every row once."""
@@ -451,12 +430,11 @@ class Scd(Solver):
         **shared: Any,
     ) -> None:
         super().__init__(comm, problem, exchange, **shared)
-        if coordinates < 1:
-            raise ConfigurationError(f"coordinates is {coordinates}; give at least 1")
-        if problem.loss.curvature is None:
-            raise ConfigurationError(
-                f"scd needs a smooth loss, {problem.model} has a corner; choose logistic, or sgd"
-            )
+        require(coordinates >= 1, f"coordinates is {coordinates}; give at least 1")
+        require(
+            problem.loss.curvature is not None,
+            f"scd needs a smooth loss, {problem.model} has a corner; choose logistic, or sgd",
+        )
         self.coordinates, self.curvature = coordinates, problem.loss.curvature
         self.facts = {"coordinates": coordinates, "seed": self.seed}
         self.collective = self._collective(DenseSlices, 1.0)

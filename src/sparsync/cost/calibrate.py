@@ -52,21 +52,13 @@ _SMALLER = 4  # than what is worked on, so that turns are more than the rest
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine, and how sure it is; bit-identical on all ranks.
-
-    Attributes:
-        machine: what the planner takes.
-        intervals: of each of its numbers, at 95 %; one rank has no alpha and beta.
-        links: every direction between two ranks that was measured.
-        clocks: of every rank against rank 0's.
-        sizes: bytes of the messages that were sent.
-    """
+    """A measured machine, and how sure it is; bit-identical on all ranks."""
 
     machine: Machine
-    intervals: dict[str, Interval]
-    links: tuple[Link, ...] = ()
-    clocks: tuple[Clock, ...] = (Clock(),)
-    sizes: tuple[int, ...] = ()
+    intervals: dict[str, Interval]  # of its numbers, at 95 %; one rank has no alpha and beta
+    links: tuple[Link, ...] = ()  # every direction between two ranks that was measured
+    clocks: tuple[Clock, ...] = (Clock(),)  # of every rank against rank 0's
+    sizes: tuple[int, ...] = ()  # bytes of the messages that were sent
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
         """Return the links that take this many times the median's seconds per byte, slowest first."""
@@ -84,7 +76,6 @@ async def calibrate(
     comm: Communicator,
     *,
     seconds: float = 3.0,
-    clock: Callable[[], float] | None = None,
     probe: Probe = Probe(),  # noqa: B008 (frozen)
 ) -> Calibration:
     """Measure the links and the work of a group's ranks; all of them call it together.
@@ -96,7 +87,6 @@ async def calibrate(
     Args:
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
         seconds: about how long it may take.
-        clock: of this rank; None: ``comm.now``.
         probe: how much is timed.
 
     Returns:
@@ -113,56 +103,46 @@ async def calibrate(
         >>> round(machine.alpha * 1e6, 3), round(machine.beta * 1e9, 3), machine.select
         (100.0, 10.0, 0.0)
     """
-    seconds, now = check_timeout(seconds), clock or (lambda: comm.now)
-    measured: dict[str, Measured] = {}
-    links: tuple[Link, ...] = ()
-    clocks: tuple[Clock, ...] = (Clock(),)
-    sizes: tuple[int, ...] = ()
-    if comm.world_size > 1:
-        measured, links, clocks, sizes = await measure_links(
-            comm, seconds=seconds, clock=now, probe=probe
-        )
+    seconds = check_timeout(seconds)
     left = max(1 - probe.budget - _REHEARSAL, _REHEARSAL) * seconds
-    measured |= await _measure_work(comm, seconds=left, clock=now, probe=probe)
-    if comm.world_size > 1:
-        measured["turn"] = await _measure_turn(
-            comm,
-            _machine(measured),
-            ahead=clocks[comm.rank].ahead,
-            seconds=_REHEARSAL * seconds,
-            clock=now,
-            probe=probe,
-        )
-    intervals = {name: interval for name, (_, interval) in measured.items()}
-    return Calibration(_machine(measured), intervals, links, clocks, sizes)
+    if comm.world_size == 1:
+        measured = await _measure_work(comm, left, probe)
+        return Calibration(_machine(measured), _intervals(measured))
+    line, links, clocks, sizes = await measure_links(comm, seconds, probe)
+    measured = line | await _measure_work(comm, left, probe)
+    ahead, rehearsal = clocks[comm.rank].ahead, _REHEARSAL * seconds
+    measured["turn"] = await _measure_turn(comm, _machine(measured), ahead, rehearsal, probe)
+    return Calibration(_machine(measured), _intervals(measured), links, clocks, sizes)
 
 
 def _machine(measured: Mapping[str, Measured]) -> Machine:
     return Machine(**{name: value for name, (value, _) in measured.items()})
 
 
-def _stands_still(clock: Callable[[], float]) -> bool:
-    """Tell whether a clock sees no work: the simulator's."""
-    start = clock()
+def _intervals(measured: Mapping[str, Measured]) -> dict[str, Interval]:
+    return {name: interval for name, (_, interval) in measured.items()}
+
+
+def _stands_still(comm: Communicator) -> bool:
+    """Tell whether the group's clock sees no work: the simulator's."""
+    start = comm.now
     torch.ones(1 << 16).sum()
-    return clock() == start
+    return comm.now == start
 
 
 # ---- work -------------------------------------------------------------------------------------------
 
 
-async def _measure_work(
-    comm: Communicator, *, seconds: float, clock: Callable[[], float], probe: Probe
-) -> dict[str, Measured]:
+async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
     """Return the paces of "gamma", "select", "encode", "decode", as ``Machine`` counts them.
 
     All ranks call it together.  The slowest rank's count: the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(clock):  # it charges for bytes that are summed, if for anything
+    if _stands_still(comm):  # it charges for bytes that are summed, if for anything
         probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
-    work = _Work(comm, clock, probe.elements)
+    work = _Work(comm, probe.elements)
     tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
         "gamma": work.sum,
         "select": work.select,
@@ -172,16 +152,16 @@ async def _measure_work(
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
     length = seconds / len(tasks) / (_BATCHES + 1)
     await comm.barrier()
-    end = clock() + seconds
+    end = comm.now + seconds
     for batch in range(_BATCHES + 1):  # by turns, so that a busy moment hits all of them
-        if batch > _AT_LEAST and clock() >= end:
+        if batch > _AT_LEAST and comm.now >= end:
             break
         for name, task in tasks.items():
-            until, taken, units = clock() + length, 0.0, 0
+            until, taken, units = comm.now + length, 0.0, 0
             for _ in range(probe.calls):
                 more, done = await task()
                 taken, units = taken + more, units + done
-                if clock() >= until:
+                if comm.now >= until:
                     break
             samples[name].append((taken, units))
     fits = [fit_pace(batches[1:]) for batches in samples.values()]
@@ -196,8 +176,8 @@ async def _measure_work(
 class _Work:
     """A rank's vectors, and the work on them; a task returns its seconds and the units it did."""
 
-    def __init__(self, comm: Communicator, clock: Callable[[], float], elements: int) -> None:
-        self.comm, self.clock, self.step = comm, clock, 0
+    def __init__(self, comm: Communicator, elements: int) -> None:
+        self.comm, self.step = comm, 0
         generator = torch.Generator().manual_seed(comm.rank)
         size = max(elements // _REGIONS, 1) * _REGIONS
         self.gradient = torch.randn(size, generator=generator)
@@ -211,10 +191,10 @@ class _Work:
 
     async def sum(self) -> tuple[float, int]:
         """Add one dense vector to another; the simulator charges what it charges for it."""
-        nbytes, start = self.gradient.numel() * _ITEM_BYTES, self.clock()
+        nbytes, start = self.gradient.numel() * _ITEM_BYTES, self.comm.now
         self.incoming.add_(self.gradient)
         await self.comm.work(nbytes)
-        return self.clock() - start, nbytes
+        return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
         """Accumulate, select, retain; from the first time on as if training had gone on for long."""
@@ -224,40 +204,34 @@ class _Work:
 
     def _select(self) -> float:
         self.incoming.copy_(self.gradient)  # accumulating takes its memory over
-        start = self.clock()
+        start = self.comm.now
         collect = self.selector.collect_from(self.k, self.step, self.residual.dtype)
         found = kernels.accumulate_(self.residual, self.incoming, *collect or ())
         collected = found and SparseVector(*found, self.residual.numel())
         selected = self.selector.select(self.residual, self.k, self.step, collected)
         kernels.subtract_(self.residual, selected.indices, selected.values)
         self.step += 1
-        return self.clock() - start
+        return self.comm.now - start
 
     async def encode(self) -> tuple[float, int]:
         """Pack the entries of each region."""
-        start = self.clock()
+        start = self.comm.now
         for piece in self.pieces:
             self.codec.encode(piece)
-        return self.clock() - start, self.k
+        return self.comm.now - start, self.k
 
     async def decode(self) -> tuple[float, int]:
         """Unpack and merge as many messages."""
-        start, size = self.clock(), self.pieces[0].size
+        start, size = self.comm.now, self.pieces[0].size
         SparseVector.merge([self.codec.decode(message, size) for message in self.messages])
-        return self.clock() - start, self.k
+        return self.comm.now - start, self.k
 
 
 # ---- turns ------------------------------------------------------------------------------------------
 
 
 async def _measure_turn(
-    comm: Communicator,
-    machine: Machine,
-    *,
-    ahead: float,
-    seconds: float,
-    clock: Callable[[], float],
-    probe: Probe,
+    comm: Communicator, machine: Machine, ahead: float, seconds: float, probe: Probe
 ) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``): bit-identical on all ranks.
 
@@ -284,22 +258,22 @@ async def _measure_turn(
     stride = max(size // k, 1)  # one entry per cell: ascending, at random places
     indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
     vector = SparseVector(indices, torch.randn(k, generator=generator), size)
-    still = _stands_still(clock)
-    work = None if still else _Work(comm, clock, probe.elements)
+    still = _stands_still(comm)
+    work = None if still else _Work(comm, probe.elements)
     times: list[tuple[float, float]] = []  # by rank 0's clock
-    collective, end = Budgeted(), clock() + seconds
+    collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
             await work.select()  # as a training step does, which leaves caches cold
         # an agreed time: a barrier would release the ranks one by one
-        mine = torch.tensor([clock() - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
+        mine = torch.tensor([comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
-        start = max(agreed, clock() - ahead)
+        start = max(agreed, comm.now - ahead)
         if not still:
-            time.sleep(max(start - (clock() - ahead), 0.0))
+            time.sleep(max(start - (comm.now - ahead), 0.0))
         await collective.reduce(comm, vector, k, step)
-        times.append((start, clock() - ahead))
-        late = torch.tensor([float(clock() >= end)])
+        times.append((start, comm.now - ahead))
+        late = torch.tensor([float(comm.now >= end)])
         if step >= _LEAST and float(await comm.allreduce(late, _PHASE, op="max")) > 0:
             break
     everyone = await comm.allgather(torch.tensor(times, dtype=torch.float64), _PHASE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -142,27 +142,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """How much is timed: messages, then the ranks' own work.
+    """How much is timed: messages, then the ranks' own work."""
 
-    Attributes:
-        largest: bytes of a message; the wire of 10 Gbit/s takes 70 times a latency of 50 us for them.
-        visits: of each size at most; they take turns, so that a busy moment hits all sizes.
-        shifts: at most this many; all, where there are fewer: then every link is measured.
-        budget: of the calibration's time, for the links; the rest is for the ranks' work.
-        elements: n of the vectors that ranks work on: 16 MB, more than most second-level caches.
-        calls: in a batch of work, which else ends with its time.
-    """
-
+    # bytes of a message, for which the wire of 10 Gbit/s takes 70 times a latency of 50 us
     largest: int = 1 << 22
-    visits: int = 8
-    shifts: int = 8
-    budget: float = 0.6
-    elements: int = 1 << 22
-    calls: int = 1000
+    visits: int = 8  # of each size at most; they take turns, so that a busy moment hits all sizes
+    shifts: int = 8  # at most; all, where there are fewer: then every link is measured
+    budget: float = 0.6  # of the calibration's time, for the links
+    elements: int = 1 << 22  # of the ranks' vectors: 16 MB, more than most second-level caches
+    calls: int = 1000  # in a batch of work, which else ends with its time
 
 
 async def measure_links(
-    comm: Communicator, *, seconds: float, clock: Callable[[], float], probe: Probe
+    comm: Communicator, seconds: float, probe: Probe
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
@@ -174,7 +166,7 @@ async def measure_links(
     Raises:
         ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
     """
-    survey, size = _Survey(comm, probe.budget * seconds, clock, probe.shifts), _SMALLEST
+    survey, size = _Survey(comm, probe.budget * seconds, probe.shifts), _SMALLEST
     await survey.visit(size, 1)  # the first round opens connections
     clocks = await survey.compare_clocks()
     cost = survey.cost(size)
@@ -200,23 +192,16 @@ async def measure_links(
 
 
 class _Survey:
-    """One measurement, on one rank; what it decides is decided alike on all of them.
+    """One measurement, on one rank; what it decides is decided alike on all of them."""
 
-    Attributes:
-        left: seconds, by the rank that took most.
-        costs: seconds of the last visit of each size.
-        times: per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends.
-    """
-
-    def __init__(
-        self, comm: Communicator, seconds: float, clock: Callable[[], float], most_shifts: int
-    ) -> None:
-        self.comm, self.clock, self.seconds = comm, clock, seconds
+    def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
+        self.comm, self.seconds = comm, seconds
         count = min(most_shifts, comm.world_size - 1)
         # evenly spread, 1 among them
         self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
-        self.started, self.spent = clock(), 0.0
-        self.costs: dict[int, float] = {}
+        self.started, self.spent = comm.now, 0.0  # by the rank that took most
+        self.costs: dict[int, float] = {}  # seconds of the last visit of each size
+        # per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends
         self.times: dict[int, list[Tensor]] = {}
 
     @property
@@ -233,7 +218,7 @@ class _Survey:
 
     async def visit(self, size: int, rounds: int) -> None:
         """Do some rounds of every shift, and one before them that does not count."""
-        comm, clock = self.comm, self.clock
+        comm = self.comm
         # no zeros: a tunnel that compresses would look fast
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
         mine = []
@@ -241,14 +226,14 @@ class _Survey:
             dest = (comm.rank + shift) % comm.world_size
             source = (comm.rank - shift) % comm.world_size
             for _ in range(rounds + 1):
-                start = clock()
+                start = comm.now
                 receiving = comm.irecv(source, size, _PHASE, _CONTROL)
                 sending = comm.isend(payload, dest, _PHASE, _CONTROL)
                 await receiving
-                arrived = clock()
+                arrived = comm.now
                 await sending
-                mine += [start, arrived, clock()]
-        mine.append(clock() - self.started)
+                mine += [start, arrived, comm.now]
+        mine.append(comm.now - self.started)
         everyone = torch.stack(await comm.allgather(_numbers(mine), _PHASE))
         spent = float(everyone[:, -1].max())
         self.costs[size], self.spent = spent - self.spent, spent
@@ -257,22 +242,22 @@ class _Survey:
 
     async def compare_clocks(self) -> tuple[Clock, ...]:
         """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips."""
-        comm, clock = self.comm, self.clock
+        comm = self.comm
         fit = int(_SHARE * self.seconds / (2 * self.pace(_SMALLEST) * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
         for rank in range(1, comm.world_size):
             for _ in range(max(1, min(_PINGS, fit))):
                 if comm.rank == rank:
-                    start = clock()
+                    start = comm.now
                     receiving = comm.irecv(0, 8, _PHASE, _CONTROL)
                     await comm.isend(_bytes(start), 0, _PHASE, _CONTROL)
                     theirs = float((await receiving).clone().view(torch.float64))
-                    end = clock()
+                    end = comm.now
                     if (end - start) / 2 < best.uncertainty:
                         best = Clock((start + end) / 2 - theirs, (end - start) / 2)
                 elif comm.rank == 0:
                     await comm.irecv(rank, 8, _PHASE, _CONTROL)
-                    await comm.isend(_bytes(clock()), rank, _PHASE, _CONTROL)
+                    await comm.isend(_bytes(comm.now), rank, _PHASE, _CONTROL)
         gathered = await comm.allgather(_numbers([best.ahead, best.uncertainty]), _PHASE)
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 

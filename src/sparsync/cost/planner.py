@@ -47,6 +47,7 @@ __all__ = ["Plan", "Prediction", "bound_words", "plan", "predict"]
 # all are compared with it
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 _DEFAULT_DENSITY = 0.01
+_BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
 _BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
 _NEARLY = 0.9  # of the entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is looked for
@@ -55,28 +56,18 @@ _PER_DECADE, _HALVINGS = 4, 40  # points at which, and then halvings of the inte
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of one step of one collective.
+    """The predicted cost of one step of one collective."""
 
-    Attributes:
-        collective: name of the preset.
-        seconds_selection: time to accumulate and select, and to apply the total.
-        seconds_exchange: time from the selected entries to their sum.
-        bytes_sent: the most that a rank sends or receives.
-        messages: number that a rank sends, one after the other.
-        equation: paper and number, or "sparsync".
-        lower_bound_words: words of 4 bytes that no algorithm for the same result goes below, with
-            entries of two words or values of one; fewer bits per entry do.
-        seconds_hidden: part of the exchange that overlaps the backward pass.
-    """
-
-    collective: str
-    seconds_selection: float
-    seconds_exchange: float
-    bytes_sent: float
-    messages: float
-    equation: str
+    collective: str  # name of the preset
+    seconds_selection: float  # to accumulate and select, and to apply the total
+    seconds_exchange: float  # from the selected entries to their sum
+    bytes_sent: float  # the most that a rank sends or receives
+    messages: float  # that a rank sends, one after the other
+    equation: str  # paper and number, or "sparsync"
+    # of 4 bytes, below which no algorithm for the same result goes with entries of two words or
+    # values of one; fewer bits per entry do
     lower_bound_words: float
-    seconds_hidden: float = 0.0
+    seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
     @property
     def seconds(self) -> float:
@@ -131,26 +122,17 @@ def bound_words(result: Result, job: Job) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest collective, and why it is.
-
-    Attributes:
-        choice: name of the fastest collective.
-        why: one sentence.
-        break_even_bandwidth: bytes per second below which, however slow, some sparse candidate beats
-            dense; 0: there is no such bandwidth; None: at every bandwidth one does.
-        break_even_density: k / n below which likewise; None: up to density 1.
-        k: entries per rank.
-        dense: what all are compared with, whether or not it competes.
-        table: all that compete, the fastest first.
-    """
+    """The fastest collective, and why it is."""
 
     choice: str
-    why: str
+    why: str  # one sentence
+    # bytes per second below which, however slow, some sparse candidate beats dense; 0: there is no
+    # such bandwidth; None: at every bandwidth one does
     break_even_bandwidth: float | None
-    break_even_density: float | None
-    k: int
-    dense: Prediction
-    table: tuple[Prediction, ...]
+    break_even_density: float | None  # k / n below which likewise; None: up to density 1
+    k: int  # entries per rank
+    dense: Prediction  # what all are compared with, whether or not it competes
+    table: tuple[Prediction, ...]  # all that compete, the fastest first
 
 
 def plan(
@@ -163,7 +145,6 @@ def plan(
     k: int | None = None,
     budget_bytes: float | None = None,
     compute: float | None = None,
-    bucket_bytes: int = 25 * 2**20,
     unit_bytes: int | None = None,
 ) -> Plan:
     """Choose the collective that is predicted fastest for k entries.
@@ -179,8 +160,7 @@ def plan(
             compete.  Without density and k, as many entries as fit (with all candidates that fit at
             least 90 % of what the best fits).
         compute: seconds of a forward and backward pass; None: nothing overlaps it.
-        bucket_bytes: of gradients that dense exchanges at once (PyTorch's DDP: 25 MiB).
-        unit_bytes: likewise of the others (``Compression(unit_bytes=...)``); None: all at once.
+        unit_bytes: of gradients that all but dense exchange at once; None: all of them.
 
     Raises:
         ConfigurationError: a bad number or name, or a budget that nothing fits.
@@ -211,7 +191,7 @@ def plan(
 
     def predicted(algorithm: Algorithm, entries: int, on: Machine = machine) -> Prediction:
         made = predict(algorithm, size=size, k=entries, world_size=world_size, machine=on)
-        part = bucket_bytes if algorithm.name == "dense" else unit_bytes
+        part = _BUCKET_BYTES if algorithm.name == "dense" else unit_bytes
         parts = 1 if part is None else max(math.ceil(WORD_BYTES * size / part), 1)
         early = made.seconds_exchange * (1 - 1 / parts)
         return replace(made, seconds_hidden=min(early, _BACKWARD * (compute or 0.0)))

@@ -86,7 +86,18 @@ def reducer_stats(
         "bytes_received_per_step_max": ledger.received_max,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
         "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
-        "layers": _layers(reducer),
+        "layers": [
+            {
+                "name": slot.name,
+                "size": slot.size,
+                "unit": number,
+                "method": "dense" if unit.dense else selector.method(4 * slot.size),
+            }
+            for number, unit, selector in zip(
+                range(len(reducer.units)), reducer.units, reducer.selectors, strict=True
+            )
+            for slot in unit.slots
+        ],
         "choices": [c.explain() for c in reducer.collectives],
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
@@ -94,19 +105,3 @@ def reducer_stats(
             for r in reducer.residuals
         ],
     }
-
-
-def _layers(reducer: Reducer) -> list[dict[str, Any]]:
-    """Return every parameter, with the method that selects from it."""
-    return [
-        {
-            "name": slot.name,
-            "size": slot.size,
-            "unit": number,
-            "method": "dense" if unit.dense else selector.method(4 * slot.size),
-        }
-        for number, (unit, selector) in enumerate(
-            zip(reducer.units, reducer.selectors, strict=True)
-        )
-        for slot in unit.slots
-    ]

@@ -18,7 +18,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.units import Unit
 
@@ -62,18 +62,18 @@ class Correction:
     clip_norm: Literal["this", "previous"] = "this"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum is {self.momentum}; give a factor in [0, 1)")
-        if self.nesterov and not self.momentum:
-            raise ConfigurationError("nesterov=True needs a momentum > 0, as torch.optim.SGD does")
-        if not self.weight_decay >= 0:
-            raise ConfigurationError(f"weight_decay is {self.weight_decay}; give a factor >= 0")
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigurationError(f"clip is {self.clip}; give a norm > 0, or None")
-        if self.clip_norm not in ("this", "previous"):
-            raise ConfigurationError(
-                f"clip_norm is {self.clip_norm!r}; choose the norm of this or of the previous step"
-            )
+        momentum, decay, clip = self.momentum, self.weight_decay, self.clip
+        require(0 <= momentum < 1, f"momentum is {momentum}; give a factor in [0, 1)")
+        require(
+            momentum > 0 or not self.nesterov,
+            "nesterov=True needs a momentum > 0, as torch.optim.SGD does",
+        )
+        require(decay >= 0, f"weight_decay is {decay}; give a factor >= 0")
+        require(clip is None or clip > 0, f"clip is {clip}; give a norm > 0, or None")
+        require(
+            self.clip_norm in ("this", "previous"),
+            f"clip_norm is {self.clip_norm!r}; choose the norm of this or of the previous step",
+        )
 
     def clip_scale(self, norm: float, world_size: int) -> float:
         """Return by what a local gradient of this norm is multiplied, at most 1."""

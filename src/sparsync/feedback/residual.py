@@ -7,7 +7,7 @@ feedback costs one buffer of n elements, not two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 __all__ = ["Residual"]
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
+class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
@@ -53,11 +52,8 @@ class Residual:
     ) -> None:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
 
-        Args:
-            start: first element.
-            gradient: 1-D, contiguous; its memory belongs to the residual until ``retain`` or ``restore``.
-            key: collect what reaches this magnitude, in the same pass.
-            limit: collect nothing if more than this do.
+        The memory of ``gradient``, 1-D and contiguous, is the residual's until ``retain`` or ``restore``.
+        What reaches the magnitude ``key`` is collected in the same pass, unless more than ``limit`` do.
         """
         here = self.accumulated[start : start + gradient.numel()]
         gradient = gradient.to(here.dtype)
@@ -79,9 +75,9 @@ class Residual:
             return None
         whole = parts[0] if len(parts) == 1 else SparseVector.join(parts)
         found = kernels.find(whole.values, key, limit)
-        if found is None or found[0].numel() == whole.nnz:
-            return None if found is None else whole
-        return whole.keep(found[0])
+        if found is None:
+            return None
+        return whole if found[0].numel() == whole.nnz else whole.keep(found[0])
 
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.monitoring import Measured
 
 __all__ = ["DGC_RAMP", "AdaptiveDensity", "Warmup"]
@@ -46,17 +46,16 @@ class AdaptiveDensity:
     pace: float = 1.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.at_equal <= self.high <= 1:
-            raise ConfigurationError(
-                f"AdaptiveDensity: low {self.low}, at_equal {self.at_equal}, high {self.high}; give "
-                "fractions in (0, 1] that ascend in this order"
-            )
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigurationError(
-                f"AdaptiveDensity: period is {self.period!r}; give a whole number of steps >= 1"
-            )
-        if not self.pace >= 1:
-            raise ConfigurationError(f"AdaptiveDensity: pace is {self.pace}; give a factor >= 1")
+        require(
+            0 < self.low <= self.at_equal <= self.high <= 1,
+            f"AdaptiveDensity: low {self.low}, at_equal {self.at_equal}, high {self.high}; give "
+            "fractions in (0, 1] that ascend in this order",
+        )
+        require(
+            type(self.period) is int and self.period >= 1,
+            f"AdaptiveDensity: period is {self.period!r}; give a whole number of steps >= 1",
+        )
+        require(self.pace >= 1, f"AdaptiveDensity: pace is {self.pace}; give a factor >= 1")
 
     def next(self, density: float, measured: Measured, ranks: int) -> float:
         """Return the density after a measurement on P ranks that had this one; of one: the same."""
@@ -95,16 +94,16 @@ class Warmup:
     densities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
-            raise ConfigurationError(f"warmup_steps is {self.steps!r}; give a whole number >= 0")
-        if not all(0 < density <= 1 for density in self.densities):
-            raise ConfigurationError(
-                f"warmup_densities are {self.densities}; give fractions in (0, 1], e.g. {DGC_RAMP}"
-            )
-        if self.densities and not self.steps:
-            raise ConfigurationError(
-                f"warmup_densities {self.densities} need warmup_steps > 0: how long they take"
-            )
+        whole = type(self.steps) is int and self.steps >= 0
+        require(whole, f"warmup_steps is {self.steps!r}; give a whole number >= 0")
+        require(
+            all(0 < density <= 1 for density in self.densities),
+            f"warmup_densities are {self.densities}; give fractions in (0, 1], e.g. {DGC_RAMP}",
+        )
+        require(
+            not self.densities or self.steps > 0,
+            f"warmup_densities {self.densities} need warmup_steps > 0: how long they take",
+        )
 
     def density(self, step: int, final: float) -> float | None:
         """Return the density of a step, at least the final one; None: dense."""

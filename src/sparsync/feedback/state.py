@@ -131,13 +131,13 @@ async def apply_state(
     keep_scale: bool = False,
     parts: Communicator | None = None,
 ) -> None:
-    """Restore a parsed state on all ranks, which call it together: the next step continues bit for bit.
+    """Restore what ``parse_state`` returned, on all ranks together: the next step continues bit for bit.
 
     They compare the step and what must be equal on all of them; nothing is changed unless it is.
 
     Args:
         reducer: that ``parse_state`` was given.
-        parsed: what it returned.
+        parsed: its result.
         keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
             saved is brought to the reducer's.
         parts: the ranks that hold the other shards or stages of this replica; they call it as well.
@@ -187,7 +187,7 @@ async def _agree(
         try:
             await agree(parts, told)
         except CommunicationError as error:
-            raise (failure or error) from None
+            failure = failure or error
     if failure is not None:
         raise failure
 

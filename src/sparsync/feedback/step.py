@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, final
+from typing import Literal, NamedTuple, final, get_args
 
 import torch
 
@@ -19,22 +19,14 @@ from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
-__all__ = [
-    "Consensus",
-    "Plan",
-    "Proposal",
-    "UnitPlan",
-    "Use",
-    "channel_of",
-]
+__all__ = ["Consensus", "Plan", "Proposal", "UnitPlan", "Use", "channel_of"]
 
 Use = Literal["shares", "xi", "weights", "used", "retry"]
-_USES: Final = ("shares", "xi", "weights", "used", "retry")
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
     """Return the channel of a unit, of which there are ``units``, or of another exchange."""
-    return comm.channel(use if isinstance(use, int) else units + _USES.index(use))
+    return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 
 # ---- the plan --------------------------------------------------------------------------------------

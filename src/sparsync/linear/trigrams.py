@@ -102,7 +102,7 @@ def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]
     is_positive = np.isin(names, list(chosen))
     largest = [name for name, _ in sizes.most_common(5) if name not in chosen]
     require(
-        is_positive.any() and not is_positive.all(),
+        0 < int(is_positive.sum()) < len(is_positive),
         f"positive={positive!r} does not divide the sources in {root}; choose a "
         f"package or module there, such as {', '.join(largest) or '(there is none)'}",
     )

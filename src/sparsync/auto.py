@@ -31,12 +31,6 @@ class AutoState:
     was never used is taken at its prediction: so each that promises enough is tried, once, and judged by
     its own factor afterwards.
 
-    Attributes:
-        choice: number of the candidate in use; -1 before the first step.
-        streak: comparisons in a row that favoured another.
-        factors: measured over predicted seconds, of every candidate; None: never measured.
-        parts: the candidates' own states.
-
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
         >>> for _ in range(3):
@@ -45,10 +39,10 @@ class AutoState:
         (1, (10.0, None))
     """
 
-    choice: int = -1
-    streak: int = 0
-    factors: tuple[float | None, ...] = ()
-    parts: tuple[Any, ...] = ()
+    choice: int = -1  # number of the candidate in use; -1 before the first step
+    streak: int = 0  # comparisons in a row that favoured another
+    factors: tuple[float | None, ...] = ()  # measured over predicted seconds; None: never measured
+    parts: tuple[Any, ...] = ()  # the candidates' own states
 
     def checked(
         self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
@@ -144,9 +138,8 @@ class Auto(Collective):
         """Say what is used, and why."""
         known = zip(self.candidates, self._state.factors, strict=True)
         factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
-        if not factors:
-            return f"{self.name}: {self._why}"
-        return f"{self.name}: {self._why}; measured over predicted: {factors}"
+        measured = f"; measured over predicted: {factors}" if factors else ""
+        return f"{self.name}: {self._why}{measured}"
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run the choice; every ``check_period`` steps, compare it with its prediction."""
@@ -171,14 +164,7 @@ class Auto(Collective):
         return self._first if self._state.choice < 0 else self._state.choice
 
     def _planned(self, size: int, k: int, world_size: int) -> Plan:
-        made = plan(
-            size,
-            world_size,
-            self.machine,
-            k=k,
-            budget_bytes=self.budget,
-            candidates=self._plannable,
-        )
+        made = plan(size, world_size, self.machine, self._plannable, k=k, budget_bytes=self.budget)
         self._why = made.why
         return made
 

@@ -35,7 +35,7 @@ from sparsync.collectives import (
 from sparsync.collectives.costs import Job
 from sparsync.cost.calibrate import calibrate
 from sparsync.cost.machine import Machine
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.published import (
     SPARCML_SETTINGS,
     oktopk,
@@ -68,6 +68,7 @@ __all__ = [
 
 _GROUP = "sparsync.algorithms"  # of entry points
 _GAUSSIAN = 1.5  # entries over k under error feedback (benchmarks/selection.md: 0.8 to 1.6)
+_VOLUME = "Ok-Topk, Equations 1 and 2"
 _PAPER = "Ok-Topk, Equation 3, if thresholds find k"
 
 
@@ -75,20 +76,17 @@ _PAPER = "Ok-Topk, Equation 3, if thresholds find k"
 class Preset:
     """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
 
-    Attributes:
-        make: builds the algorithm; its keyword-only arguments are the options.
-        source: paper and equation of its cost.
-        planned: ``auto`` and ``sparsync plan`` may choose it: at its defaults it rounds no more than
-            bf16.  At equal predictions the first row wins.
-        corrects: published with momentum correction, in place of the optimizer's momentum.
-        passes_on: makes the collective whose arguments the ``**options`` of ``make`` are.
+    ``planned``: ``auto`` and ``sparsync plan`` may choose it, as at its defaults it rounds no more than
+    bf16.  At equal predictions the first row wins.
     """
 
-    make: Callable[..., Algorithm]
-    source: str = "sparsync"
+    make: Callable[..., Algorithm]  # its keyword-only arguments are the options
+    source: str = "sparsync"  # paper and equation of its cost
     planned: bool = False
-    corrects: bool = False
-    passes_on: Callable[..., Collective] | None = None
+    corrects: bool = (
+        False  # published with momentum correction, in place of the optimizer's momentum
+    )
+    passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -150,18 +148,16 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
         'oktopk'
     """
     if isinstance(algorithm, Algorithm):
-        if options:
-            raise ConfigurationError(
-                f"options {', '.join(options)} belong to a preset's name; "
-                "an Algorithm already has its own"
-            )
+        require(
+            not options,
+            f"options {', '.join(options)} belong to a preset's name; an Algorithm already has its own",
+        )
         return algorithm
     row = preset(algorithm)
-    unknown = sorted(set(options) - set(row.options))
+    unknown, known = sorted(set(options) - set(row.options)), ", ".join(sorted(row.options))
     if unknown:
         raise ConfigurationError(
-            f"{algorithm} has no option {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(row.options)) or 'none'}"
+            f"{algorithm} has no option {', '.join(unknown)}; it has {known or 'none'}"
         )
     try:
         made = row.make(**options)
@@ -215,10 +211,8 @@ def auto(
     """
     planned = {name: row for name, row in presets().items() if row.planned}
     names = tuple(planned) if candidates is None else tuple(candidates)
-    if not names or set(names) - set(planned):
-        raise ConfigurationError(
-            f"auto: candidates are {list(names)}; choose among {', '.join(planned)}"
-        )
+    good = bool(names) and set(names) <= set(planned)
+    require(good, f"auto: candidates are {list(names)}; choose among {', '.join(planned)}")
     algorithms = [resolve(name) for name in names]
 
     def make(found: Machine) -> Algorithm:
@@ -266,10 +260,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             _row("dense", Dense, "Ok-Topk, Table 1, Dense", selector=Everything, planned=True),
             _row("budgeted", Budgeted, planned=True),
             _row("halving", Halving, planned=True),
-            (
-                "oktopk",
-                Preset(oktopk, "Ok-Topk, Equations 1 and 2", planned=True, passes_on=OkTopk),
-            ),
+            ("oktopk", Preset(oktopk, _VOLUME, planned=True, passes_on=OkTopk)),
             _row("allgather", Allgather, "Ok-Topk, Table 1, TopkA", planned=True),
             _row("split-allgather", split_allgather, "SparCML, section 5.3.2", planned=True),
             _row("topkdsa", Dynamic, "Ok-Topk, Table 1, TopkDSA", planned=True),

@@ -115,14 +115,11 @@ class Wagma(Accompanied):
     ) -> None:
         for name, value in ("group_size", group_size), ("sync_period", sync_period):
             require(value is None or value >= 1, f"{name} is {value}; give at least 1, or None")
-        require(
-            grouping in get_args(Grouping),
-            f"grouping is {grouping!r}; choose wait-avoiding or synchronous",
-        )
+        known = grouping in get_args(Grouping)
+        require(known, f"grouping is {grouping!r}; choose wait-avoiding or synchronous")
         require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
-        require(
-            deadline is None or deadline > 0, f"deadline is {deadline}; give seconds > 0, or None"
-        )
+        positive = deadline is None or deadline > 0
+        require(positive, f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
         self.dynamic, self.values, self.deadline = dynamic, values, deadline
         self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason

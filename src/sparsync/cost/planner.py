@@ -64,8 +64,7 @@ class Prediction:
     bytes_sent: float  # the most that a rank sends or receives
     messages: float  # that a rank sends, one after the other
     equation: str  # paper and number, or "sparsync"
-    # of 4 bytes, below which no algorithm for the same result goes with entries of two words or
-    # values of one; fewer bits per entry do
+    # of 4 bytes; what the same result takes at least, with entries of two words or values of one
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 

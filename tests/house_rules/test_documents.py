@@ -30,7 +30,7 @@ loader = [(torch.randn(4, 6), torch.randn(4, 3)) for _ in range(5)]
 loss_function = torch.nn.functional.mse_loss
 """
 TRAINED = """
-assert sync.stats()["steps"] == len(loader)
+assert sync.stats()["local_steps"] == len(loader)
 sync.close()
 """
 AFTER = """

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.errors import WireFormatError
-from sparsync.kernels import packing
+from sparsync.kernels import levels, packing
 from sparsync.kernels import reference as spec
 from tests.fresh import run_python
 
@@ -288,6 +288,22 @@ def test_any_bytes_are_some_values(form, nnz, block, offset, random):
     packed = on(torch.tensor(list(raw), dtype=torch.uint8))[offset:]
     unpacked = triton.unpack_values(packed, nnz, form, block)
     identical(unpacked, packing.unpack_values(packed, nnz, form, block))
+
+
+@pytest.mark.parametrize("width", levels.BITS)
+@pytest.mark.parametrize("block", [8, 64, 512])
+def test_levels_equal_the_specification(width, block):
+    backend = importlib.import_module("sparsync.kernels.triton_levels")
+    for x in (*vectors(1027), vectors(1028)[0] * 1e-40, vectors(8)[0] * 1e38):
+        given, more = (width, block, 2.0**120), (*levels._tables(width, x.device),)
+        raw = levels.quantise_plainly(x, *given)
+        identical(backend.quantise(x, (*given, *more)), raw)
+        for keep, divisor in ((True, -1.0), (False, 3.0)):
+            mine, expected = x.flip(0).clone(), x.flip(0).clone()
+            packed = torch.cat([raw[:1], raw])[1:]  # begins at an odd byte
+            backend.decode_levels_(mine, packed, (*given, *more), divisor, keep=keep)
+            levels.decode_plainly_(expected, raw, *given[:2], divisor, keep=keep)
+            identical(mine, expected)
 
 
 # ---- the backend as a whole -----------------------------------------------------------------------

@@ -24,6 +24,11 @@ SIGNATURES = {
     "_encode_bf16": ("*i32", "*i16", "i32", B),
     "_decode_bf16": ("*i16", "*i32", "i32", B),
     "_encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
+    "_quantise": (
+        *("*fp32", "*i16", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"),
+        *(3, 4, 512, 9),
+    ),
+    "_decode_levels": (*("*fp32", "*u8", "*fp32", *["i32"] * 4, "fp32"), B, 3, True),
     "_decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 
@@ -38,7 +43,7 @@ def compiled(kernel, types, capability):
         signature={n: t if isinstance(t, str) else "constexpr" for n, t in named.items()},
         constexprs={n: t for n, t in named.items() if not isinstance(t, str)},
     )
-    result = compiler.compile(source, target=target)
+    result = compiler.compile(source, target=target, options={"enable_fp_fusion": False})
     assert result.asm["cubin"]
     return result.asm["ptx"]
 
@@ -54,11 +59,18 @@ def main():
     capability = parser.parse_args().capability
     module = importlib.import_module("sparsync.kernels.triton")
     jitted = importlib.import_module("triton").JITFunction
-    device = {name for name, value in vars(module).items() if isinstance(value, jitted)}
-    assert set(SIGNATURES) == device - {"_positions", "_keys", "_ones"}
+    found = vars(module) | vars(importlib.import_module("sparsync.kernels.triton_levels"))
+    device = {name for name, value in found.items() if isinstance(value, jitted)}
+    assert set(SIGNATURES) == device - {
+        "_positions",
+        "_keys",
+        "_ones",
+        "_sum_of_halves",
+        "_quotient",
+    }
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):
-            ptx = compiled(getattr(module, kernel), form, capability)
+            ptx = compiled(found[kernel], form, capability)
             # flushed denormals, approximate division or contraction would not be bit-equal
             wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
             assert not wrong, f"{kernel} uses {wrong}"

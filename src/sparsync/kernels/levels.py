@@ -1,7 +1,7 @@
 """Quantising to the levels of a normal distribution: 1, 2, 3 or 4 bits per value; or 8, uniformly.
 
-``quantise`` and ``decode_`` are the specification, in plain PyTorch on any device, after a call of C++
-(``native/levels_body.h``), which is bit-equal to it and takes blocks of a multiple of 8 values.
+``quantise_plainly`` and ``decode_plainly_`` are the specification, in PyTorch on any device.  C++
+(``native/levels_body.h``, blocks of a multiple of 8 values) and Triton (2^j >= 8) are bit-equal to it.
 
 A code has a sign in its highest bit and the number of its level below.  Code i of b bits stands at bit
 ``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 the lowest) of byte ``j // 8``.
@@ -10,20 +10,23 @@ A code has a sign in its highest bit and the number of its level below.  Code i 
 from __future__ import annotations
 
 import functools
+import importlib
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from sparsync.kernels import backend_of, native, packing
+from sparsync.kernels import backend_of, native, packing, reference
 
 __all__ = [
     "BITS",
     "SCALE_BYTES",
     "decode_",
+    "decode_plainly_",
     "pack_codes",
     "quantise",
+    "quantise_plainly",
     "sums_of_halves",
     "top_level",
     "unpack_codes",
@@ -80,9 +83,15 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
         block: values that share a scale.
         limit: the largest scale, a bf16; decoded values are at most ``top_level(bits)`` times it.
     """
+    if (backend := _backend(block, values)) is None:
+        return quantise_plainly(values, bits, block, limit)
+    made: Tensor = backend.quantise(values, (bits, block, limit, *_tables(bits, values.device)))
+    return made
+
+
+def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
+    """Do what ``quantise`` says."""
     thresholds, levels = _tables(bits, values.device)
-    if _natively(block, values):
-        return native.quantise(values, (bits, block, limit, thresholds, levels))
     count = values.numel()
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
@@ -118,11 +127,18 @@ def decode_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
     """Add what ``quantise`` wrote of as many values, divided, to ``into``, float32, or replace it."""
-    thresholds, levels = _tables(bits, raw.device)
-    if _natively(block, into):
-        given = bits, block, 0.0, thresholds, levels
-        native.decode_levels_(into, raw.contiguous(), given, divisor, keep=keep)
-        return
+    if (backend := _backend(block, into)) is None:
+        decode_plainly_(into, raw, bits, block, divisor, keep=keep)
+    else:
+        given = bits, block, 0.0, *_tables(bits, raw.device)
+        backend.decode_levels_(into, raw.contiguous(), given, divisor, keep=keep)
+
+
+def decode_plainly_(
+    into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
+) -> None:
+    """Do what ``decode_`` says."""
+    levels = _tables(bits, raw.device)[1]
     count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
     scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
     levels = torch.cat([levels, -levels])[unpack_codes(raw[middle:], bits, count).int()]
@@ -130,9 +146,16 @@ def decode_(
     torch.add(into if keep else torch.zeros_like(into), values, out=into)
 
 
-def _natively(block: int, *vectors: Tensor) -> bool:
-    contiguous = all(vector.is_contiguous() for vector in vectors)
-    return block % 8 == 0 and contiguous and backend_of(*vectors) is native
+def _backend(block: int, vector: Tensor) -> Any:
+    """Return the module that takes such blocks of a vector; None: the specification does."""
+    backend = backend_of(vector)
+    if backend is reference or block % 8 or not vector.is_contiguous():
+        return None
+    if backend is native:
+        return native
+    return (
+        None if block & (block - 1) else importlib.import_module("sparsync.kernels.triton_levels")
+    )
 
 
 def sums_of_halves(rows: Tensor) -> Tensor:

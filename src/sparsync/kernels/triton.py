@@ -81,9 +81,12 @@ def _blocks_of(n: int) -> int:
 def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
-    """Run a kernel on the device of its first argument, after what was launched there before."""
+    """Run a kernel on the device of its first argument, after what was launched there before.
+
+    Products and sums are rounded apart, as everywhere else.
+    """
     with torch.cuda.device(first.device if first.is_cuda else -1):
-        kernel[programs,](first, *arguments, **constants)
+        kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
 
 
 def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.cli.output import Columns, format_ms, format_ratio
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import native, packing
+from sparsync.kernels import levels, native, packing
 from sparsync.kernels import reference as specification
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
 
 _KEYS = 512  # that values are counted from, as many as a fine histogram has bins
 _BLOCK = 128  # of int8, as the codec has it
+_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # of levels, as ``attach`` has it; no scale is larger
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class KernelRow:
     kernel: str
     speedup: float  # seconds_torch / seconds
     over_add: float  # seconds over those of ``residual.add_(gradient)`` on the whole vector
+    gigabytes_per_second: float  # of n float32, whatever part of them it reads
     seconds: float  # best of the repetitions, the wait for the device included
     seconds_torch: float  # the same of the specification, in torch's operations
     equal: bool  # the results are the same, bit for bit
@@ -96,6 +98,7 @@ def bench_kernels(
                 kernel=name,
                 speedup=seconds_torch / seconds,
                 over_add=seconds / seconds_add,
+                gigabytes_per_second=4e-9 * size / seconds,
                 seconds=seconds,
                 seconds_torch=seconds_torch,
                 equal=_same(result, expected),
@@ -234,6 +237,7 @@ def comparisons(
         kernel("subtract_", "subtract_ k", dense),
         kernel("scatter_", "scatter_ k", dense),
         *_packings(residual, density),
+        *_levels(residual),
     ]
 
 
@@ -254,6 +258,27 @@ def _packings(x: Tensor, density: float) -> list[Comparison]:
                 f"pack k, {name}", partial(tuple, entries), partial(packing.pack, b""), _pack
             ),
             Comparison(f"unpack k, {name}", partial(tuple, message), packing.unpack, _unpack),
+        ]
+    return made
+
+
+def _levels(x: Tensor) -> list[Comparison]:
+    """Return the comparisons of levels: a vector encoded, and a message added."""
+    made = []
+    for bits in (1, 2, 4):
+        given = x, bits, _LEVEL_BLOCK, _LARGEST
+        message = levels.quantise(*given), bits, _LEVEL_BLOCK
+
+        def sums(message: tuple[Tensor, int, int] = message) -> tuple[Any, ...]:
+            return torch.zeros_like(x), *message
+
+        encode, add = (
+            (levels.quantise, levels.quantise_plainly),
+            (levels.decode_, levels.decode_plainly_),
+        )
+        made += [
+            Comparison(f"encode n, {bits} bits", partial(tuple, given), *encode),
+            Comparison(f"add n, {bits} bits", sums, *add, in_place=True),
         ]
     return made
 

@@ -1,0 +1,157 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Levels on a CUDA device, for float32 in blocks of 2^j >= 8: bit-equal to ``levels.py``.
+
+See ``triton.py`` for how kernels are written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsync.kernels.triton import BLOCK, _cover, _launch, _positions, jit, tl
+
+__all__ = ["decode_levels_", "quantise"]
+
+Levels = tuple[int, int, float, Tensor, Tensor]  # as in native.py; blocks of 2^j >= 8
+
+
+def quantise(values: Tensor, levels: Levels) -> Tensor:
+    n, (bits, block, limit, thresholds, table) = values.numel(), levels
+    scales, codes = -(-n // block), -(-n * bits // 8)
+    raw, height = values.new_empty(2 * scales + codes, dtype=torch.uint8), max(BLOCK // block, 1)
+    ends = values, raw[: 2 * scales].view(torch.int16), raw[2 * scales :]
+    _launch(
+        _quantise,
+        -(-scales // height),
+        *(*ends, thresholds, table, n, codes, limit),
+        BITS=bits,
+        ROWS=height,
+        WIDTH=block,
+        STEPS=block.bit_length() - 1,
+    )
+    return raw
+
+
+def decode_levels_(
+    into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
+) -> None:
+    n, (bits, block, _, _, table) = into.numel(), levels
+    arguments = into, raw, table, n, 2 * -(-n // block), raw.numel(), block, float(divisor)
+    _cover(_decode_levels, n, *arguments, BITS=bits, KEEP=keep)
+
+
+# ==== on the device ===================================================================================
+
+
+@jit
+def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """Add the halves of each row of ``WIDTH = 2^STEPS`` until one number is left."""
+    for step in tl.static_range(STEPS):
+        x = tl.sum(tl.reshape(x, [ROWS, 2, WIDTH >> (step + 1)]), axis=1)
+    return tl.reshape(x, [ROWS])
+
+
+@jit
+def _quotient(a, b):
+    """Divide float32 rounded once, also where Triton's own division is not."""
+    return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
+
+
+@jit
+def _quantise(
+    values_ptr,
+    scales_ptr,
+    codes_ptr,
+    thresholds_ptr,
+    levels_ptr,
+    n,
+    nbytes,
+    limit,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Write a scale per row of ``WIDTH`` values, and a code per value, eight in ``BITS`` bytes."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = at < n
+    values = tl.load(values_ptr + at, mask=inside, other=0.0)
+    keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    peaks = tl.max(keys, axis=1)
+    exponents = tl.minimum(tl.maximum(peaks & 0x7F800000, 0x00800000), 0x7E800000)
+    inverses = (0x7F000000 - exponents).to(tl.float32, bitcast=True)
+    # a row with NaN or Inf is computed as zeros
+    keys = tl.where((peaks < 0x7F800000)[:, None], keys, 0)
+    scaled = keys.to(tl.float32, bitcast=True) * inverses[:, None]
+    number = tl.zeros([ROWS, WIDTH], tl.int32)
+    if BITS == 8:
+        largest = tl.max(scaled, axis=1)
+        largest = tl.where(largest > 0.0, largest, 1.0)
+        # 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded, ties to even
+        rounded = scaled * _quotient(tl.full([ROWS], 127.0, tl.float32), largest)[:, None]
+        number = ((rounded + 12582912.0) - 12582912.0).to(tl.int32)
+    elif BITS > 1:
+        lengths = tl.minimum(n - rows * WIDTH, WIDTH)
+        means = _quotient(_sum_of_halves(scaled * scaled, ROWS, WIDTH, STEPS), lengths)
+        spread = tl.sqrt(means.to(tl.float64)).to(tl.float32)
+        for j in tl.static_range((1 << (BITS - 1)) - 1):
+            number += (scaled > (tl.load(thresholds_ptr + j) * spread)[:, None]).to(tl.int32)
+    nearest = tl.where(inside, tl.load(levels_ptr + number), 0.0)
+    products = _sum_of_halves(nearest * scaled, ROWS, WIDTH, STEPS)
+    squares = _sum_of_halves(nearest * nearest, ROWS, WIDTH, STEPS)
+    scales = _quotient(products, tl.where(squares > 0.0, squares, 1.0))
+    scales = tl.minimum(scales * exponents.to(tl.float32, bitcast=True), limit)
+    bits = scales.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # a bf16: to nearest, ties to even
+    bits = tl.where(peaks == 0, 0, tl.where(peaks < 0x7F800000, bits, 0x7FC0))
+    tl.store(scales_ptr + rows, bits.to(tl.int16), mask=rows * WIDTH < n)
+    negative = ((values < 0.0) & (nearest > 0.0)).to(tl.int32)
+    codes = number | (negative << (BITS - 1))
+    codes = tl.where(inside & ((bits > 0) & (bits < 0x7F80))[:, None], codes, 0)
+    shifts = (tl.arange(0, 8) * BITS).to(tl.int64)
+    eights = tl.reshape(codes, [ROWS, WIDTH // 8, 8]).to(tl.int64) << shifts[None, None, :]
+    words = tl.sum(eights, axis=2)
+    places = (rows[:, None] * (WIDTH // 8) + tl.arange(0, WIDTH // 8)[None, :]) * BITS
+    for octet in tl.static_range(BITS):
+        octets = ((words >> (8 * octet)) & 255).to(tl.uint8)
+        tl.store(codes_ptr + places + octet, octets, mask=places + octet < nbytes)
+
+
+@jit
+def _decode_levels(
+    into_ptr,
+    raw_ptr,
+    levels_ptr,
+    n,
+    first,
+    end,
+    row,
+    divisor,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """``into = levels / divisor`` or ``into += levels / divisor``; codes are ``raw[first:end]``."""
+    at = _positions(BLOCK)
+    inside = at < n
+    scale_at = 2 * (at // row)
+    low = tl.load(raw_ptr + scale_at, mask=inside, other=0).to(tl.int32)
+    high = tl.load(raw_ptr + scale_at + 1, mask=inside, other=0).to(tl.int32)
+    scales = ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
+    place = first + ((at * BITS) >> 3)
+    word = tl.load(raw_ptr + place, mask=inside, other=0).to(tl.int32)
+    if BITS == 3:  # a code may end in the next byte
+        more = tl.load(raw_ptr + place + 1, mask=inside & (place + 1 < end), other=0)
+        word |= more.to(tl.int32) << 8
+    code = (word >> ((at * BITS) & 7).to(tl.int32)) & ((1 << BITS) - 1)
+    half = 1 << (BITS - 1)
+    values = tl.load(levels_ptr + (code & (half - 1))) * scales
+    values = tl.where(code >= half, -values, values)
+    values = (values.to(tl.float64) / divisor).to(tl.float32)
+    if KEEP:
+        values += tl.load(into_ptr + at, mask=inside, other=0.0)
+    else:
+        values += 0.0
+    tl.store(into_ptr + at, values, mask=inside)

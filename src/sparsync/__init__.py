@@ -18,7 +18,7 @@ One line in a training script::
     sync = sparsync.attach(model, optimizer)
 
 With SGD this exchanges gradients, as above; with AdamW, Muon and others what the optimizer has changed,
-every second step and in 2 bits per element, as ``gradient`` of the same drawing (``docs/optimizers.md``).
+every second step in one bit per element, as ``gradient`` of the same drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
 ``sparsync.iallreduce`` for a future.

@@ -35,14 +35,15 @@ def sparseloco() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # what ``attach`` does: two bits cost nearly nothing and one bit much; the period costs, unless
-        # moments follow the average
+        # what ``attach`` does: with moments that follow the average, and the noise of second moments
+        # corrected, one bit costs no more than two do, and a period of 2 little
         "updates": {
-            "algorithm": resolve("quantised", block=512),
+            "algorithm": resolve("quantised", bits=1, block=1024),
             "density": 1.0,
             "period": 2,
             "residual": "weights",
             "tracking": 1.0,
+            "noise_correction": True,
         },
         # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},

@@ -61,7 +61,7 @@ def attach(
         algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
-            model, or what ``OuterStep`` is to exchange with; None: 2 bits, every second step.
+            model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
             ``AdaptiveDensity`` changes it as training goes on (gradients).
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or

@@ -81,6 +81,12 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
             assert not same_everywhere(flat(net))
             stats = sync.stats()
             assert stats["exchange"] == "updates" and stats["local_steps"] == 9
+            own = flat(net)
+            with sync.shared():
+                for needs_own in (sync.state_dict, sync.finish, sync.step):
+                    with refused("within shared()", "leave that block"):
+                        needs_own()
+            assert torch.equal(flat(net), own)
             sync.finish()
             assert same_everywhere(flat(net))
         ends.append(flat(net))

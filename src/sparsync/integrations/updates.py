@@ -298,6 +298,7 @@ class UpdateSync(Sync):
         self._alone = {
             parameter for parameter in frozen if parameter.requires_grad
         }  # DDP's ignored
+        self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
@@ -412,7 +413,7 @@ class UpdateSync(Sync):
         self._weights.reshard()
         trained = self._weights.trained.values()
         check_same_parameters(module, trained, self._alone)
-        if not self._owed or self._scaler is not None or not self.outer.optimizers:
+        if not self._owed or self._shows or self._scaler is not None or not self.outer.optimizers:
             return
         if not any(p.grad is not None and bool(p.grad.norm()) for p in trained):  # else they add up
             # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
@@ -429,6 +430,7 @@ class UpdateSync(Sync):
             CommunicationError: a peer is gone, or took longer than the timeout.
         """
         outer = self.outer
+        self._check_own("an optimizer's step")
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.total()
             self._started = time.perf_counter()
@@ -472,16 +474,26 @@ class UpdateSync(Sync):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Show the weights that all ranks share, to evaluate or save them; the own ones come back."""
-        everything = slice(0, None)
+        everything, shows = slice(0, None), self._shows
         own = self._weights.read(everything)
         self._weights.write(everything, self.outer.memory["shared"])
+        self._shows = True
         try:
             yield
         finally:
             self._weights.write(everything, own)
+            self._shows = shows
+
+    def _check_own(self, what: str) -> None:
+        """Refuse what needs this rank's own weights while the shared ones are in the model."""
+        require(
+            not self._shows,
+            f"{what} within shared(), which hides this rank's own weights; leave that block first",
+        )
 
     def finish(self) -> None:
         """Exchange what was not, whole: replicas are equal.  All ranks call it; training may go on."""
+        self._check_own("finish()")
         run(self.outer.deliver(self._weights))
 
     # ---- state -------------------------------------------------------------------------------------
@@ -508,6 +520,7 @@ class UpdateSync(Sync):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with its own weights, and its optimizers' moments."""
+        self._check_own("saving of this rank's weights")
         run(self.outer.settle())
         module = self._plain()
         assert module is not None

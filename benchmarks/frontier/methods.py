@@ -284,7 +284,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             f"{bits}bit-h{h}-tracked": _local(
                 resolve("quantised", bits=bits, block=512), period=h, tracking=1.0
             )
-            for bits, h in ((1, 1), (1, 2), (1, 4), (2, 4), (2, 10))
+            for bits, h in ((1, 2), (2, 2), (2, 10))
         },
         # and steps as of averaged gradients
         **{
@@ -294,11 +294,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                 tracking=1.0,
                 noise_correction=True,
             )
-            for bits, h in ((1, 1), (1, 2), (1, 4), (1, 10), (2, 2), (2, 10))
+            for bits, h in ((1, 1), (1, 4), (1, 10), (1, 20), (2, 2), (2, 10))
         },
-        "updates-overlap": _local(
-            resolve("quantised", block=512), period=2, fragments=2, delay=1, tracking=1.0
-        ),
+        "updates-overlap": _updates({}, **OUTER_SETTINGS["updates"], fragments=2, delay=1),
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
         **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},
         "budgeted-h2-received": Method(

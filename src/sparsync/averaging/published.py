@@ -38,7 +38,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # what ``attach`` does: with moments that follow the average, and the noise of second moments
         # corrected, one bit costs no more than two do, and a period of 2 little
         "updates": {
-            "algorithm": resolve("quantised", bits=1, block=1024),
+            "algorithm": resolve("quantised", bits=1, block=512),
             "density": 1.0,
             "period": 2,
             "residual": "weights",

@@ -122,7 +122,7 @@ def train(spec: dict, bar: Bar) -> dict:
 
     async def program(comm: SimCommunicator) -> Tensor:
         model = workload.make_model(settings.seed)
-        optimizer = settings.make_optimizer(model)
+        (optimizer,) = settings.make_optimizers(model)
         binding = bind(model, comm)
         averager = make(spec, model, comm)
         await averager.begin(comm, binding.read(), 0)

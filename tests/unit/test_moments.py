@@ -3,10 +3,16 @@
 import pytest
 import torch
 
+from sparsync.averaging import moments
 from sparsync.averaging.moments import correct, follow, with_moments
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5
+
+
+@pytest.fixture(autouse=True, params=[4, 15])
+def runs(request, monkeypatch):
+    monkeypatch.setattr(moments, "_RUN", request.param)
 
 
 def trained(kind=torch.optim.AdamW, **options):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from sparsync.units import local_of
 
 __all__ = ["correct", "follow", "with_moments"]
+
+
+_RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
 
 
 def with_moments(
@@ -36,6 +39,18 @@ def _divided(
     return mean, unbiased, square.sqrt_().add_(group["eps"])
 
 
+def _runs(state: Mapping[str, Any], other: Tensor) -> Iterator[tuple[Mapping[str, Any], Tensor]]:
+    """Yield a state and another tensor in runs: on the CPU, fresh memory costs more than the work."""
+    moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+    tensors = (*moments, other)
+    if all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        flat = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
+    else:
+        flat = ((tensor,) for tensor in tensors)
+    for mean, square, run in zip(*flat, strict=True):
+        yield {"exp_avg": mean, "exp_avg_sq": square, "step": state["step"]}, run
+
+
 @torch.no_grad()
 def follow(
     state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int, ranks: int = 1
@@ -47,8 +62,9 @@ def follow(
     ``ranks`` these steps were ``correct``ed.
     """
     if rate := float(group["lr"]) * steps:
-        mean, unbiased, root = _divided(state, group, ranks)
-        mean.addcmul_(root, ahead.to(root.dtype), value=-unbiased / rate)
+        for run, moved in _runs(state, ahead):
+            mean, unbiased, root = _divided(run, group, ranks)
+            mean.addcmul_(root, moved.to(root.dtype), value=-unbiased / rate)
 
 
 @torch.no_grad()
@@ -60,6 +76,7 @@ def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     """
     for parameter, state, group in with_moments(optimizer):
         if parameter.grad is not None:  # else it was not stepped
-            mean, unbiased, root = _divided(state, group, ranks)
-            missing = root.reciprocal_().sub_(_divided(state, group, 1)[2].reciprocal_())
-            local_of(parameter).addcmul_(mean, missing, value=-float(group["lr"]) / unbiased)
+            for run, weights in _runs(state, local_of(parameter)):
+                mean, unbiased, root = _divided(run, group, ranks)
+                missing = root.reciprocal_().sub_(_divided(run, group, 1)[2].reciprocal_())
+                weights.addcmul_(mean, missing, value=-float(group["lr"]) / unbiased)

@@ -115,6 +115,7 @@ check: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix --exit-zero --quiet .

@@ -12,6 +12,7 @@ import argparse
 import platform
 from pathlib import Path
 from statistics import fmean
+from unittest import mock
 
 import torch
 from virtual import Cache, train, workload_of
@@ -19,6 +20,9 @@ from virtual import Cache, train, workload_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import Monitor, Sink
 from sparsync.presets import oktopk
+from sparsync.selection import reused
+from sparsync.selection.base import largest
+from sparsync.sparse import SparseVector
 
 RANKS, STEPS, DENSITY, BATCH = 2, 256, 0.01, 8
 PERIODS = (32, 64, 128, "auto")
@@ -86,19 +90,11 @@ def run(spec: dict, bar) -> dict:
     states: dict[int, object] = {}
 
     def prepare(reducer: Reducer) -> None:
-        (selector,) = reducer.selectors
         k, size = reducer.plan.quotas[0], reducer.units[0].size
         mine: list[float] = []
         deviations.append(mine)
         sink = Sink(lambda step, v: mine.append(abs(v["density_local"] * size / k - 1)))
         reducer.monitor = Monitor(reducer.comm, reducer.units, sink)
-        whole = selector._renew
-
-        def counted(*arguments):
-            exact.append(reducer.step)
-            return whole(*arguments)
-
-        selector._renew = counted
 
     def after_step(reducer: Reducer, comm) -> None:
         reducer.monitor.write()
@@ -107,18 +103,23 @@ def run(spec: dict, bar) -> dict:
             renewed.append(reducer.step)
         states[comm.rank] = state
 
-    result = train(
-        workload_of(spec["workload"]),
-        oktopk(threshold_period=spec["period"], cap=None, floor=None),
-        DENSITY,
-        OPTIMIZERS[spec["optimizer"]],
-        ranks=RANKS,
-        steps=STEPS,
-        batch_size=BATCH,
-        bar=bar,
-        prepare=prepare,
-        after_step=after_step,
-    )
+    def counted(accumulated: torch.Tensor, k: int) -> SparseVector:
+        exact.append(k)
+        return largest(accumulated, k)
+
+    with mock.patch.object(reused, "largest", counted):
+        result = train(
+            workload_of(spec["workload"]),
+            oktopk(threshold_period=spec["period"], cap=None, floor=None),
+            DENSITY,
+            OPTIMIZERS[spec["optimizer"]],
+            ranks=RANKS,
+            steps=STEPS,
+            batch_size=BATCH,
+            bar=bar,
+            prepare=prepare,
+            after_step=after_step,
+        )
     later = [value for mine in deviations for value in mine[STEPS // 2 :]]
     everywhere = [value for mine in deviations for value in mine]
     return {

@@ -9,6 +9,7 @@ a second run with more ``--steps`` continues from there, bit for bit.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     averager = LocalSgd(model, period=options.period)
-    parts = {"model": model, "optimizer": optimizer, "averager": averager}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "averager": averager}
     file = options.checkpoint and options.checkpoint / f"rank{rank}.pt"
     if file and file.exists():
         saved = torch.load(file, weights_only=True)

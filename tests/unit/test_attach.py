@@ -123,14 +123,16 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
         with pytest.raises(ConfigurationError, match="a second backward pass"):
             backward_twice(net)
     plain.zero_grad()
-    again = DistributedDataParallel(plain)  # while the old one lives
-    backward_twice(again)
+    other = DistributedDataParallel(plain)  # while the old one lives
+    backward_twice(other)
     assert plain.weight.grad.tolist() == [[6.0] * 4]
     plain.zero_grad()
     net(torch.ones(3, 4)).sum().backward()
     assert plain.weight.grad.tolist() == [[3.0] * 4]
-    with attach(net, density=0.5, transport="torch"):
+    with attach(net, density=0.5, transport="torch") as again, again.shared():  # the model's own
         net(torch.ones(3, 4)).sum().backward()
+        again.finish()
+    assert again.stats()["steps"] == 1
     assert sync.stats()["steps"] >= 1
 
 

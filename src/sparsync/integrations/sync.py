@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -159,6 +159,13 @@ class Sync(ABC):
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients add up; the next backward pass exchanges the sum."""
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Show the weights that all ranks share; where gradients are exchanged, these are the model's."""
+        return nullcontext()
+
+    def finish(self) -> None:  # noqa: B027 (nothing to do is right here)
+        """Make replicas equal; where gradients are exchanged, they are."""
 
     def step(self) -> None:
         """Close the step of a pipeline; anywhere else ``backward()`` does.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.gtopk import GTopk
+from sparsync.collectives.quantised import Quantised
 from sparsync.collectives.sparcml import Dynamic, Ring
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.reduction import OPERATIONS, Reduction
@@ -436,3 +437,22 @@ def test_the_owner_of_a_region_keeps_what_is_rounded_off_its_sum():
         assert error[owned].count_nonzero() > 0
         error[owned] = 0
         assert error.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("bits", "broken"), [(2, 64), (16, 100)])
+def test_vectors_that_stay_in_messages_are_what_these_say(bits, broken):
+    tensors = [1e5 * torch.randn(700, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    for result in reduce_all(partial(Quantised, bits, 64), [*map(DenseVector, tensors)]).results:
+        total, delivered = result.total, result.delivered
+        whole, left = total.values.clone(), torch.ones(700)
+        assert total.first_nonfinite() is None and (total.size, total.nnz) == (700, 700)
+        assert total.first_nonfinite(torch.float16) == int((whole.abs() > 65504).nonzero()[0])
+        delivered.subtract_from_(left)
+        same(left, 1 - delivered.values)
+        total.divide_(3)
+        total.write_to_(left)
+        same(left, whole / 3)
+        same(total.values, left)
+    tensors[1][100] = torch.nan
+    for result in reduce_all(partial(Quantised, bits, 64), [*map(DenseVector, tensors)]).results:
+        assert result.total.first_nonfinite() == broken

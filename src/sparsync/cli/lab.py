@@ -305,9 +305,7 @@ def _counters() -> dict[str, LinkTraffic]:
 class _Namespace:
     """A network namespace that lives while this object, or a process inside, does.
 
-    It has no name and no mount, so the kernel takes it away with the last file or process that
-    holds it: after ``close``, and also after this process was killed.  ``path`` opens it from any
-    process of the same user, while this one lives.
+    ``path`` opens it from any process of the same user, while this one lives.
     """
 
     def __init__(self) -> None:

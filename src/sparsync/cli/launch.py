@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
-from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError
+from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError, require
 from sparsync.transports.communicator import check_timeout
 from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
 
@@ -109,24 +109,19 @@ def launch(
     Raises:
         RankError: a rank failed or died; every rank's error is named, none is left running.
     """
-    if world_size < 1:
-        raise ConfigurationError(f"ranks is {world_size}; give at least 1")
+    require(world_size >= 1, f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
-    if lab is not None and detect():
-        raise ConfigurationError(
-            "a lab inside a launcher's rank; start one process, the lab's ranks are made by it"
-        )
-    if lab is not None and lab.ranks != world_size:
-        raise ConfigurationError(
-            f"a lab of {lab.ranks} ranks for {world_size} processes; give both the same number"
-        )
-    if detect():
-        present = launched_ranks(world_size)
-        if present != world_size:
-            raise ConfigurationError(
-                f"--ranks {world_size} under a launcher of {present} processes; "
-                f"omit --ranks or give {present}"
-            )
+    inside = detect() is not None
+    alone = "start one process, the lab's ranks are made by it"
+    require(lab is None or not inside, f"a lab inside a launcher's rank; {alone}")
+    places, present = lab.ranks if lab else world_size, launched_ranks(world_size)
+    both = "give both the same number"
+    require(places == world_size, f"a lab of {places} ranks for {world_size} processes; {both}")
+    require(
+        present == world_size,
+        f"--ranks {world_size} under a launcher of {present} processes; omit --ranks or give {present}",
+    )
+    if inside:
         return _in_launched_group(function, args, timeout)
     with (
         _under_mpiexec(world_size, (function, args, timeout), grace)
@@ -262,11 +257,7 @@ def _collect(
 def mpiexec_command(ranks: int) -> list[str]:
     """Return the command that starts this many local processes, however many cores there are.
 
-    The ``mpiexec`` next to this Python is preferred: it belongs to the MPI library of the same
-    environment.
-
-    Raises:
-        ConfigurationError: there is no ``mpiexec``.
+    The ``mpiexec`` next to this Python, that of its environment's MPI library, is preferred.
     """
     own = Path(sys.executable).parent / "mpiexec"
     found = str(own) if own.exists() else shutil.which("mpiexec")
@@ -402,24 +393,17 @@ def machine() -> str:
 
 @final
 class StartLine:
-    """Start all ranks at an agreed time; a barrier would release them one by one.
+    """Start all ranks at an agreed moment of the clock that a machine's ranks share.
 
-    On one machine the ranks agree on a moment of the clock that they share, a little ahead, and
-    sleep until then: a barrier releases them milliseconds apart where they outnumber the cores, and
-    that would be taken for communication.  Elsewhere it is a barrier.
-
-    Args:
-        group: of all ranks, not the one that is measured; all of them make one, together.
+    A barrier, which it is elsewhere, releases them milliseconds apart where they outnumber the cores,
+    and that would be taken for communication.  ``group`` is of all ranks, and not the measured one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
 
     def wait(self) -> float:
-        """Return this rank's start, by ``time.perf_counter``; every rank calls it.
-
-        It is the agreed moment; or, where the agreement arrives too late, when it arrives.
-        """
+        """Return this rank's start, by ``time.perf_counter``: later, if the agreement arrives late."""
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()

@@ -1,6 +1,6 @@
 """Accelerate with AdamW, and one line.  It saves halfway, and resumes there, bit for bit.
 
-accelerate launch --cpu --num_processes 2 examples/train_accelerate.py FOLDER [--resume]
+torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [--resume]
 """
 
 import argparse

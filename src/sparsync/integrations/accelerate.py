@@ -49,7 +49,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
         )
     # the second model's folder is sparsync_1, as Accelerate counts
     name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
-    how = "start several: accelerate launch --num_processes 2 ..., or torchrun"
+    how = "start several: torchrun --nproc-per-node 2 ... (accelerate launch starts one on a CPU)"
     sync = attach_wrapped(model, accelerator._optimizers, options, how, accelerator.scaler)
 
     def save(models: Any, weights: Any, folder: str) -> None:

@@ -126,7 +126,7 @@ def test_the_method_selects(name, start):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (partial(Trimmed, 0.0), "eps is 0.0; give the step"),
+        (partial(Trimmed, 0.0), "eps is 0.0; give a step"),
         (partial(Trimmed, NAN), "eps is nan"),
         (partial(BinarySearch, 0.0), "eps is 0.0; give a width"),
         (partial(BinarySearch, NAN), "eps is nan"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import agree_on_reducer
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
@@ -129,21 +129,15 @@ class Monitoring:
     xi_period: int | None = None
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in (None, "raise", "skip", "propagate"):
-            raise ConfigurationError(
-                f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate"
-            )
-        if self.sentinel is not None and not isinstance(self.sentinel, Sentinel):
-            raise ConfigurationError(
-                f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)"
-            )
+        known = self.nonfinite in (None, "raise", "skip", "propagate")
+        require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
+        fits = self.sentinel is None or isinstance(self.sentinel, Sentinel)
+        require(fits, f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)")
         if self.scaler is None:
             return
-        if not callable(getattr(self.scaler, "get_scale", None)):
-            raise ConfigurationError(
-                f"scaler is {type(self.scaler).__name__}, which has no get_scale(); give a "
-                "torch.amp.GradScaler"
-            )
+        given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
+        scales = callable(getattr(self.scaler, "get_scale", None))
+        require(scales, f"{given}; give a torch.amp.GradScaler")
         if self.nonfinite not in (None, "propagate"):
             raise ConfigurationError(
                 f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "

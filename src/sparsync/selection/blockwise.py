@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.selection.base import Selector
 from sparsync.sparse import SparseVector
 
@@ -40,12 +40,10 @@ class Blockwise(Selector):
     """
 
     def __init__(self, entries: int | None = None, block: int = 512) -> None:
-        if block < 1:
-            raise ConfigurationError(f"Blockwise: block is {block}; give at least 1 element")
-        if entries is not None and not 1 <= entries <= block:
-            raise ConfigurationError(
-                f"Blockwise: entries is {entries}; give 1 to {block} per block, or None for k's part"
-            )
+        require(block >= 1, f"Blockwise: block is {block}; give at least 1 element")
+        advice = f"give 1 to {block} per block, or None for k's part"
+        fits = entries is None or 1 <= entries <= block
+        require(fits, f"Blockwise: entries is {entries}; {advice}")
         self.entries, self.block = entries, block
 
     def select(

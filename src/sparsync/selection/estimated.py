@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.selection.base import Selector, largest, mixed_seed, reaching
 from sparsync.sparse import SparseVector
 
@@ -50,17 +50,10 @@ class GaussianK(Selector):
     """
 
     def __init__(self, enough: float = 0.75, scaling: float = 0.9, trials: int = 32) -> None:
-        if not 0 <= enough < 1:
-            raise ConfigurationError(
-                f"GaussianK: enough is {enough}; give the part of k to exceed, in [0, 1), e.g. 0.75"
-            )
-        if not 0 < scaling < 1:
-            raise ConfigurationError(
-                f"GaussianK: scaling is {scaling}; give the factor on the threshold per trial, in "
-                "(0, 1), e.g. 0.9"
-            )
-        if trials < 1:
-            raise ConfigurationError(f"GaussianK: trials is {trials}; give at least 1")
+        part, factor = "a part of k in [0, 1), e.g. 0.75", "a factor in (0, 1), e.g. 0.9"
+        require(0 <= enough < 1, f"GaussianK: enough is {enough}; give {part}")
+        require(0 < scaling < 1, f"GaussianK: scaling is {scaling}; give {factor}")
+        require(trials >= 1, f"GaussianK: trials is {trials}; give at least 1")
         self.enough, self.scaling, self.trials = enough, scaling, trials
 
     def select(
@@ -135,18 +128,13 @@ class Sampled(Selector):
     def __init__(
         self, fraction: float = 0.01, enough: float = 0.75, least: int = 16, seed: int = 0
     ) -> None:
-        if not 0 < fraction <= 1:
-            raise ConfigurationError(
-                f"Sampled: fraction is {fraction}; give the part of the elements to sample, in (0, 1], "
-                "e.g. 0.01"
-            )
-        if not 0 <= enough <= 1:
-            raise ConfigurationError(
-                f"Sampled: enough is {enough}; give the part of k that must reach the threshold, in "
-                "[0, 1], e.g. 0.75"
-            )
-        if least < 1:
-            raise ConfigurationError(f"Sampled: least is {least}; give at least 1 element")
+        sampled, part = (
+            "a part of the elements in (0, 1], e.g. 0.01",
+            "a part of k in [0, 1], e.g. 0.75",
+        )
+        require(0 < fraction <= 1, f"Sampled: fraction is {fraction}; give {sampled}")
+        require(0 <= enough <= 1, f"Sampled: enough is {enough}; give {part}")
+        require(least >= 1, f"Sampled: least is {least}; give at least 1 element")
         self.fraction, self.enough, self.least, self.seed = fraction, enough, least, seed
         self.state = SampledState()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.selection.base import Everything, Exact, Selector, largest, reaching, smallest_key
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import parse_parts
@@ -58,10 +58,7 @@ class Trimmed(Selector):
     """
 
     def __init__(self, eps: float = 0.2) -> None:
-        if not 0.001 <= eps <= 1:
-            raise ConfigurationError(
-                f"Trimmed: eps is {eps}; give the step of the ratio, in [0.001, 1], e.g. 0.2"
-            )
+        require(0.001 <= eps <= 1, f"Trimmed: eps is {eps}; give a step in [0.001, 1], e.g. 0.2")
         self.eps = eps
 
     def select(
@@ -122,18 +119,10 @@ class BinarySearch(Selector):
     """
 
     def __init__(self, eps: float = 1e-3, reuse_period: int = 1, cap: float | None = 2.0) -> None:
-        if not 1e-9 <= eps < 1:
-            raise ConfigurationError(
-                f"BinarySearch: eps is {eps}; give a width in [1e-9, 1), e.g. 0.001"
-            )
-        if reuse_period < 1:
-            raise ConfigurationError(
-                f"BinarySearch: reuse_period is {reuse_period}; give at least 1 call"
-            )
-        if cap is not None and not 1 <= cap < math.inf:
-            raise ConfigurationError(
-                f"BinarySearch: cap is {cap}; give a factor >= 1 of k, or None"
-            )
+        who, fits = "BinarySearch", cap is None or 1 <= cap < math.inf
+        require(1e-9 <= eps < 1, f"{who}: eps is {eps}; give a width in [1e-9, 1), e.g. 0.001")
+        require(reuse_period >= 1, f"{who}: reuse_period is {reuse_period}; give at least 1 call")
+        require(fits, f"{who}: cap is {cap}; give a factor >= 1 of k, or None")
         self.eps, self.reuse_period, self.cap = eps, reuse_period, cap
         self.reuses = reuse_period > 1
         self.state = BinarySearchState()
@@ -219,11 +208,11 @@ class BySize(Selector):
         cap: float | None = 2.0,
     ) -> None:
         trimmed_from = exact_from if trimmed_from is None else trimmed_from
-        if not 0 <= exact_from <= trimmed_from <= search_from:
-            raise ConfigurationError(
-                f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
-                f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304"
-            )
+        require(
+            0 <= exact_from <= trimmed_from <= search_from,
+            f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
+            f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304",
+        )
         self._search = BinarySearch(reuse_period=reuse_period, cap=cap)
         self.reuses = self._search.reuses
         self.exact_from, self.trimmed_from, self.search_from = exact_from, trimmed_from, search_from
@@ -285,11 +274,11 @@ class OneSigned(Selector):
     """
 
     def __init__(self, selector: Selector) -> None:
-        if selector.reuses:
-            raise ConfigurationError(
-                f"OneSigned: {type(selector).__name__} reuses thresholds between steps, which select "
-                "opposite signs; give a selector that does not, e.g. Exact()"
-            )
+        require(
+            not selector.reuses,
+            f"OneSigned: {type(selector).__name__} reuses thresholds between steps, which select "
+            "opposite signs; give a selector that does not, e.g. Exact()",
+        )
         self.selector, self._bottom = selector, False
 
     @property
@@ -375,11 +364,8 @@ class Layered(Selector):
         """Return the entries of all layers."""
         size = accumulated.numel()
         sizes = (size,) if self.sizes is None else self.sizes
-        if sum(sizes) != size:
-            raise ConfigurationError(
-                f"Layered: layers of {sum(sizes)} elements in all, the unit has {size}; was for_layers "
-                "told the sizes of another unit?"
-            )
+        whole = f"Layered: layers of {sum(sizes)} elements in all, the unit has {size}"
+        require(sum(sizes) == size, f"{whole}; was for_layers told the sizes of another unit?")
         selected = []
         spans = pairwise(accumulate(sizes, initial=0))
         for layer, (start, stop) in zip(self._layers, spans, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import ConfigurationError
+from sparsync.errors import require
 from sparsync.selection.base import Selector, largest, reaching, room, smallest_key
 from sparsync.sparse import SparseVector
 
@@ -65,23 +65,18 @@ class Reused(Selector):
         cap: float | None = 1.0,
         floor: float | None = None,
     ) -> None:
-        if threshold_period != "auto" and not (
-            type(threshold_period) is int and threshold_period > 0
-        ):
-            raise ConfigurationError(
-                f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"'
-            )
-        if cap is not None and not cap > 0:
-            raise ConfigurationError(f"Reused: cap is {cap}; give a factor > 0 of k, or None")
-        if floor is not None and not 0 <= floor <= 1:
-            raise ConfigurationError(
-                f"Reused: floor is {floor}; give a factor of k in [0, 1], or None"
-            )
-        if cap is not None and floor is not None and cap < floor:
-            raise ConfigurationError(
-                f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
-                "raise the cap or lower the floor"
-            )
+        require(
+            threshold_period == "auto" or (type(threshold_period) is int and threshold_period > 0),
+            f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"',
+        )
+        least, most = 0.0 if floor is None else floor, math.inf if cap is None else cap
+        require(most > 0, f"Reused: cap is {cap}; give a factor > 0 of k, or None")
+        require(0 <= least <= 1, f"Reused: floor is {floor}; give a factor of k in [0, 1], or None")
+        require(
+            least <= most,
+            f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
+            "raise the cap or lower the floor",
+        )
         self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
         self.reuses = threshold_period != 1
         self.state = ReusedState()

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsync.cli.lab import Lab, ensure_privileges, parse_rate
 from sparsync.cli.launch import launch
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.launchers import detect
 from sparsync.transports.mpi import MpiCommunicator
@@ -60,11 +60,9 @@ def parse_network(text: str) -> Links:
             raise ConfigurationError(f"network {text!r}: cannot read {part!r}; {example}")
         found[kind] = float(match[1]), _UNITS[kind][match[2]]
     for kind in _UNITS:
-        if kind not in found:
-            raise ConfigurationError(f"network {text!r} has no {kind}; {example}")
+        require(kind in found, f"network {text!r} has no {kind}; {example}")
     (rate, bits), (latency, per_second) = found["bandwidth"], found["latency"]
-    if rate == 0:
-        raise ConfigurationError(f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
+    require(rate > 0, f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
     return Links(alpha=latency / per_second, beta=_BITS_PER_BYTE / (rate * bits))
 
 
@@ -92,17 +90,12 @@ class Connection:
         if self.transport is None:
             object.__setattr__(self, "transport", "sim" if self.lab is None else "auto")
         choices = ", ".join(TRANSPORTS)
-        if self.simulates and self.transport not in ("sim", *TRANSPORTS):
-            raise ConfigurationError(
-                f"unknown transport {self.transport!r}; choose one of sim, {choices}"
-            )
+        known = not self.simulates or self.transport in ("sim", *TRANSPORTS)
+        require(known, f"unknown transport {self.transport!r}; choose one of sim, {choices}")
         if self.simulated:
-            if self.lab or self.curve_keys:
-                option = "--lab" if self.lab else "--curve-keys"
-                raise ConfigurationError(
-                    f"{option} needs real ranks, --transport sim has none; "
-                    f"choose --transport {choices}"
-                )
+            option = "--lab" if self.lab else "--curve-keys"
+            none = f"{option} needs real ranks, --transport sim has none"
+            require(not (self.lab or self.curve_keys), f"{none}; choose --transport {choices}")
             return
         if self.lab is not None and self.transport == "mpi":
             raise ConfigurationError(

@@ -28,9 +28,7 @@ class Check:
     advice: str = ""
 
 
-def check_facts(
-    everyone: Sequence[Facts], *, oldest_torch: tuple[int, int] = (2, 7)
-) -> Iterator[Check]:
+def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
     """Judge the software, the placement and the interfaces of all ranks, given in rank order."""
     mine = everyone[0]
     pace = "results are the same, but the slowest rank sets the pace"
@@ -38,9 +36,8 @@ def check_facts(
     yield _equal("Python", [f.python for f in everyone], "note", "use the same on all ranks")
     yield _equal("native kernels", [f.kernels for f in everyone], "note", pace)
     version = tuple(int(part) for part in re.findall(r"\d+", mine.torch)[:2])
-    if version < oldest_torch:
-        oldest = ".".join(map(str, oldest_torch))
-        yield Check("bad", f"torch {mine.torch}", f"install torch {oldest} or newer")
+    if version < (2, 7):
+        yield Check("bad", f"torch {mine.torch}", "install torch 2.7 or newer")
     if "torch.distributed gloo" not in mine.backends:
         yield Check("bad", "torch has no gloo", "install a torch with torch.distributed")
     slow = [rank for rank, facts in enumerate(everyone) if facts.kernels == "torch"]

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from frontier.methods import METHODS
-from frontier.report import write_report
+from frontier.report import MARKERS, write_report
 from frontier.results import Results
 from frontier.tasks import TASKS
 from frontier.training import Run
@@ -50,14 +50,14 @@ def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
 def main() -> None:
     """Run what is missing, then write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    tasks, rows, kinds = names(TASKS), names(METHODS), names({"adamw": 1, "muon": 1})
+    tasks, rows, kinds = names(TASKS), names(METHODS), names(MARKERS)
     parser.add_argument("--task", type=tasks, default=["gpt-1m"], help=f"of {', '.join(TASKS)}")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=numbers(int), default=[1, 2, 3], help="the first one tunes")
     parser.add_argument("--rates", type=numbers(float), help="learning rates (default: the task's)")
     parser.add_argument("--batch", type=int, help="samples per rank and step (default: the task's)")
-    parser.add_argument("--optimizers", type=kinds, default=["adamw", "muon"])
+    parser.add_argument("--optimizers", type=kinds, default=list(MARKERS))
     parser.add_argument("--methods", type=rows, default=list(METHODS), help="(default: all)")
     parser.add_argument("--rates-only", action="store_true", help="leave the knobs as they are")
     parser.add_argument("--lab", help="measure on links of this rate, e.g. 100mbit")

@@ -229,7 +229,9 @@ def selected_twice(
 def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
     """Return a row of the outer step; all of them tune its rate, and momentum or decay."""
     free = {k: v for k, v in settings.items() if knobs is None or k not in knobs}
-    return Method(updates, free, _OUTER_KNOBS if knobs is None else knobs)
+    # what moves by signs is meant for SGD
+    kinds = ("sgd",) if settings.get("sign") else ("adamw", "muon")
+    return Method(updates, free, _OUTER_KNOBS if knobs is None else knobs, kinds)
 
 
 def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
@@ -248,6 +250,7 @@ _PUBLISHED_KNOBS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "diloco": _DILOCO_KNOBS,
     "streaming-diloco": _DILOCO_KNOBS,
     "muloco": _DILOCO_KNOBS,
+    "demo": {"outer_lr": (1.0, 0.3, 0.1), "residual_decay": (0.999, 0.99, 0.95)},
     "sparseloco": {"outer_lr": (1.0, 0.7, 0.4), "residual_decay": (0.95, 0.9, 1.0)},
 }
 

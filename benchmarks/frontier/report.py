@@ -19,7 +19,7 @@ from frontier.results import Row, chosen, loss_of, settings_of
 from frontier.tasks import TASKS
 
 Place = tuple[str, int, int, int]  # task, steps, ranks, batch
-MARKERS = {"adamw": "o", "muon": "s"}
+MARKERS = {"adamw": "o", "muon": "s", "sgd": "^"}
 EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
 PANEL_INCHES = (6.4, 5.6)
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent

@@ -133,12 +133,14 @@ def grouped(named: Mapping[str, nn.Parameter]) -> list[dict]:
 
 
 def make_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optimizer]:
-    """Return AdamW; for "muon" Muon of the hidden matrices, then AdamW of the rest.
+    """Return AdamW; for "sgd" SGD; for "muon" Muon of the hidden matrices, then AdamW of the rest.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate is both's (Liu et al.,
     Muon is Scalable for LLM Training, 2025, section 2.2).
     """
     named = dict(model.named_parameters())
+    if kind == "sgd":
+        return [torch.optim.SGD(grouped(named), lr=lr)]
     hidden = {
         name: parameter
         for name, parameter in named.items()

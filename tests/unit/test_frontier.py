@@ -167,6 +167,7 @@ def test_rows_of_updates_have_settings_that_there_are(part):
     ("name", "optimizer"),
     [
         *((name, "adamw") for name in ("fp16", "powersgd-r2", "top-k", "1-bit-adam", "updates")),
+        ("demo", "sgd"),
         *((name, "muon") for name in ("dense", "2bit-h10-overlap")),
     ],
 )

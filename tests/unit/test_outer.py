@@ -200,6 +200,98 @@ def test_fragments_are_exchanged_in_turn():
     assert times == [[3, 7, 11], [1, 5, 9]]
 
 
+# ---- in cosine coefficients -----------------------------------------------------------------------
+
+
+def cosines(size):
+    """Rows of the DCT-II, by its formula."""
+    rows = [[math.cos(math.pi * k * (i + 0.5) / size) for i in range(size)] for k in range(size)]
+    basis = torch.tensor(rows, dtype=torch.float64)
+    return basis / basis.norm(dim=1, keepdim=True)
+
+
+def test_demo_is_decoupled_momentum():
+    """Its loop, on one vector: chunks of 16, 16 and 8."""
+    basis = torch.block_diag(cosines(16), cosines(16), cosines(8))
+    momenta, weights, expected = torch.zeros(WORLD_SIZE, SIZE, dtype=torch.float64), 1.0, []
+    for step in range(6):
+        sent = torch.zeros_like(momenta)
+        for rank in range(WORLD_SIZE):
+            momenta[rank] = 0.9 * momenta[rank] - update(rank, step)
+            fast = basis @ momenta[rank]
+            largest = fast.abs().topk(4).indices
+            sent[rank] = basis[largest].T @ fast[largest]
+            momenta[rank] -= sent[rank]
+        weights = weights - 0.1 * sent.mean(0).sign()
+        expected.append(weights)
+    options = {"dct": 16, "density": 0.1, "residual_decay": 0.9, "outer_lr": 0.1}
+    models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS["demo"], **options}), 6)
+    torch.testing.assert_close(
+        models[:6], torch.stack(expected)[:, None].expand(-1, WORLD_SIZE, -1)
+    )
+    torch.testing.assert_close((models[6] - models[5]).abs(), torch.full_like(models[5], 0.1))
+
+
+@pytest.mark.parametrize("residual_in", ["apart", "weights"])
+@pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
+def test_coefficients_lose_nothing(algorithm, residual_in):
+    make = partial(divided, algorithm=algorithm, residual=residual_in, dct=8, fragments=2, delay=1)
+    models = on_all_ranks(make, 9)
+    moved = sum(update(rank, step) for rank in range(WORLD_SIZE) for step in range(9))
+    torch.testing.assert_close(models[-1], (1 + moved / WORLD_SIZE).expand(WORLD_SIZE, -1))
+
+
+def test_a_step_by_signs_has_the_rate_that_is_scheduled():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.01)
+    local = OuterStep(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
+    for step, rate in enumerate((0.1, 0.1, 0.02)):
+        optimizer.param_groups[0]["lr"] = rate
+        before = flat(net)
+        train(net, local, [step], optimizer)
+        moved = (flat(net) - before).abs()
+        moved = moved[moved > 0]  # a gradient may be zero in all of a chunk
+        assert moved.numel() > 10
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-3, atol=0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.3})
+    backward(net, 3)
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match=r"learning rates \[0.02, 0.3\]"):
+        local.step()
+
+
+INNER = {"muloco": torch.optim.Muon, "demo": torch.optim.SGD}
+
+
+@pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
+def test_every_member_trains(name):
+    """Ranks whose matrices are to become different ones find the mean, with the optimizer it is for."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(8, 4, generator=generator)
+    apart = torch.randn(WORLD_SIZE, 8, 4, generator=generator) / 2
+    targets = mean + apart - apart.mean(0)
+    published = OUTER_SETTINGS[name]
+    small = {"period": min(published["period"], 2), "density": max(published["density"], 0.2)}
+
+    rate = 0.04 * (1 - (published.get("momentum") or 0))  # an outer momentum lengthens steps
+
+    async def program(comm):
+        weights, outer = nn.Parameter(torch.zeros(8, 4)), OuterStep(**{**published, **small})
+        optimizer = INNER.get(name, torch.optim.AdamW)([weights], lr=0.02)
+        outer.optimizers = [optimizer]
+        await outer.begin(comm, torch.zeros(32), 0)
+        for step in range(200):
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / 200)
+            weights.grad = weights.detach() - targets[comm.rank]
+            optimizer.step()
+            moved = await outer.average(comm, weights.detach().flatten().clone(), step)
+            weights.data.copy_(moved.view(8, 4))
+        return await outer.conclude(comm, weights.detach().flatten().clone(), 200)
+
+    for found in simulate(program, WORLD_SIZE).results:
+        assert (found.view(8, 4) - mean).norm() < mean.norm() / 3
+
+
 @pytest.mark.parametrize("reload_at", [5, 6])
 def test_what_is_under_way_is_saved(reload_at):
     def make():
@@ -394,6 +486,8 @@ def test_rounding_to_16_bits_is_no_move():
         ({"nesterov": True}, "give a momentum"),
         ({"residual_decay": 1.1}, "residual_decay is 1.1"),
         ({"density": 0}, "density is 0"),
+        ({"dct": 1}, "dct is 1"),
+        ({"sign": 1}, "sign is 1"),
         ({"algorithm": "topk"}, "unknown algorithm"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
@@ -13,7 +14,7 @@ from torch import Tensor
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "VectorWeights", "Weights"]
+__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "VectorWeights", "Weights", "rotate_"]
 
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]
@@ -139,6 +140,7 @@ class Exchange:
         steps: local steps since the exchange before.
         shared: what the shared weights become.
         ahead: by how much this rank moved against its weights more than the average of the ranks.
+        lr: size of a step by signs.
         room: `[4, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
@@ -156,12 +158,33 @@ class Exchange:
     refused: bool = False
     carried: Awaitable[None] | None = None
     room: Tensor | None = None
+    lr: float = 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
         passing = ("carried", "room")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
+    """Replace every ``chunk`` elements, and the shorter rest, by their orthonormal DCT-II, or go back.
+
+    Norms and sums over ranks are those of the elements.  Cost: 2 n chunk operations; None: none.
+
+    Example:
+        >>> rotate_(torch.ones(6), 4).abs().gt(1e-6).tolist()
+        [True, False, False, False, True, False]
+    """
+    whole = flat.numel() // (chunk or 1) * (chunk or 1)
+    for part, size in ((flat[:whole], chunk), (flat[whole:], flat.numel() - whole)):
+        if size and part.numel():
+            at = torch.arange(size, dtype=torch.float64, device=flat.device)
+            basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
+            basis[0] /= math.sqrt(2)
+            basis = basis.to(flat.dtype)
+            part.copy_((part.view(-1, size) @ (basis if back else basis.T)).flatten())
+    return flat
 
 
 class Weights(Protocol):

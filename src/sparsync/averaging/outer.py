@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
-from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights
+from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights, rotate_
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -81,12 +81,16 @@ class OuterStep(Averager):
             moment moves by what it would take for this rank's steps to have been the average's.
         noise_correction: Adam's steps are those of the second moment of averaged gradients, see
             ``moments.correct``.  Both are for ``attach``, which knows the optimizer.
+        dct: what moved is exchanged, and kept, as cosine coefficients of this many consecutive elements
+            each, see ``rotate_``; None: as it is.  Ranks must compute alike, to the last bit.
+        sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
+            groups have alike, in the direction of the average's signs (without optimizer: rate 1).
 
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum; for each exchange under way 2 to 4 times the largest fragment.
     State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
     Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
-    residuals and a period that it falls into.
+    residuals and a period that it falls into; with ``sign``, one more step in their direction.
 
     Example:
         >>> from sparsync import simulate
@@ -99,8 +103,9 @@ class OuterStep(Averager):
         [[0.5, 2.0], [0.5, 2.0]]
 
     References: Chen and Huo, blockwise model-update filtering (BMUF), ICASSP 2016; Basu et al.,
-    Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023, Algorithm 1; Sarfi et
-    al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+    Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023, Algorithm 1; Peng et
+    al., `DeMo <https://arxiv.org/abs/2411.19870>`_, 2024; Sarfi et al.,
+    `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
     """
 
     def __init__(
@@ -120,6 +125,8 @@ class OuterStep(Averager):
         residual_decay: float = 1.0,
         tracking: float = 0.0,
         noise_correction: bool = False,
+        dct: int | None = None,
+        sign: bool = False,
         **binding: Any,
     ) -> None:
         counted = period is None or (type(period) is int and period >= 1)
@@ -133,6 +140,8 @@ class OuterStep(Averager):
             ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
             ("tracking", tracking, 0 <= tracking <= 1, "a factor in [0, 1]"),
             ("noise_correction", noise_correction, type(noise_correction) is bool, "True or False"),
+            ("dct", dct, dct is None or (type(dct) is int and dct > 1), "elements, >= 2, or None"),
+            ("sign", sign, type(sign) is bool, "True or False"),
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
@@ -152,7 +161,7 @@ class OuterStep(Averager):
         self.adapt()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
         self.residual_decay, self.tracking = residual_decay, tracking
-        self.noise_correction = noise_correction
+        self.noise_correction, self.dct, self.sign = noise_correction, dct, sign
         self.state = OuterState()
         self.on_any_part: Callable[[bool], bool] = lambda _here: (
             False
@@ -258,7 +267,7 @@ class OuterStep(Averager):
             room, rows = self._room(part)
             began = weights.read(self.layout.fragments[part].span, rows[0])
             exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
-            exchange.room, self._sent[part] = room, step
+            exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
             exchange.carried = weights.carry(partial(self._carry, exchange))
             self._under_way.append(exchange)
         await self.land(weights, step)
@@ -325,7 +334,7 @@ class OuterStep(Averager):
         if reducer.consensus(proposal) is None:  # all ranks decide alike
             for residual in reducer.residuals:
                 residual.load(None)
-            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, average)
+            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self._lr(), average)
         for fragment in self.layout.fragments:
             weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
@@ -354,7 +363,7 @@ class OuterStep(Averager):
     def settings(self) -> dict[str, Any]:
         """Return what makes this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
-        more = ("nesterov", "residual_decay", "tracking", "noise_correction")
+        more = ("nesterov", "residual_decay", "tracking", "noise_correction", "dct", "sign")
         return {name: getattr(self, name) for name in (*names, *more)}
 
     def stats(self) -> dict[str, Any]:
@@ -403,6 +412,7 @@ class OuterStep(Averager):
         ahead = rows[2].copy_(moved) if self.tracking else None
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
+            rotate_(delta, self.dct)
             kept = reducer.residuals[unit].value
             if kept is not None and self.residual_decay < 1:
                 # here and not in the residual, which a refused exchange must leave as it is
@@ -417,10 +427,12 @@ class OuterStep(Averager):
             reducer.refuse()
             raise
         momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
+        for delta in deltas:
+            rotate_(delta, self.dct, back=True)
         average = self.layout.joined(part, deltas)
         exchange.ahead = None if ahead is None else ahead.sub_(average)
         here = average if exchange.late else self.memory["shared"][fragment.span]
-        exchange.shared = self._stepped(average, fragment.span, momentum, here)
+        exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         base, free = exchange.shared, rows[3 if exchange.late else 0]
         if self.residual == "weights":
             base = torch.sub(base, self._withheld(part), out=free)
@@ -459,9 +471,22 @@ class OuterStep(Averager):
         """Return the residual of a fragment."""
         kept = [self.reducer.residuals[unit] for unit in self.layout.fragments[part].units]
         values = [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
+        if self.dct:
+            values = [rotate_(value.clone(), self.dct, back=True) for value in values]
         return self.layout.joined(part, values)
 
-    def _stepped(self, average: Tensor, span: slice, momentum: float, out: Tensor) -> Tensor:
+    def _lr(self) -> float:
+        """Return the size of a step by signs."""
+        groups = [group for one in self.optimizers for group in one.param_groups if self.sign]
+        rates = {float(group["lr"]) for group in groups} or {1.0}
+        require(
+            len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same"
+        )
+        return rates.pop()
+
+    def _stepped(
+        self, average: Tensor, span: slice, momentum: float, lr: float, out: Tensor
+    ) -> Tensor:
         """Write the shared weights after an outer step to ``out``; the average is used up.
 
         Buffers and moments take it as it is.
@@ -476,6 +501,8 @@ class OuterStep(Averager):
                 gradient.add_(velocity, alpha=momentum)
             else:
                 gradient.copy_(velocity)
+        if self.sign:
+            gradient.sign_().mul_(lr)
         if self.outer_lr != 1:
             gradient.mul_(self.outer_lr)
         return torch.sub(self.memory["shared"][span], average, out=out)
@@ -495,6 +522,8 @@ class OuterStep(Averager):
         place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
         if self.residual == "weights":
             place["residual"] = self.residual
+        if self.dct:
+            place["dct"] = self.dct
         if self.fragments > 1 or self.delay:
             place |= {"fragments": self.fragments, "delay": self.delay}
         return super()._place() | place

@@ -33,6 +33,11 @@ def sparseloco() -> Algorithm:
     )
 
 
+def _chunkwise() -> Algorithm:
+    """DeMo's exchange: chunk-wise top-k, collected by all ranks."""
+    return Algorithm("chunkwise", lambda: Blockwise(block=_CHUNK), Allgather)
+
+
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # what ``attach`` does: with moments that follow the average, and the noise of second moments
@@ -84,6 +89,18 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "density": _ENTRIES / _CHUNK,
             "period": 30,
             "residual_decay": 0.95,
+        },
+        # section 3, with SGD without momentum inside: the residual is the momentum, and 0.999 its beta.
+        # Chunks are of 64 consecutive elements of a unit where the paper's are 64 x 64 of a matrix; of
+        # 64 of them together 32 coefficients are sent, with pairs' 32 + 32 bits.  The momentum is of
+        # steps, so of gradients times their learning rates, and weight decay is part of it
+        "demo": {
+            "algorithm": _chunkwise(),
+            "density": 32 / _CHUNK,
+            "period": 1,
+            "residual_decay": 0.999,
+            "dct": 64,
+            "sign": True,
         },
     }
 )

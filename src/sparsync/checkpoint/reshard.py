@@ -157,6 +157,11 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         )
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
+    require(
+        not any("dct" in state for state in (template, *states)),
+        "OuterStep: residuals are cosine coefficients of units, and cannot be divided; go on with as "
+        "many ranks, or call finish() before and save the model alone",
+    )
     flats = [_by_name(state) for state in states]
     place = {**template["reducer"], "pieces": template["pieces"]}
     reducer = state_like(place, flats)

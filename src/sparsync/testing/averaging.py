@@ -53,10 +53,10 @@ def _drift(
 
     async def program(comm: SimCommunicator) -> Tensor:
         averager = make()
-        vector = torch.arange(5, dtype=torch.float64)
+        vector = slope = torch.arange(5, dtype=torch.float64)
         await averager.begin(comm, vector, 0)
         for step in range(steps):
-            vector = vector + (comm.rank + 1) * (step + 1)  # the ranks drift apart
+            vector = vector + (comm.rank + 1) * (step + 1 + slope)  # the ranks drift apart
             await (comm.barrier() if late is None else comm.compute(late(step, comm.rank)))
             before[step, comm.rank] = vector
             vector = await averager.average(comm, vector, step)

@@ -7,7 +7,7 @@
 A method tries every learning rate, then each value of its own two knobs, with the first seed; the best
 settings are run with the other seeds.  In the lab (Linux, root) the best settings are run for a few
 steps.  Every finished run is a line of ``frontier/results.jsonl`` and is not made again; the report,
-``frontier.md`` and ``frontier.png``, reads nothing else.
+``frontier.md`` and ``docs/images/frontier.png``, reads nothing else.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from sparsync.cli.launch import RankError
 from sparsync.cli.network import Connection
 
 HERE = Path(__file__).parent
+OUT = HERE / "frontier.md"
+PICTURE = HERE.parent / "docs" / "images" / "frontier.png"
 
 
 def names(known: Mapping[str, object]) -> Callable[[str], list[str]]:
@@ -63,7 +65,7 @@ def main() -> None:
     parser.add_argument("--lab", help="measure on links of this rate, e.g. 100mbit")
     parser.add_argument("--lab-steps", type=int, default=20, help="at least, in whole periods")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--out", type=Path, default=HERE / "frontier.md")
+    parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     if given.lab:
         Connection(lab=given.lab).prepare()
@@ -82,7 +84,8 @@ def main() -> None:
         except RankError as error:  # the other rows are worth their time
             failed.append(f"failed: {task} {method} {kind}: {error}")
             Console(stderr=True).print(failed[-1], markup=False)
-    written = write_report(results.rows, given.out)
+    drawn = PICTURE if given.out == OUT else given.out.with_suffix(".png")
+    written = write_report(results.rows, given.out, drawn)
     said = f"wrote {given.out}" if written else "no report: dense AdamW is not among the runs"
     Console().print(said, *failed, sep="\n", markup=False)
 

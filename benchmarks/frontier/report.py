@@ -21,6 +21,8 @@ from frontier.tasks import TASKS
 Place = tuple[str, int, int, int]  # task, steps, ranks, batch
 MARKERS = {"adamw": "o", "muon": "s", "sgd": "^"}
 EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
+OURS = "updates"  # the one line
+MANY = 5  # methods of a section that are worth a picture
 PANEL_INCHES = (6.4, 5.6)
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
 LINEAR_PERCENT = 5.0  # the picture is linear so far around dense, logarithmic beyond
@@ -258,7 +260,12 @@ def written(section: Section) -> list[str]:
 
 
 def picture(sections: Sequence[Section], path: Path) -> None:
-    """Draw loss over bytes, a panel per section, and the front of what no other row beats in both."""
+    """Draw loss over bytes, and the front of what no other row beats in both.
+
+    A panel per section of the tasks of which many methods have been run.
+    """
+    drawn = {section.task for section in sections if len(section.entries) >= MANY}
+    sections = [section for section in sections if section.task in drawn] or sections
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     width, height = PANEL_INCHES
@@ -273,7 +280,15 @@ def picture(sections: Sequence[Section], path: Path) -> None:
                 x, y = most, 100 * fmean(gaps)
                 points.append((x, y))
                 axis.plot(x, y, MARKERS[entry.optimizer], color="black", markersize=4)
-                axis.annotate(entry.method, (x, y), (4, 3), textcoords="offset points", fontsize=7)
+                weight = "bold" if entry.method == OURS else "normal"
+                axis.annotate(
+                    entry.method,
+                    (x, y),
+                    (4, 3),
+                    weight=weight,
+                    textcoords="offset points",
+                    fontsize=7,
+                )
         front = [(x, y) for x, y in sorted(points) if all(b >= y for a, b in points if a <= x)]
         axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
@@ -300,8 +315,8 @@ def picture(sections: Sequence[Section], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def write_report(rows: Sequence[dict[str, Any]], out: Path) -> bool:
-    """Write the tables to ``out`` and the picture next to it, unless dense AdamW has not been run."""
+def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool:
+    """Write the tables to ``out`` and the picture to ``drawn``, unless dense AdamW has not been run."""
     order = list(TASKS)
     places = {
         (row["task"], row["steps"], row["ranks"], row["batch"])
@@ -320,7 +335,7 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path) -> bool:
         f"`python benchmarks/frontier.py` on {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, Python {platform.python_version()}; one thread per rank.",
         "",
-        f"![held-out loss over bytes]({out.stem}.png)",
+        f"![held-out loss over bytes]({os.path.relpath(drawn, out.parent)})",
         "",
         "Sent, received: bytes per parameter and step, dense beginnings included, by the rank with",
         "most; after: what is sent per step after a dense beginning. Counted by the kernel on the",
@@ -335,6 +350,6 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path) -> bool:
     ]
     for section in sections:
         lines += written(section)
-    picture(sections, out.with_suffix(".png"))
+    picture(sections, drawn)
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return True

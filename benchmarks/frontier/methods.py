@@ -38,6 +38,13 @@ def nothing() -> None:
     """Do nothing."""
 
 
+def share_hidden(sync: Any) -> float | None:
+    """Return the share of the exchanges' seconds that the training thread did not wait for."""
+    stats = sync.stats()
+    busy = stats["exchange_seconds"]
+    return max(0.0, 1 - stats["waited_seconds"] / busy) if busy else None
+
+
 @dataclass
 class Exchange:
     """A model and its optimizers, whose steps exchange; and what was sent."""
@@ -50,6 +57,9 @@ class Exchange:
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
     settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
+    hidden: Callable[[], float | None] = (
+        nothing  # share of the exchanges that training did not wait for
+    )
 
 
 @dataclass(frozen=True)
@@ -209,6 +219,7 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
         shared=sync.shared,
         settle=sync.state_dict,  # it waits for what is under way
         close=sync.close,
+        hidden=lambda: share_hidden(sync),
     )
 
 

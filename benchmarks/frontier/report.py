@@ -226,6 +226,8 @@ def lab_cells(
     row, line = timed[key], [entry.method, entry.optimizer]
     step, computation = row["rest"]["seconds"], row["computation"]
     line += [f"{step:.3f}", f"{computation:.3f}", f"{max(step - computation, 0.0):.3f}"]
+    hidden = row.get("hidden")
+    line.append("-" if hidden is None else f"{hidden:.0%}")
     for part in (EARLIER, 1.0):
         steps = section.steps_to(key, part)
         if steps is None or dense is None:
@@ -251,7 +253,7 @@ def written(section: Section) -> list[str]:
         "",
         *table(heads, [cells(section, entry) for entry in section.entries.values()]),
     ]
-    heads = ["method", "optimizer", "seconds per step", "of it computation", "rest"]
+    heads = ["method", "optimizer", "seconds per step", "of it computation", "rest", "hidden"]
     heads += ["seconds to dense's loss at 2/3", "times faster", "at its end", "times faster"]
     for lab, timed in sorted(section.labs.items()):
         found = [lab_cells(section, entry, timed) for entry in section.entries.values()]
@@ -346,7 +348,8 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool
         "trials, with the first seed; * is the smallest or largest rate tried. Steps to a loss: on an",
         "eighth of the held-out samples, the fewest of all runs of the method, whatever their length.",
         "Seconds: that many steps as measured in short runs in the lab; computation: forward,",
-        "backward and optimizer on all ranks at once, without exchange.",
+        "backward and optimizer on all ranks at once, without exchange; hidden: the share of the",
+        "exchanges' seconds that training did not wait for.",
     ]
     for section in sections:
         lines += written(section)

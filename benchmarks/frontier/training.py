@@ -73,6 +73,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
                 evaluation = _evaluate(exchange, model, workload, SHARES)
                 curve.append((step + 1, evaluation.loss))
             bar(run.steps, f"loss {curve[-1][1] if curve else loss:.3f}")
+    hidden = exchange.hidden()
     exchange.settle()
     volumes[-1] = _volume(exchange, run.steps)
     evaluation = None if run.lab else _evaluate(exchange, model, workload, 1)
@@ -92,6 +93,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
         "dense": _phase(walls, both, 0, first),
         "rest": _phase(walls, both, first, run.steps),
         "computation": computation,
+        "hidden": hidden,  # on rank 0
         "replicas_equal": all(theirs[2] == digests for theirs in everyone),
         "seconds": time.perf_counter() - started,
         "core_seconds": sum(theirs[3] for theirs in everyone),

@@ -83,6 +83,25 @@ def test_mpi_keeps_the_contract():
 
 
 @on_ranks(RANKS, mpi=True)
+def test_updates_over_mpi_are_those_over_gloo_bit_for_bit():
+    ends = []
+    for transport in ("mpi", "torch"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with sparsync.attach(model, optimizer, transport=sparsync.Transport(transport)) as sync:
+            for step in range(6):
+                optimizer.zero_grad()
+                torch.manual_seed(step * RANKS + torch.distributed.get_rank())
+                model(torch.randn(8, 300)).square().mean().backward()
+                optimizer.step()
+            residual = sync.state_dict()["reducer"]["residual"].values()
+            ends.append((model.weight.detach(), sync.outer.memory["shared"].clone(), *residual))
+    assert all(map(torch.equal, *ends))
+    assert not torch.equal(model.weight.detach().flatten(), ends[0][1][: model.weight.numel()])
+
+
+@on_ranks(RANKS, mpi=True)
 def test_agents_average_models_during_the_training():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)

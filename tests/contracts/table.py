@@ -8,6 +8,7 @@ import pytest
 from sparsync import selection, testing
 from sparsync.averaging import (
     OUTER_SETTINGS,
+    AdaptivePeriod,
     Dpsgd,
     LocalSgd,
     OuterStep,
@@ -160,6 +161,9 @@ AVERAGERS = {
 # their mean moves: an outer optimizer, or what compression keeps back
 DRIFTING_AVERAGERS = {
     **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
+    "outer step, adaptive": partial(
+        OuterStep, algorithm="quantised", density=1.0, period=AdaptivePeriod(0.3)
+    ),
     "wagma, int8": partial(Wagma, values="int8"),
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
 }

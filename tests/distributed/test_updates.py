@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.averaging import OuterStep
+from sparsync.averaging import AdaptivePeriod, OuterStep
 from sparsync.errors import PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
@@ -94,7 +94,11 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("settings", [{}, {"fragments": 3, "delay": 2}], ids=["at once", "delayed"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fragments": 3, "delay": 2}, {"period": AdaptivePeriod(0.2)}],
+    ids=["at once", "delayed", "adaptive"],
+)
 def test_transports_agree_with_the_simulator(settings):
     options = {
         "algorithm": "budgeted",

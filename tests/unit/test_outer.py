@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsync import ConfigurationError, simulate
-from sparsync.averaging import LocalSgd
+from sparsync.averaging import AdaptivePeriod, LocalSgd
 from sparsync.averaging.fragments import VectorWeights
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
@@ -417,6 +417,99 @@ def test_the_period_doubles_while_warming_up():
     assert exchanged == [0, 1, 2, 3, 5, 7, 11, 19, 27]
 
 
+# ---- a period from the measured drift --------------------------------------------------------------
+
+
+def adaptive(drift=0.1, least=1, most=8, **options):
+    options = {"algorithm": "quantised", "density": 1.0, "residual": "weights", **options}
+    return OuterStep(period=AdaptivePeriod(drift, least, most), **options)
+
+
+def exchanges(rate, steps, make=adaptive, **options):
+    """The steps that end with an exchange, of three ranks whose steps have random directions."""
+    seen = set()
+
+    def watch(rank, step, averager, local):
+        if averager._sent[0] == step:
+            seen.add((step, averager.stats()["period"], rank))
+
+    def moves(rank, step):
+        return rate(step) * update(rank, step)
+
+    models = on_all_ranks(make, steps, update=moves, watch=watch, **options)
+    assert len({(step, period) for step, period, _ in seen}) * WORLD_SIZE == len(seen), (
+        "ranks differ"
+    )
+    return sorted((step, period) for step, period, rank in seen if rank == 0), models
+
+
+def test_a_period_follows_the_drift_of_the_ranks():
+    """At a step of twice the limit: exchanges on every one; at a tenth of it: as rarely as allowed."""
+    assert exchanges(lambda step: 0.2, 6)[0] == [(step, 1) for step in range(6)]
+    quiet, _ = exchanges(lambda step: 0.01, 32)
+    assert quiet == [(0, 2), (2, 4), (6, 8), (14, 8), (22, 8), (30, 8)]
+    # longer steps: halved until it is within a factor of two of the limit, and there it stays
+    louder, _ = exchanges(lambda step: 0.01 if step < 15 else 0.055, 45)
+    periods = [period for _, period in louder]
+    assert periods[:4] == [2, 4, 8, 8] and periods[4:] == [4, 2] + [2] * (len(louder) - 6)
+
+
+def test_drift_is_how_far_ranks_go_of_the_shared_weights():
+    async def program(comm):
+        outer = adaptive(0.5, algorithm="dense")
+        await outer.begin(comm, torch.full((4,), 2.0), 0)
+        found = []
+        for step, moved in enumerate((0.5, 3.0)):
+            shared = outer.memory["shared"].clone()
+            await outer.average(comm, shared * (1 + moved * (comm.rank - 0.5)), step)
+            found.append((outer.drift, outer.period))
+        return found
+
+    (first, second), other = simulate(program, 2).results
+    assert first == (pytest.approx(0.25), 1) and [first, second] == other
+    # at half of the limit, and above it at the least period, the period stays
+    assert second == (pytest.approx(1.5), 1)
+
+
+@pytest.mark.parametrize("reload_at", [5, 9])
+def test_a_chosen_period_is_saved(reload_at):
+    through = exchanges(lambda step: 0.02, 24)
+    again = exchanges(lambda step: 0.02, 24, reload_at=reload_at)
+    assert again[0] == through[0] and torch.equal(again[1], through[1])
+    state = adaptive(model=model()).state_dict()
+    for wrong, words in ((9, "saved period is 9, of Adapt"), (None, "saved period is None")):
+        with pytest.raises(ConfigurationError, match=words):
+            adaptive(model=model()).load_state_dict({**state, "present_period": wrong})
+    with pytest.raises(ConfigurationError, match="the saved state has period 'AdaptivePeriod"):
+        adaptive(0.2, model=model()).load_state_dict(state)
+
+
+def test_nothing_is_lost_whatever_the_period():
+    models = exchanges(lambda step: 0.02, 23)[1]
+    everything = 0.02 * sum(update(r, s) for r in range(WORLD_SIZE) for s in range(23))
+    torch.testing.assert_close(models[-1], (1 + everything / WORLD_SIZE).expand(WORLD_SIZE, -1))
+
+
+def test_a_refused_exchange_does_not_choose():
+    update_of = broken(1, 5)
+    periods = {}
+
+    def watch(rank, step, averager, local):
+        periods[step, rank] = averager.period
+
+    def moves(rank, step):
+        return 0.02 * update_of(rank, step)
+
+    on_all_ranks(adaptive, 12, update=moves, watch=watch)
+    assert [periods[step, 0] for step in range(12)] == [periods[step, 1] for step in range(12)]
+    assert periods[6, 0] == periods[5, 0] < periods[11, 0]
+
+
+def test_a_warm_up_measures_and_does_not_choose():
+    seen, _ = exchanges(lambda step: 0.01, 12, lambda: adaptive(warmup_steps=4))
+    assert seen[:6] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2), (6, 4)]
+
+
 def test_weights_that_broke_return_to_the_last_exchange():
     net = model()
     local = in_weights(net, density=0.1, period=2)
@@ -479,6 +572,8 @@ def test_rounding_to_16_bits_is_no_move():
     ("bad", "message"),
     [
         ({"period": 0}, "period is 0"),
+        ({"period": AdaptivePeriod(0.1), "delay": 1}, "delay 1 need a period that stays"),
+        ({"period": AdaptivePeriod(0.1), "fragments": 2}, "fragments 2 and delay 0 need a"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"residual": "shared"}, "give 'apart' or 'weights'"),
         ({"outer_lr": math.nan}, "outer_lr is nan"),
@@ -494,3 +589,16 @@ def test_rounding_to_16_bits_is_no_move():
 def test_bad_arguments_are_refused(bad, message):
     with pytest.raises(ConfigurationError, match=message):
         OuterStep(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"drift": 0.0}, "drift is 0.0; give a share"),
+        ({"drift": 0.1, "least": 0}, "least 0, most 32; give whole"),
+        ({"drift": 0.1, "least": 4, "most": 2}, "least 4, most 2"),
+    ],
+)
+def test_bad_periods_are_refused(bad, message):
+    with pytest.raises(ConfigurationError, match=message):
+        AdaptivePeriod(**bad)

@@ -141,6 +141,7 @@ class Exchange:
         shared: what the shared weights become.
         ahead: by how much this rank moved against its weights more than the average of the ranks.
         lr: size of a step by signs.
+        drift: how far ranks had gone, with an ``AdaptivePeriod``.
         room: `[4, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
@@ -159,6 +160,7 @@ class Exchange:
     carried: Awaitable[None] | None = None
     room: Tensor | None = None
     lr: float = 1.0
+    drift: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""

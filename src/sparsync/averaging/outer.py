@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights, rotate_
+from sparsync.averaging.period import AdaptivePeriod, warm_exchanges
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -68,6 +70,7 @@ class OuterStep(Averager):
         density: what is sent per exchange, as k / n of index-value pairs.
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
             every element, the number at which the bytes per step are those of pairs at this density.
+            An ``AdaptivePeriod`` follows the measured drift.
         fragments: runs of parameters of about equal size, exchanged in turn within a period.
         delay: local steps from the begin of an exchange until it is applied, below the period.
         warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
@@ -114,7 +117,7 @@ class OuterStep(Averager):
         *,
         algorithm: str | Algorithm = "allgather",
         density: float = 0.01,
-        period: int | None = None,
+        period: int | AdaptivePeriod | None = None,
         fragments: int = 1,
         delay: int = 0,
         warmup_steps: int = 0,
@@ -129,9 +132,11 @@ class OuterStep(Averager):
         sign: bool = False,
         **binding: Any,
     ) -> None:
-        counted = period is None or (type(period) is int and period >= 1)
+        self._rule = rule = period if isinstance(period, AdaptivePeriod) else None
+        first = period.least if isinstance(period, AdaptivePeriod) else period
+        counted = first is None or (type(first) is int and first >= 1)
         for name, value, fits, cure in (
-            ("period", period, counted, "at least 1 step, or None"),
+            ("period", period, counted, "at least 1 step, an AdaptivePeriod, or None"),
             ("fragments", fragments, type(fragments) is int and fragments >= 1, "at least 1"),
             ("residual", residual, residual in ("apart", "weights"), "'apart' or 'weights'"),
             ("outer_lr", outer_lr, 0 < outer_lr < math.inf, "a rate > 0"),
@@ -151,7 +156,14 @@ class OuterStep(Averager):
         self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
         self.density, bits = check_density(density), self.chosen.bits or 0
         # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
-        self.period = period or max(1, math.ceil(bits / (_PAIR_BITS * density)))
+        self.period = first or max(1, math.ceil(bits / (_PAIR_BITS * density)))  # the present one
+        self.period_rule = str(rule or "fixed")
+        self.drift = 0.0  # measured last, with an ``AdaptivePeriod``
+        require(
+            rule is None or (fragments == 1 and not delay),
+            f"OuterStep: fragments {fragments} and delay {delay!r} need a period that stays; give a "
+            "number of steps, or omit them",
+        )
         require(
             type(delay) is int and 0 <= delay < self.period,
             f"OuterStep: delay is {delay!r}; give steps from 0 to {self.period - 1}: below the period",
@@ -194,7 +206,7 @@ class OuterStep(Averager):
             unit_bytes=unit_bytes or self.chosen.unit_bytes,
         )
         self.warmup_steps = Warmup(warmup_steps).steps or self.warmup_steps
-        self._warm = _warm_exchanges(self.warmup_steps, self.period)
+        self._warm = warm_exchanges(self.warmup_steps, self.period)
 
     def plan(
         self,
@@ -244,6 +256,8 @@ class OuterStep(Averager):
         """Return the fragments whose period closes with local step ``step``."""
         if step < self.warmup_steps:
             return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
+        if self._rule is not None:
+            return [0] if step - self._sent[0] >= self.period else []
         since = step - max(self._warm, default=-1)
         count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
@@ -288,6 +302,8 @@ class OuterStep(Averager):
                     if self.tracking < 1:
                         exchange.ahead.mul_(self.tracking)
                     weights.follow(span, exchange.ahead, exchange.steps)
+                if self._rule is not None:
+                    self._follow_drift(self._rule, exchange)
             if exchange.room is not None and exchange.room.is_cpu:
                 self._rooms.append(exchange.room)
         if not refused:
@@ -300,6 +316,14 @@ class OuterStep(Averager):
                 "lower the learning rate, or give optimizer=, whose broken moments are dropped"
             )
         self.restart(weights)
+
+    def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
+        """Choose the next period, on all ranks and all parts of a replica alike."""
+        self.drift = exchange.drift
+        far, near = self.drift > rule.drift, self.drift < rule.drift / 2
+        far, near = self.on_any_part(far) or far, not (self.on_any_part(not near) or not near)
+        if exchange.lands >= self.warmup_steps:
+            self.period = rule.next(self.period, far=far, near=near)
 
     def restart(self, weights: Weights) -> None:
         """Return to what this rank's weights are after an exchange."""
@@ -364,17 +388,20 @@ class OuterStep(Averager):
         """Return what makes this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
         more = ("nesterov", "residual_decay", "tracking", "noise_correction", "dct", "sign")
-        return {name: getattr(self, name) for name in (*names, *more)}
+        return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
-        return {**reducer_stats(self.reducer), "period": self.period, "local_steps": self.steps}
+        here = {"period": self.period, "drift": self.drift, "local_steps": self.steps}
+        return {**reducer_stats(self.reducer), **here}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
         under_way = [exchange.state_dict() for exchange in self._under_way]
         parts = {"under_way": under_way, "sent": list(self._sent)}
+        if self._rule is not None:
+            parts["present_period"] = self.period
         return {**super().state_dict(), "reducer": saved, **parts}
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
@@ -388,6 +415,8 @@ class OuterStep(Averager):
         self._saved = state["reducer"]
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
+        if self._rule is not None:
+            self.period = self._rule.checked(state.get("present_period"))
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -410,6 +439,7 @@ class OuterStep(Averager):
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         ahead = rows[2].copy_(moved) if self.tracking else None
+        distance = None if self._rule is None else self._distance(moved)
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             rotate_(delta, self.dct)
@@ -418,6 +448,8 @@ class OuterStep(Averager):
                 # here and not in the residual, which a refused exchange must leave as it is
                 delta.sub_(kept, alpha=1 - self.residual_decay)
         try:
+            if distance is not None:
+                exchange.drift = await self._over_ranks(distance)
             await reducer.reduce(deltas, units=fragment.units)  # in place: they become averages
         except NonFiniteGradientError:
             reducer.skip()
@@ -438,6 +470,23 @@ class OuterStep(Averager):
             base = torch.sub(base, self._withheld(part), out=free)
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
         exchange.done = True
+
+    def _distance(self, moved: Tensor) -> float:
+        """Return the square of how far this rank has gone, as a share of the shared weights."""
+        end, shared = self.layout.end, self.memory["shared"]
+        far, whole = (float(torch.linalg.vector_norm(v[:end])) for v in (moved, shared))
+        share = far / max(whole, sys.float_info.min) if far else 0.0
+        return share * share  # which may be Inf
+
+    async def _over_ranks(self, square: float) -> float:
+        """Return the root of the mean over ranks, the same on all of them."""
+        mine, channel = torch.tensor([square], dtype=torch.float64), self.reducer.channel("drift")
+        try:
+            everyone = await channel.allgather(mine, "drift")
+        except BaseException:
+            self.reducer.fail()
+            raise
+        return math.sqrt(sum(map(float, everyone)) / len(everyone))
 
     def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return memory for an exchange, and the rows of it that a fragment needs.
@@ -519,7 +568,8 @@ class OuterStep(Averager):
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
-        place = {"algorithm": self.algorithm, "density": self.density, "period": self.period}
+        period = self.period if self._rule is None else self.period_rule
+        place = {"algorithm": self.algorithm, "density": self.density, "period": period}
         if self.residual == "weights":
             place["residual"] = self.residual
         if self.dct:
@@ -527,14 +577,3 @@ class OuterStep(Averager):
         if self.fragments > 1 or self.delay:
             place |= {"fragments": self.fragments, "delay": self.delay}
         return super()._place() | place
-
-
-def _warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the steps of the warm-up that end with an exchange."""
-    doublings, last, ends = math.ceil(math.log2(period)), -1, []
-    for step in range(steps):
-        part = step * (doublings + 1) // steps
-        if step - last >= min(2**part, period):
-            last = step
-            ends.append(step)
-    return tuple(ends)

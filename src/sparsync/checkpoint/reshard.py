@@ -187,7 +187,8 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         moments[name][key.removeprefix("moment ")] = values.view(template["parameters"][name].shape)
     begun = {"memory": memory, "reducer": reducer, "moments": moments, "parameters": None}
     kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
-    common = {key: donor[key] for key in ("steps", "state", "sent", "groups", "scaler")}
+    same = ("steps", "state", "sent", "present_period", "groups", "scaler")
+    common = {key: donor[key] for key in same if key in donor}
     return {**kept, **template, **common, **begun, "under_way": []}
 
 

@@ -511,6 +511,7 @@ class UpdateSync(Sync):
             "exchange_seconds": self._busy,
             "waited_seconds": self._waited,
             **outer.settings(),
+            "drift": outer.drift,
         }
 
     def holds(self, value: object) -> bool:

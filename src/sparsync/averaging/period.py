@@ -1,0 +1,80 @@
+"""When ranks exchange: a period that grows at first, and one that follows how far they go alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sparsync.errors import require
+
+__all__ = ["AdaptivePeriod", "warm_exchanges"]
+
+
+@dataclass(frozen=True)
+class AdaptivePeriod:
+    """A period that keeps the measured drift at a distance: how far ranks go alone, of their weights.
+
+    ::
+
+        measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
+
+    Above ``drift`` the period is halved, below half of it doubled: a doubling never calls for a halving.
+
+    It is a distance, not a share of what the average has moved: that share *falls* as a period grows,
+    because common steps add up faster than noise, so a rule that bounds it runs away to either end.
+    Steps are as long as their rate, and noise adds up as the root of their number: a constant distance
+    keeps ``lr^2 H`` constant, so a period grows as the rate is lowered.
+
+    Args:
+        drift: the distance, > 0; ``stats()["drift"]`` has the one measured last, e.g. 0.02.
+        least: the first period, and the shortest.
+        most: the longest.
+
+    Example:
+        >>> rule = AdaptivePeriod(0.1, most=8)
+        >>> [rule.next(4, far=d > 0.1, near=d < 0.05) for d in (0.2, 0.07, 0.01)]
+        [2, 4, 8]
+
+    References: Karimireddy et al., SCAFFOLD, ICML 2020 (drift: the distance from the shared model); Kamp
+    et al., dynamic model averaging, ECML 2018; Gu et al., a quadratic synchronization rule, ICLR 2024.
+    """
+
+    drift: float
+    least: int = 1
+    most: int = 32
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.drift < math.inf,
+            f"AdaptivePeriod: drift is {self.drift!r}; give a share of the weights > 0, e.g. 0.02",
+        )
+        whole = type(self.least) is int and type(self.most) is int
+        require(
+            whole and 1 <= self.least <= self.most,
+            f"AdaptivePeriod: least {self.least!r}, most {self.most!r}; give whole numbers of steps, "
+            "1 <= least <= most",
+        )
+
+    def checked(self, period: Any) -> int:
+        """Return a period that was read from a file."""
+        fits = type(period) is int and self.least <= period <= self.most
+        require(fits, f"the saved period is {period!r}, of {self}; load what state_dict() returned")
+        return int(period)
+
+    def next(self, period: int, *, far: bool, near: bool) -> int:
+        """Return the period after one whose drift was above the limit, or below half of it."""
+        if far:
+            return max(period // 2, self.least)
+        return min(2 * period, self.most) if near else period
+
+
+def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
+    """Return the steps of a warm-up that end with an exchange: its period doubles from 1 on."""
+    doublings, last, ends = math.ceil(math.log2(period)), -1, []
+    for step in range(steps):
+        part = step * (doublings + 1) // steps
+        if step - last >= min(2**part, period):
+            last = step
+            ends.append(step)
+    return tuple(ends)

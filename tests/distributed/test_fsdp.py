@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+import sparsync
 from sparsync import Correction
+from sparsync.averaging import AdaptivePeriod
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.units import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -543,14 +545,46 @@ def test_updates_of_shards_are_those_of_whole_models(name):
 
 
 @on_ranks(4)
-def test_the_law_holds_for_updates_of_shards():
+@pytest.mark.parametrize("settings", [{"tracking": 1.0}, {"dct": 8}], ids=str)
+def test_the_law_holds_for_updates_of_shards(settings):
     mesh = grid()
     net = sharded(mesh)
     optimizer, sync = small_model.updating(
-        net, mesh["replicate"], algorithm="quantised", tracking=1.0
+        net, mesh["replicate"], algorithm="quantised", **settings
     )
     group = mesh["replicate"].get_group()
     small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
+    sync.close()
+
+
+@on_ranks(4)
+def test_shards_step_by_signs_of_cosine_coefficients():
+    mesh = grid()
+    net, rate = sharded(mesh), 0.01
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    with sparsync.attach(net, optimizer, "demo", replicate=mesh["replicate"]):
+        for step in range(3):
+            before = small_model.local_flat(net).clone()
+            small_model.train(net, range(step, step + 1), optimizer, backward)
+            moved = (small_model.local_flat(net) - before).abs()
+            torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], rate))
+            assert moved.any()
+            assert same_everywhere(small_model.local_flat(net), mesh["replicate"].get_group())
+
+
+@on_ranks(4)
+def test_shards_choose_one_period():
+    """The part that has gone farthest decides for all: another layer is on each of them."""
+    mesh = grid()
+    net = sharded(mesh)
+    rule, divided = AdaptivePeriod(0.04, most=8), False
+    optimizer, sync = small_model.updating(net, mesh["replicate"], algorithm="dense", period=rule)
+    for step in range(12):
+        small_model.train(net, range(step, step + 1), optimizer, backward)
+        drifts, periods = zip(*gathered((sync.outer.drift, sync.outer.period)), strict=True)
+        assert len(set(periods)) == 1
+        divided |= min(drifts) < rule.drift / 2 <= max(drifts)
+    assert divided, "no part would have decided otherwise alone"
     sync.close()
 
 

@@ -7,16 +7,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sparsync
-from sparsync.averaging.outer import OuterStep
-from tests.on_ranks import gathered, on_ranks, same_everywhere
+from sparsync.averaging import AdaptivePeriod, OuterStep
+from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
 
 SETTINGS = {
     "default": {},
     "weights": {"residual": "weights", "fragments": 3, "delay": 2, "density": 0.1, "period": 4},
+    "adaptive": {"residual": "weights", "density": 0.1, "period": AdaptivePeriod(1.0, most=4)},
     "apart": {"fragments": 2, "delay": 1, "density": 0.1, "period": 3, "momentum": 0.9},
+    "dct": {"dct": 16, "density": 0.1, "period": 2, "residual_decay": 0.9},
 }
+RESHARDED = [name for name in SETTINGS if name != "dct"]
 
 
 def net_of(kind, seed=0):
@@ -57,7 +60,7 @@ def test_resuming_is_exact(kind, name, folder):
                 assert sparsync.load(sync, folder, **saved) == {"epoch": 2}
             else:
                 steps(net, optimizer, range(6))
-                while name != "default" and not sync.state_dict()["under_way"]:
+                while "delay" in SETTINGS[name] and not sync.state_dict()["under_way"]:
                     steps(net, optimizer, range(1))
                 sparsync.save(sync, folder, epoch=2, **saved)
             ends.append(steps(net, optimizer, range(6, 13)))
@@ -82,38 +85,61 @@ def undelivered(states, name):
     return total
 
 
+def attached_to(ranks, settings, seed):
+    """DDP on the first ranks, and on every other such run of them alike."""
+    runs = [dist.new_group(range(at, at + ranks)) for at in range(0, dist.get_world_size(), ranks)]
+    group = runs[dist.get_rank() // ranks]
+    net = torch.nn.parallel.DistributedDataParallel(model(seed), process_group=group)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    outer = OuterStep(**settings) if settings else None
+    return net, optimizer, sparsync.attach(net, optimizer, outer, exchange="updates")
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, folder):
+@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4)])
+def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, after, folder):
     """What was not delivered is dealt, its sum is kept, and the average after ``finish`` says so."""
-    net, optimizer, sync = attached("ddp", SETTINGS[name])
+    net, optimizer, sync = attached_to(before, SETTINGS[name], 0)
     with sync:
         steps(net, optimizer, range(7))
-        sparsync.save(sync, folder)
-        states = gathered(sync.state_dict())
+        sparsync.save(sync, folder / str(dist.get_rank() // before))
+        states = gathered(sync.state_dict())[:before]
         sync.finish()
         with sync.shared():
-            after_all = flat(net)
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-    net = torch.nn.parallel.DistributedDataParallel(model(3), process_group=pair)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    outer = OuterStep(**SETTINGS[name]) if SETTINGS[name] else None
-    sync = sparsync.attach(net, optimizer, outer, exchange="updates")
+            after_all = gathered(flat(net))[0]
+    net, optimizer, sync = attached_to(after, SETTINGS[name], 3)
     with sync:
-        sparsync.load(sync, folder)
+        sparsync.load(sync, folder / "0")
+        assert sync.outer.period == states[0].get("present_period", sync.outer.period)
         assert sync.outer.steps == 7
         mine = sync.state_dict()
-        moments = states[dist.get_rank() % 2]["moments"]["0.weight"]["exp_avg"]
+        moments = states[dist.get_rank() % after % before]["moments"]["0.weight"]["exp_avg"]
         assert torch.equal(mine["moments"]["0.weight"]["exp_avg"], moments)
         with sync.shared():
             shared = flat(net)
             assert same_everywhere(shared)
-        new = [state for at, state in enumerate(gathered(mine)) if at < 2]
+        new = gathered(mine)[:after]
         whole = torch.cat([undelivered(new, n) for n in mine["parameters"]])
-        # delivered to two ranks, an average moves the weights twice as far
-        torch.testing.assert_close(shared - whole.float() / 4, after_all, atol=1e-5, rtol=1e-4)
+        # on half as many ranks, an average moves the weights twice as far
+        torch.testing.assert_close(shared - whole.float() / before, after_all, atol=1e-5, rtol=1e-4)
         steps(net, optimizer, range(7, 9))
         sync.finish()
+
+
+@on_ranks(4)
+def test_cosine_coefficients_stay_with_their_ranks(folder):
+    """Every rank says so, in one line, and trains on as it was."""
+    net, optimizer, sync = attached_to(4, SETTINGS["dct"], 0)
+    with sync:
+        steps(net, optimizer, range(3))
+        sparsync.save(sync, folder)
+    net, optimizer, sync = attached_to(2, SETTINGS["dct"], 3)
+    with sync:
+        with refused("are cosine coefficients of units, and cannot be divided; go on with as many"):
+            sparsync.load(sync, folder)
+        assert sync.outer.steps == 0 and torch.equal(flat(net), flat(model(3)))
+        steps(net, optimizer, range(2))
 
 
 @on_ranks(4)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.averaging import AdaptivePeriod, OuterStep
+from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.errors import PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
@@ -267,6 +267,28 @@ def test_attach_says_what_it_exchanges_and_why():
             assert sync.stats()["exchange"] == "updates"
     told = ["sparsync: exchanges updates: AdamW"] * (dist.get_rank() == 0)
     assert [line[:34] for line in said.getvalue().splitlines()] == told
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("algorithm", ["demo", "updates"])
+def test_other_rates_and_other_outer_settings_are_found_at_attach(algorithm):
+    """Weights that move by another rate's signs would part at once."""
+    odd = dist.get_rank() == 2
+    for rate, settings, words in (
+        (0.02 if odd else 0.01, {}, "rates=[[0.02]]"),
+        (0.01, {"outer_lr": 0.9 if odd else 1.0}, "'outer_lr': 0.9"),
+        (0.01, {"period": AdaptivePeriod(0.2 if odd else 0.1)}, "AdaptivePeriod(drift=0.2"),
+    ):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        outer = OuterStep(**{**OUTER_SETTINGS[algorithm], **settings})
+        with refused("ranks disagree on settings", words, error=PeerError):
+            sparsync.attach(net, optimizer, outer)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02 if odd else 0.01)
+    local = OuterStep(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
+    with refused("the learning rate of a step by signs", "rank 2 has 0.02", error=PeerError):
+        local.step()
 
 
 @on_ranks(3)

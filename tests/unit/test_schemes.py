@@ -3,6 +3,7 @@
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from sparsync.averaging import LocalSgd
@@ -20,7 +21,7 @@ def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
     averager = SCHEMES[name]()
     assert isinstance(averager, Averager)
     assert not set(options_of(name)) & {"model", "comm", "buffers", "optimizer", "moments"}
-    check_algorithms(TrainSettings(), [name])
+    check_algorithms(TrainSettings(optimizer="adamw"), [name])
 
 
 def test_a_name_means_one_thing():
@@ -61,6 +62,31 @@ def test_the_outer_steps_family_is_attached_unless_buffers_stay_local(one_rank):
         made = make_exchange(settings, "updates", model)
         assert isinstance(made.finish.__self__, UpdateSync) is attached
         made.close()
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_what_moves_by_signs_runs_sgd_at_the_rate_that_is_scheduled(one_rank, buffers):
+    settings = TrainSettings(
+        workload="digits", optimizer="adamw", lr=0.003, transport="torch", buffers=buffers
+    )
+    workload = settings.make_workload()
+    model = workload.make_model(0)
+    made = make_exchange(settings, "demo", model)
+    (optimizer,) = made.optimizers
+    assert type(optimizer) is torch.optim.SGD and optimizer.defaults["momentum"] == 0
+    assert made.options["optimizer"] == "sgd" and made.options["sign"]
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    optimizer.param_groups[0]["lr"] = 0.002  # as a schedule does
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    made.after_step()
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    moved = moved[moved != 0].abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.002), rtol=1e-3, atol=0)
+    made.close()
+    with pytest.raises(ConfigurationError, match=r"demo moves weights by signs.*--optimizer adamw"):
+        check_algorithms(TrainSettings(workload="digits", optimizer="sgd"), ["dense", "demo"])
 
 
 def test_an_option_that_no_algorithm_has_is_refused():

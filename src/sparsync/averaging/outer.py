@@ -24,6 +24,7 @@ from sparsync.feedback.state import ParsedState, parse_state, reducer_state, res
 from sparsync.feedback.step import Proposal
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
+from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Slot, Unit, local_of, output_parameters
 
@@ -230,6 +231,8 @@ class OuterStep(Averager):
         trained = {"model": vector} if bound is None else bound.trained
         output = output_parameters(bound.model) if self.chosen.output and bound else ()
         units = self.plan(vector, trained, output)
+        if bound and self.sign:
+            await agree(comm, {"the learning rate of a step by signs": self._lr()})
         reducer = Reducer(comm, units, await self.chosen.on(comm), self.density)
         await self.start(reducer, vector.clone())
 

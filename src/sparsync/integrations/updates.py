@@ -132,6 +132,7 @@ def attach_updates(
             units,
             consensus or Proposal.broken,
             outer=outer.settings(),
+            rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
         )
     except BaseException:

@@ -19,7 +19,7 @@ from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.base import is_hidden_matrix
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Transport
 from sparsync.presets import preset, presets
@@ -77,6 +77,11 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None
                 f"choose one of {', '.join(having)}"
             )
     for name in schemes:
+        require(
+            settings.optimizer != "sgd" or not options_of(name).get("sign"),
+            f"{name} moves weights by signs, so its learning rate is one for Adam; add --optimizer adamw "
+            f"(of {name} itself --lr is then the rate of SGD without momentum)",
+        )
         SCHEMES[name](None, **_scheme_options(settings, name))
 
 
@@ -200,10 +205,13 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     """Let a model train alone, and a scheme average it with others.
 
     Members of the outer step's family are attached, so that moments can follow the average; but
-    ``attach`` always averages buffers.
+    ``attach`` always averages buffers.  What moves by signs is published with SGD, without momentum.
     """
     given, has = _scheme_options(settings, name), options_of(name)
-    optimizers = settings.make_optimizers(model)
+    optimizers, signs = settings.make_optimizers(model), bool(has.get("sign"))
+    if signs:
+        sgd = torch.optim.SGD(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
+        optimizers = [sgd]
     scheme: Any
     averager: Any
     if name in OUTER_SETTINGS and settings.buffers == "average":
@@ -213,7 +221,10 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         comm = averager.reducer.comm
     else:
         comm = settings.connect()
-        scheme = averager = SCHEMES[name](model, **given, comm=comm, buffers=settings.buffers)
+        known = {"optimizer": optimizers[0]} if signs else {}  # whose rate is a step's length
+        scheme = averager = SCHEMES[name](
+            model, **given, **known, comm=comm, buffers=settings.buffers
+        )
     chosen = {key: getattr(scheme, key, None) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
@@ -221,7 +232,8 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         optimizers,
         comm,
         sparse=has.get("density", 1.0) < 1,
-        options={"buffers": settings.buffers, **given, **plain},
+        options={"buffers": settings.buffers, **given, **plain}
+        | ({"optimizer": "sgd"} if signs else {}),
         # where it is attached, a hook of the optimizer steps
         after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,

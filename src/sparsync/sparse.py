@@ -38,7 +38,8 @@ class SparseVector:
     Neutral is 0, except where another operation than the sum is at work (``sparsync.reduction``).
 
     Attributes:
-        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``.
+        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; may be
+            ``torch.int32`` where a selector is given what was collected.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
 
@@ -121,13 +122,13 @@ class SparseVector:
 
     def keep(self, which: Tensor | builtins.slice) -> SparseVector:
         """Keep the stored elements named by a mask, by ascending positions, or by a slice."""
-        return SparseVector(self.indices[which], self.values[which], self.size)
+        return SparseVector(self.indices[which].to(torch.int64), self.values[which], self.size)
 
     def top(self, k: int) -> SparseVector:
         """Keep the ``k`` stored elements of largest magnitude; ties go to the lower index."""
-        if self.nnz <= k:
+        if self.nnz <= k and self.indices.dtype == torch.int64:
             return self
-        return self.keep(kernels.top(self.values, k))
+        return self.keep(kernels.top(self.values, k) if self.nnz > k else slice(None))
 
     def to_dense(self, absent: int | float = 0) -> Tensor:
         """Return the `[size]` tensor, with ``absent`` where nothing is stored."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sparsync import ConfigurationError, DenseVector, SparseVector, connect, kernels, simulate
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.residual import Residual
+from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import XiProbe
 from sparsync.presets import Algorithm, oktopk, resolve
@@ -202,15 +203,16 @@ def test_what_was_asked_for_is_collected_in_pieces():
     kept.accumulate(0, torch.tensor([1.0, 0.0, 0.0, 0.0, 5.0]))
     kept.retain(SparseVector.empty(5, kept.accumulated))
     two, three = kernels.magnitude_keys(torch.tensor([2.0, 3.0])).tolist()
-    kept.accumulate(3, torch.tensor([3.0, 0.0]), two, 2)
-    kept.accumulate(0, torch.tensor([1.0, 1.0, 0.0]), two, 2)
-    found = kept.collected().check()
+    kept.accumulate(3, torch.tensor([3.0, 0.0]), two, 3)
+    kept.accumulate(0, torch.tensor([1.0, 1.0, 0.0]), two, 3)
+    found = kept.collected().top(9).check()
     assert (found.indices.tolist(), found.values.tolist()) == ([0, 3, 4], [2.0, 3.0, 5.0])
     assert kept.collected(three).indices.tolist() == [3, 4]
     assert kept.collected(three, 1) is kept.collected(two, 2) is None, "more than the limit"
     kept.restore()
-    kept.accumulate(0, torch.full((5,), 9.0), two, 2)
-    assert kept.collected() is None, "more than the limit of a piece"
+    kept.accumulate(0, torch.full((3,), 9.0), two, 4)
+    kept.accumulate(3, torch.full((2,), 9.0), two, 4)
+    assert kept.collected() is None, "more than the limit of all pieces"
 
 
 def test_delivering_everything_keeps_no_residual():
@@ -220,6 +222,23 @@ def test_delivering_everything_keeps_no_residual():
     assert kept.value is None
     kept.accumulate(0, torch.tensor([3.0, 4.0]))
     assert kept.accumulated.tolist() == [3.0, 4.0]
+
+
+def test_a_dense_step_is_summed_in_the_residuals_own_memory_and_undone_from_the_gradients():
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(5))])
+        reducer = Reducer(comm, units, oktopk(), density=0.4, warmup=Warmup(1))
+        (residual,) = reducer.residuals
+        residual.load(torch.arange(5.0))
+        reducer.accumulate(0, 0, torch.ones(5))
+        await reducer.exchange(0)
+        total = reducer.reduced[0].total.values
+        assert total is residual.accumulated
+        assert total.tolist() == [3.0, 6.0, 9.0, 12.0, 15.0]
+        reducer.refuse()
+        return residual.value.tolist()
+
+    assert simulate(program, 3).results == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3
 
 
 def reducer_after(steps, dtype=torch.float32):

@@ -5,6 +5,7 @@ import torch
 
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import DeadlockError
+from sparsync.transports import communicator
 from sparsync.transports.driver import run
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
@@ -307,6 +308,23 @@ def test_allreduce_keeps_the_shape(shape):
         return total.shape == turned.shape and bool((total == 6).all())
 
     assert all(on_every_rank(program, 3))
+
+
+@pytest.mark.parametrize("size", [1, 24, 25, 35])
+@pytest.mark.parametrize("world_size", [1, 3, 4, 7])
+def test_allreduce_in_pieces_is_that_in_one_bit_for_bit(size, world_size, monkeypatch):
+    async def program(comm):
+        mine = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
+        return await comm.allreduce(mine, "p")
+
+    whole = simulate(program, world_size)
+    monkeypatch.setattr(communicator, "_PIECE", 2 * 4 * world_size)  # columns of 4 bytes
+    pieces = simulate(program, world_size)
+    assert all(torch.equal(a, b) for a, b in zip(whole.results, pieces.results, strict=True))
+    ends = whole.ledgers[0].total(), pieces.ledgers[0].total()
+    assert ends[0].sent == ends[1].sent
+    columns = -(-size // world_size)
+    assert ends[0].messages_sent * -(-columns // 2) == ends[1].messages_sent
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

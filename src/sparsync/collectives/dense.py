@@ -36,6 +36,7 @@ class Dense(Collective):
 
     result: Result = "whole"
     order = "tree"
+    overwrites = False  # the total takes the memory of ``selected``, where that is dense
 
     @property
     def whole(self) -> bool:
@@ -58,5 +59,5 @@ class Dense(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Sum everything; all of it is delivered."""
-        total = await comm.allreduce(selected.to_dense(), "dense")
+        total = await comm.allreduce(selected.to_dense(), "dense", in_place=self.overwrites)
         return Reduced(DenseVector(total), selected)

@@ -109,16 +109,23 @@ class Reducer:
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
-        residual, plan = self.residuals[unit], self.plan.units[unit]
+        plan = self.plan.units[unit]
         with self.comm.stage("select"):
-            collected = residual.collected(*plan.wanted) if plan.wanted else None
-            selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
-            self.plan.count(unit, residual, selected)
-            if self.monitor:
-                self.monitor.selected[unit] = selected
+            selected = self._select(unit)
         with self.comm.stage("communicate"):
             reducing = plan.collective.reduce(self.channel(unit), selected, plan.k, self.step)
             self.reduced[unit] = await reducing
+
+    def _select(self, unit: int) -> Vector:
+        """Select from a unit; what was collected of it is let go of before anything is exchanged."""
+        residual, plan = self.residuals[unit], self.plan.units[unit]
+        collected = residual.collected(*plan.wanted) if plan.wanted else None
+        selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
+        self.plan.count(unit, residual, selected)
+        residual.forget_collected()
+        if self.monitor:
+            self.monitor.selected[unit] = selected
+        return selected
 
     async def share(self) -> None:
         """Sum what xi needs, and agree on the next step's shares of k, once all units are selected."""

@@ -23,7 +23,6 @@ class _Piece(NamedTuple):
 
     start: int
     before: Tensor  # the old residual, in the gradient's memory; not written where it was zero
-    collected: SparseVector | None  # what was asked for; None if nothing, or too much was there
 
 
 class Residual:
@@ -32,7 +31,8 @@ class Residual:
     float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no longer
     grows when that is added, and mass would vanish before the law begins.
 
-    Memory: n elements; one more copy of 16-bit gradients while a step is open.
+    Memory: n elements, and while a step is open 8 bytes per entry that was collected and one more
+    copy of 16-bit gradients.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,6 +41,9 @@ class Residual:
         self.accumulated = torch.zeros(size, dtype=wide, device=device)
         self.empty = True  # the residual before the open step is zero: nothing to keep or to undo
         self._pieces: list[_Piece] = []
+        # start, indices and values of what was collected; None: nothing was asked for, or too much came
+        self._found: list[tuple[int, Tensor, Tensor]] | None = []
+        self._key, self._count = 1, 0  # what was collected reaches the key; the number of entries
 
     @property
     def value(self) -> Tensor | None:
@@ -53,35 +56,50 @@ class Residual:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
 
         The memory of ``gradient``, 1-D and contiguous, is the residual's until ``retain`` or ``restore``.
-        What reaches the magnitude ``key`` is collected in the same pass, unless more than ``limit`` do.
+        What reaches the magnitude ``key``, the same for all pieces of a step, is collected in the same
+        pass, unless more than ``limit`` do in all of them.
         """
         here = self.accumulated[start : start + gradient.numel()]
         gradient = gradient.to(here.dtype)
+        key, limit = None if self._found is None else key, limit - self._count
         if self.empty:
             here.copy_(gradient)
             found = None if key is None else kernels.find(here, key, limit)
         else:
             found = kernels.accumulate_(here, gradient, key, limit)
-        collected = None
-        if found is not None:
-            collected = SparseVector(*found, here.numel()).embed(start, len(self.accumulated))
-        self._pieces.append(_Piece(start, gradient, collected))
+        self._pieces.append(_Piece(start, gradient))
+        if found is None or key is None or self._found is None:
+            self._found = None
+            return
+        # copies, for kernels return the beginning of buffers with room for ``limit``
+        self._key, self._count = key, self._count + found[1].numel()
+        narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
+        indices = found[0].to(narrow, copy=True).add_(start)
+        self._found.append((start, indices, found[1].clone()))
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
-        """Return the collected entries that reach ``key``; None if too many do, in a piece or in all."""
-        pieces = sorted(self._pieces, key=lambda piece: piece.start)
-        parts = [piece.collected for piece in pieces if piece.collected is not None]
-        if len(parts) < len(pieces) or not pieces:
+        """Return the collected entries that reach ``key``; their indices have 32 bits if those suffice.
+
+        None if more than ``limit`` do, or if too many were there to collect.
+        """
+        if not self._found:
             return None
-        whole = parts[0] if len(parts) == 1 else SparseVector.join(parts)
-        found = kernels.find(whole.values, key, limit)
-        if found is None:
-            return None
-        return whole if found[0].numel() == whole.nnz else whole.keep(found[0])
+        if len(self._found) > 1:
+            self._join()
+        _, indices, values = self._found[0]
+        whole = SparseVector(indices, values, len(self.accumulated))
+        if key <= self._key:
+            return None if limit is not None and whole.nnz > limit else whole
+        found = kernels.find(values, key, limit)
+        return None if found is None else whole.keep(found[0])
+
+    def forget_collected(self) -> None:
+        """Free the memory of what was collected, once the unit is selected."""
+        self._found = None
 
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""
-        self._pieces.clear()
+        self._close()
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer is written over
             return
@@ -94,7 +112,7 @@ class Residual:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
             piece.before.zero_()
-        self._pieces.clear()
+        self._close()
 
     def scale_(self, factor: float) -> None:
         """Multiply the residual between steps, when the gradients' units change."""
@@ -106,3 +124,17 @@ class Residual:
         self.empty = value is None
         if value is not None:
             self.accumulated.copy_(value)
+
+    def _close(self) -> None:
+        self._pieces.clear()
+        self._found, self._count = [], 0
+
+    def _join(self) -> None:
+        """Join what was collected in all pieces, each of which is freed on the way."""
+        waiting, at = sorted(self._found or [], key=lambda part: -part[0]), 0
+        indices, values = (column.new_empty(self._count) for column in waiting[0][1:])
+        self._found = [(0, indices, values)]
+        while waiting:
+            _, here, entries = waiting.pop()
+            indices[at : at + len(here)], values[at : at + len(here)] = here, entries
+            at += len(here)

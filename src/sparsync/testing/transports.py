@@ -88,6 +88,8 @@ async def exercise_communicator(comm: Communicator) -> None:
     ones = torch.arange(7, dtype=torch.float32) + rank
     expected = world_size * torch.arange(7.0) + sum(range(world_size))
     assert torch.equal(await comm.allreduce(ones, "check"), expected), "allreduce sum"
+    assert await comm.allreduce(ones, "check", in_place=True) is ones, "allreduce in place"
+    assert torch.equal(ones, expected), "allreduce in place"
     for dtype in (torch.int32, torch.int64, torch.float64):
         value = torch.tensor([rank, -rank], dtype=dtype)
         highest = await comm.allreduce(value, "check", "max")

@@ -22,6 +22,8 @@ from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
 __all__ = ["Communicator", "ReduceOp", "check_timeout", "rounds"]
 
+_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` has in hand at a time
+
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -169,19 +171,43 @@ class Communicator(ABC):
     # References: Bruck et al., IEEE TPDS 1997 (allgather); Träff, "Optimal, Non-pipelined
     # Reduce-scatter and Allreduce Algorithms", 2024 (the circulant reduce-scatter).
 
-    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+    async def allreduce(
+        self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
+    ) -> Tensor:
         """Reduce element-wise over ranks; any shape and dtype.  Returns a new tensor, equal on all.
 
-        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.
+        ``in_place`` overwrites and returns ``tensor``, which is contiguous; if it fails, half done.
+
+        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.  Of a
+        large tensor 2 MiB at a time, the same columns of all blocks: each element is summed in the same
+        order, and memory stays small.
         """
         world_size, size = self.world_size, tensor.numel()
         operations: dict[ReduceOp, Callable[..., Tensor]]
         operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-        combine = operations[op]
-        width = -(-size // world_size)
-        padded = tensor.new_zeros(width * world_size)
-        padded[:size] = tensor.flatten()
-        blocks = padded.view(world_size, width)  # block r belongs to rank r
+        total = tensor if in_place else tensor.new_empty(tensor.shape)
+        width = -(-size // world_size)  # of the blocks, of which block r belongs to rank r
+        full = size // max(width, 1)  # of them are full
+        given, rest = _rows(tensor.reshape(-1), full, width)
+        rows, last = _rows(total.view(-1), full, width)
+        step = min(max(_PIECE // (world_size * tensor.element_size()), 1), width)
+        buffer = tensor.new_empty(world_size, step)
+        for start in range(0, max(width, 1), max(step, 1)):
+            columns = slice(start, min(start + step, width))
+            blocks, end = buffer[:, : columns.stop - start], last[columns]
+            blocks[:full] = given[:, columns]
+            blocks[full:].zero_()
+            blocks[full : full + 1, : end.numel()] = rest[columns]
+            await self._reduce_blocks(blocks, phase, operations[op])
+            rows[:, columns] = blocks[:full]
+            last[columns] = blocks[full : full + 1, : end.numel()].reshape(-1)
+        return total
+
+    async def _reduce_blocks(
+        self, blocks: Tensor, phase: str, combine: Callable[..., Tensor]
+    ) -> None:
+        """Allreduce `[P, width]`, in place."""
+        world_size = self.world_size
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
@@ -192,7 +218,6 @@ class Communicator(ABC):
             theirs = await self._swap(blocks, self.rank, count, -skip, phase)
             for i, block in enumerate(theirs):
                 blocks[(self.rank + skip + i) % world_size] = block
-        return padded[:size].view(tensor.shape)
 
     async def _swap(self, blocks: Tensor, first: int, count: int, skip: int, phase: str) -> Tensor:
         """Send ``count`` blocks from ``first`` on to ``rank + skip``; receive as many."""
@@ -278,3 +303,8 @@ class Communicator(ABC):
     async def barrier(self) -> None:
         """Return when every rank has called."""
         await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
+
+
+def _rows(flat: Tensor, full: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the full blocks, `[full, width]`, and what is after them."""
+    return flat[: full * width].view(full, width), flat[full * width :]

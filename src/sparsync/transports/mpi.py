@@ -177,7 +177,9 @@ class MpiCommunicator(Communicator):
 
     # ---- the native collective -----------------------------------------------------------------
 
-    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+    async def allreduce(
+        self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
+    ) -> Tensor:
         """Use the native call for integers, and for sums of float32 and float64.
 
         Booked as 2 n (P - 1) / P sent and received.  Native float sums are equal on all ranks, and
@@ -186,9 +188,9 @@ class MpiCommunicator(Communicator):
         """
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
-            return await super().allreduce(tensor, phase, op)
+            return await super().allreduce(tensor, phase, op, in_place=in_place)
         mpi = self.mpi
-        result = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        result = tensor.detach().to("cpu", copy=not in_place).contiguous()
         buffer, native_op = (
             result.view(-1).numpy(),
             {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
@@ -200,7 +202,7 @@ class MpiCommunicator(Communicator):
             late=True,
         )
         self.ledger.reduced(phase, result, self.world_size)
-        return result.to(tensor.device)
+        return tensor.copy_(result) if in_place else result.to(tensor.device)
 
     # ---- the end -------------------------------------------------------------------------------
 

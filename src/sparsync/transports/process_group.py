@@ -157,11 +157,13 @@ class TorchCommunicator(Communicator):
         """Return a native collective, which was started with ``async_op``, as an operation."""
         return _Call(self, f"phase '{phase}'", lambda: work, among_all=True, started=True)
 
-    async def allreduce(self, tensor: Tensor, phase: str, op: ReduceOp = "sum") -> Tensor:
+    async def allreduce(
+        self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
+    ) -> Tensor:
         """Use the native allreduce; booked as 2 n (P - 1) / P sent and received."""
         if self.world_size == 1 or tensor.numel() == 0:
-            return tensor.clone()
-        result = tensor.to(self.device, copy=True)
+            return tensor if in_place else tensor.clone()
+        result = tensor.to(self.device, copy=not in_place)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         await _Call(
             self,
@@ -170,7 +172,7 @@ class TorchCommunicator(Communicator):
             among_all=True,
         )
         self.ledger.reduced(phase, result, self.world_size)
-        return result.to(tensor.device)
+        return tensor.copy_(result) if in_place else result.to(tensor.device)
 
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing

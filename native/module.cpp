@@ -224,6 +224,32 @@ void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawL
   });
 }
 
+using RawMoments = std::tuple<float, float, float, float, float, bool>;
+constexpr int64_t moments_step = int64_t{1} << 14;
+
+sparsync::Moments moments_of(const RawMoments &raw) {
+  const auto &[square, mean, own, eps, rate, averaged] = raw;
+  return {square, mean, own, eps, rate, averaged};
+}
+
+void correct(Address mean, Address square, Address weights, int64_t n, const RawMoments &raw,
+             int threads, const char *isa) {
+  const auto pass = scan_of(isa).correct;
+  sparsync::share(n, threads, moments_step, [&](int, int64_t start, int64_t stop) {
+    pass(at<float>(mean) + start, at<float>(square) + start, at<float>(weights) + start,
+         stop - start, moments_of(raw));
+  });
+}
+
+void follow(Address mean, Address square, Address ahead, int64_t n, const RawMoments &raw,
+            int threads, const char *isa) {
+  const auto pass = scan_of(isa).follow;
+  sparsync::share(n, threads, moments_step, [&](int, int64_t start, int64_t stop) {
+    pass(at<float>(mean) + start, at<float>(square) + start, at<float>(ahead) + start,
+         stop - start, moments_of(raw));
+  });
+}
+
 using RawMessage = std::tuple<Address, uint64_t>;
 using RawStyle = std::tuple<uint64_t, uint64_t, int, uint64_t, uint64_t>;
 using RawRoom = std::tuple<Address, Address, int64_t>;
@@ -283,7 +309,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 3;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 4;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -301,6 +327,8 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
   m.def("decode_levels", &decode_levels, released());
+  m.def("correct", &correct, released());
+  m.def("follow", &follow, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

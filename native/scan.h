@@ -52,6 +52,14 @@ struct Levels {
 };
 constexpr int64_t levels_scratch = 4;  // floats that the passes below need for each element of a block
 
+// Of Adam, with biases removed: see averaging/moments.py.
+struct Moments {
+  float square, mean;  // what is left of the second moment, and what the square of the first adds
+  float own;           // what is left of the second moment on one rank
+  float eps, rate;
+  bool averaged;  // whether there is a `mean`
+};
+
 struct Scan {
   // residual, gradient = residual + gradient, residual; in [start, stop)
   void (*swap_add)(float *residual, float *gradient, int64_t start, int64_t stop);
@@ -84,6 +92,12 @@ struct Scan {
   // into = what they say / divisor, or with `keep` into += that
   void (*decode_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
                         float divisor, bool keep, float *into, float *scratch);
+  // weights += rate mean (1 / root - 1 / own root)
+  void (*correct)(const float *mean, const float *square, float *weights, int64_t n,
+                  const Moments &given);
+  // mean += rate root ahead
+  void (*follow)(float *mean, const float *square, const float *ahead, int64_t n,
+                 const Moments &given);
 };
 
 // nullptr where this build or this machine does not have the instruction set

@@ -9,6 +9,7 @@
 
 #include "dealing.h"
 #include "levels_body.h"
+#include "moments_body.h"
 
 namespace {
 
@@ -208,6 +209,7 @@ int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base,
 }
 
 constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,   take,
-                                count_from, place,    undeal, sum,   quantise, decode_levels};
+                                count_from, place,    undeal, sum,   quantise, decode_levels,
+                                correct,       follow};
 
 }  // namespace

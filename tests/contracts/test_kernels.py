@@ -1,6 +1,7 @@
 """Every kernel on every backend: equal to the specification in all bits, whatever comes in."""
 
 import functools
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from sparsync import kernels
+from sparsync.averaging import moments
 from sparsync.kernels import levels, native
 from sparsync.kernels import reference as specification
 
@@ -183,6 +185,30 @@ def test_levels(isa, width):
                 levels.decode_(x, raw, *given[:2], 3.0, keep=False)
             same_sums(sums, more)
             same_sums(x, mean)
+
+
+@pytest.mark.parametrize("isa", native.instruction_sets())
+def test_moments(isa):
+    for (make, n), ranks in product(CASES, (1, 4)):
+        state = {
+            "exp_avg": unaligned(make(n), n % 5),
+            "exp_avg_sq": unaligned(noise(n, 1).square(), n % 3),
+            "step": torch.tensor(7.0),
+        }
+        weights = torch.nn.Parameter(unaligned(noise(n, 2), n % 7))
+        adam = torch.optim.AdamW([weights])
+        adam.state[weights], weights.grad = state, torch.ones(n)
+        found = []
+        for chosen in ("torch", isa):
+            with using(chosen), torch.no_grad():
+                before = weights.clone(), state["exp_avg"].clone()
+                moments.correct(adam, ranks)
+                moments.follow(state, adam.param_groups[0], noise(n, 3), 2, ranks)
+                found.append((weights.detach().clone(), state["exp_avg"].clone()))
+                for tensor, value in zip((weights, state["exp_avg"]), before, strict=True):
+                    tensor.copy_(value)
+        for one, other in zip(*found, strict=True):
+            same_sums(one, other)
 
 
 @every_backend

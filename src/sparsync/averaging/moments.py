@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from sparsync.kernels import backend_of, native
 from sparsync.units import local_of
 
 __all__ = ["correct", "follow", "with_moments"]
@@ -27,30 +28,6 @@ def with_moments(
                 yield parameter, state, group
 
 
-def _divided(
-    state: Mapping[str, Any], group: Mapping[str, Any], ranks: int
-) -> tuple[Tensor, float, Tensor]:
-    """Return m, 1 - b1^t, and d = sqrt(v') + eps with v' = m'^2 + (v - m'^2) / ranks, bias removed."""
-    (beta1, beta2), step = group["betas"], float(state["step"])
-    unbiased, noise, mean = 1 - beta1**step, 1 / ranks, local_of(state["exp_avg"])
-    square = local_of(state["exp_avg_sq"]).mul(noise / (1 - beta2**step))
-    if ranks > 1:
-        square.addcmul_(mean, mean, value=(1 - noise) / unbiased**2)
-    return mean, unbiased, square.sqrt_().add_(group["eps"])
-
-
-def _runs(state: Mapping[str, Any], other: Tensor) -> Iterator[tuple[Mapping[str, Any], Tensor]]:
-    """Yield a state and another tensor in runs: on the CPU, fresh memory costs more than the work."""
-    moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-    tensors = (*moments, other)
-    if all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-        flat = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
-    else:
-        flat = ((tensor,) for tensor in tensors)
-    for mean, square, run in zip(*flat, strict=True):
-        yield {"exp_avg": mean, "exp_avg_sq": square, "step": state["step"]}, run
-
-
 @torch.no_grad()
 def follow(
     state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int, ranks: int = 1
@@ -62,9 +39,9 @@ def follow(
     ``ranks`` these steps were ``correct``ed.
     """
     if rate := float(group["lr"]) * steps:
-        for run, moved in _runs(state, ahead):
-            mean, unbiased, root = _divided(run, group, ranks)
-            mean.addcmul_(root, moved.to(root.dtype), value=-unbiased / rate)
+        unbiased, factors = _factors(state, group, ranks)
+        given = (*factors, -unbiased / rate, ranks > 1)
+        _passed(state, ahead, given, native.follow_, _follow)
 
 
 @torch.no_grad()
@@ -76,7 +53,61 @@ def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     """
     for parameter, state, group in with_moments(optimizer):
         if parameter.grad is not None:  # else it was not stepped
-            for run, weights in _runs(state, local_of(parameter)):
-                mean, unbiased, root = _divided(run, group, ranks)
-                missing = root.reciprocal_().sub_(_divided(run, group, 1)[2].reciprocal_())
-                weights.addcmul_(mean, missing, value=-float(group["lr"]) / unbiased)
+            unbiased, factors = _factors(state, group, ranks)
+            given = (*factors, -float(group["lr"]) / unbiased, ranks > 1)
+            _passed(state, local_of(parameter), given, native.correct_, _correct)
+
+
+def _factors(
+    state: Mapping[str, Any], group: Mapping[str, Any], ranks: int
+) -> tuple[float, tuple[float, float, float, float]]:
+    """Return 1 - b1^t; and of d = sqrt(v') + eps the factors of v and m^2, that of v alone, and eps."""
+    (beta1, beta2), step = group["betas"], float(state["step"])
+    unbiased, noise, own = 1 - beta1**step, 1 / ranks, 1 - beta2**step
+    return unbiased, (noise / own, (1 - noise) / unbiased**2, 1 / own, float(group["eps"]))
+
+
+def _passed(
+    state: Mapping[str, Any],
+    other: Tensor,
+    given: native.Moments,
+    compiled: Callable[[Tensor, Tensor, Tensor, native.Moments], None],
+    plain: Callable[[Tensor, Tensor, Tensor, native.Moments], None],
+) -> None:
+    """Pass over both moments and another tensor, in C++ or in runs."""
+    tensors = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), other
+    dense = all(tensor.is_contiguous() for tensor in tensors)
+    if dense and backend_of(*tensors) is native:
+        compiled(*tensors, given)
+    elif dense and other.is_cpu:  # fresh memory costs more than the work
+        runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
+        for mean, square, run in zip(*runs, strict=True):
+            plain(mean, square, run, given)
+    else:
+        plain(*tensors, given)
+
+
+# ---- the specification, which ``native/moments_body.h`` follows: without fused multiply-adds ----------
+
+
+def _root(mean: Tensor, square: Tensor, given: native.Moments) -> Tensor:
+    """Return d = sqrt(v') + eps with v' = m'^2 + (v - m'^2) / ranks, bias removed."""
+    square = square.mul(given[0])
+    if given[-1]:
+        square.add_(mean.mul(given[1]).mul_(mean))
+    return _sqrt(square).add_(given[3])
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Return square roots that are rounded correctly: torch's of float32 on a CPU are not."""
+    return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()
+
+
+def _follow(mean: Tensor, square: Tensor, ahead: Tensor, given: native.Moments) -> None:
+    mean.add_(_root(mean, square, given).mul_(given[4]).mul_(ahead.to(mean.dtype)))
+
+
+def _correct(mean: Tensor, square: Tensor, weights: Tensor, given: native.Moments) -> None:
+    own = _sqrt(square.mul(given[2])).add_(given[3])
+    missing = _root(mean, square, given).reciprocal_().sub_(own.reciprocal_())
+    weights.add_(missing.mul_(mean.mul(given[4])))

@@ -106,7 +106,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     else:
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
-        spread = (sums_of_halves(scaled * scaled) / lengths).sqrt()
+        squares = sums_of_halves(scaled * scaled) / lengths
+        spread = squares.double().sqrt().float()  # torch's of float32 may be off by one bit
         number = torch.zeros_like(blocks, dtype=torch.uint8)
         for threshold in thresholds:
             number += scaled > threshold * spread

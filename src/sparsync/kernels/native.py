@@ -27,12 +27,14 @@ __all__ = [
     "EXTENSION",
     "accumulate_",
     "chosen",
+    "correct_",
     "count_from",
     "deal",
     "deal_and_pack",
     "decode_levels_",
     "empty",
     "find",
+    "follow_",
     "instruction_sets",
     "merge",
     "quantise",
@@ -45,7 +47,7 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 3  # of the extension's functions: native/module.cpp states the same number
+_INTERFACE: Final = 4  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
@@ -251,6 +253,32 @@ def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
     given = bits, block, limit, _address("thresholds", thresholds), _address("levels", table)
     codes = _address("raw", raw, torch.uint8)
     return n, given, codes, codes + _level_bytes(n, levels)[0], _workers(8 * n), chosen()
+
+
+# ---- Adam's moments ---------------------------------------------------------------------------------
+
+# factors of the second moment, of the first squared, and of the second on one rank; eps; the rate;
+# whether the second factor counts
+Moments = tuple[float, float, float, float, float, bool]
+
+
+def correct_(mean: Tensor, square: Tensor, weights: Tensor, moments: Moments) -> None:
+    """Cost: one reading of three vectors, one writing."""
+    EXTENSION.correct(*_alike(mean, square, weights), moments, _workers(4 * mean.numel()), chosen())
+
+
+def follow_(mean: Tensor, square: Tensor, ahead: Tensor, moments: Moments) -> None:
+    """Cost: one reading of three vectors, one writing."""
+    EXTENSION.follow(*_alike(mean, square, ahead), moments, _workers(4 * mean.numel()), chosen())
+
+
+def _alike(mean: Tensor, square: Tensor, other: Tensor) -> tuple[int, int, int, int]:
+    n = mean.numel()
+    if n != square.numel() or n != other.numel():
+        raise ConfigurationError(
+            f"moments of {n} and {square.numel()} elements for a vector of {other.numel()}"
+        )
+    return _address("mean", mean), _address("square", square), _address("vector", other), n
 
 
 # ---- exchanges of packed messages -------------------------------------------------------------------

@@ -230,7 +230,7 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     """Return the first position of NaN or Inf: one pass that keeps nothing, where there is none."""
     if dtype == torch.float16:  # the others have float32's range
         values = values.to(dtype)
-    infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf)))
+    infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None
     return int((~torch.isfinite(values)).nonzero()[0])

@@ -306,6 +306,20 @@ def test_levels_equal_the_specification(width, block):
             identical(mine, expected)
 
 
+@pytest.mark.parametrize("width", levels.BITS)
+def test_any_codes_are_some_levels(width):
+    backend = importlib.import_module("sparsync.kernels.triton_levels")
+    generator, n, block = torch.Generator().manual_seed(width), 1000, 8
+    scales = torch.randn(n // block, generator=generator).abs().bfloat16().view(torch.uint8)
+    codes = torch.randint(256, (-(-n * width // 8),), generator=generator, dtype=torch.uint8)
+    raw = on(torch.cat([scales, codes]))
+    mine, expected = (on(torch.full((n,), -0.0)) for _ in range(2))
+    tables = levels._tables(width, raw.device)
+    backend.decode_levels_(mine, raw, (width, block, 0.0, *tables), 1.0, keep=True)
+    levels.decode_plainly_(expected, raw, width, block)
+    identical(mine, expected)
+
+
 # ---- the backend as a whole -----------------------------------------------------------------------
 
 

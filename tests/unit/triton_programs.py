@@ -49,8 +49,8 @@ def compiled(kernel, types, capability):
 
 
 def forms_of(types):
-    """Of lengths of 32 bits; of lengths of 1, which Triton makes compile-time constants."""
-    return types, tuple(1 if t == "i32" else t for t in types)
+    """Of lengths of 32 and 64 bits; of lengths of 1, which Triton makes compile-time constants."""
+    return [tuple(length if t == "i32" else t for t in types) for length in ("i32", "i64", 1)]
 
 
 def main():

@@ -313,11 +313,17 @@ class UpdateSync(Sync):
         weights.carrier = carry
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        """Exchange on the engine's thread, one after the other."""
+        """Exchange on the engine's thread, one after the other.
+
+        On a GPU in the stream of this thread, which has read the weights and will write them.
+        """
+        device = self.outer.memory["shared"].device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def job() -> float:
             begin = time.perf_counter()
-            run(exchange())
+            with torch.cuda.stream(stream):  # None: nothing happens
+                run(exchange())
             return time.perf_counter() - begin
 
         future = self._engine.submit(job)

@@ -47,6 +47,7 @@ __all__ = [
     "undeal",
     "unpack_indices",
     "unpack_values",
+    "warps_of",
 ]
 
 # the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
@@ -87,6 +88,11 @@ def _launch(
     """
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
+
+
+def warps_of(elements: int) -> int:
+    """Return how many warps a program of this many elements takes: 16 elements a thread, or more."""
+    return min(max(elements // 512, 4), 32)
 
 
 def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:
@@ -239,7 +245,8 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     width = 1 << (block - 1).bit_length()  # what a program sees is as wide as a power of two
     height = max(BLOCK // width, 1)
     arguments = (values, scales, codes, n, block, _LEVELS, _LARGEST_SCALE, _NOT_FINITE)
-    _launch(_encode_int8, -(-rows // height), *arguments, ROWS=height, WIDTH=width)
+    warps = warps_of(height * width)
+    _launch(_encode_int8, -(-rows // height), *arguments, ROWS=height, WIDTH=width, num_warps=warps)
     return packed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsync.kernels.triton import BLOCK, _cover, _launch, _positions, jit, tl
+from sparsync.kernels.triton import BLOCK, _cover, _launch, _positions, jit, tl, warps_of
 
 __all__ = ["decode_levels_", "quantise"]
 
@@ -29,6 +29,7 @@ def quantise(values: Tensor, levels: Levels) -> Tensor:
         ROWS=height,
         WIDTH=block,
         STEPS=block.bit_length() - 1,
+        num_warps=warps_of(height * block),
     )
     return raw
 
@@ -147,8 +148,9 @@ def _decode_levels(
         word |= more.to(tl.int32) << 8
     code = (word >> ((at * BITS) & 7).to(tl.int32)) & ((1 << BITS) - 1)
     half = 1 << (BITS - 1)
-    values = tl.load(levels_ptr + (code & (half - 1))) * scales
-    values = tl.where(code >= half, -values, values)
+    # not by unary minus, which is 0 - x to Triton and knows no -0.0
+    signs = tl.where(code >= half, -1.0, 1.0)
+    values = signs * tl.load(levels_ptr + (code & (half - 1))) * scales
     values = (values.to(tl.float64) / divisor).to(tl.float32)
     if KEEP:
         values += tl.load(into_ptr + at, mask=inside, other=0.0)

@@ -119,7 +119,8 @@ def _scales(header: Header, raw: Tensor) -> Tensor:
 def _decode_(into: Tensor, header: Header, raw: Tensor, divisor: float, *, add: bool) -> None:
     _scales(header, raw)
     check_end(raw, header.option, header.entries)
-    levels.decode_(into, raw, header.option, header.detail, divisor, keep=add)
+    # a message from another rank is in host memory, where its bytes were checked
+    levels.decode_(into, raw.to(into.device), header.option, header.detail, divisor, keep=add)
 
 
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:

@@ -217,9 +217,9 @@ class StreamCodec(Codec[Vector]):
 
 
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Write values, divided, to ``into``, or add them."""
+    """Write values, divided, to ``into``, or add them; they may come from another device."""
     if add:
-        into += values if divisor == 1 else values / divisor
+        into += (values if divisor == 1 else values / divisor).to(into.device)
     else:
         into.copy_(values).div_(divisor)
 

@@ -1,0 +1,103 @@
+"""A stand-in for a GPU: tensors that say they are on ``cuda:0``, and refuse company from the CPU.
+
+It shows what would fail on a device, without one: operations whose operands lie on two, and reading
+memory of the device from Python.  It computes on the CPU, and knows nothing of streams.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from sparsync import kernels
+
+__all__ = ["FAR", "far", "far_device"]
+
+FAR = torch.device("cuda", 0)
+# what copies between devices, by name
+_CROSSING = ("copy_", "_to_copy")
+
+
+class _Far(Tensor):
+    """A tensor of the device; its elements are in the ``near`` one."""
+
+    @staticmethod
+    def __new__(cls, near):
+        far = Tensor._make_wrapper_subclass(
+            cls,
+            near.shape,
+            strides=near.stride(),
+            storage_offset=near.storage_offset(),
+            dtype=near.dtype,
+            device="meta",  # of the device itself, torch would ask its driver
+        )
+        far.near = near
+        return far
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return _compute(function, args, kwargs or {})
+
+    device, is_cuda, is_cpu, is_meta = FAR, True, False, False
+
+    def tolist(self):
+        return self.near.tolist()
+
+    def numpy(self, *_):
+        raise TypeError("memory of the device cannot be read by NumPy")
+
+    def data_ptr(self):
+        raise TypeError("memory of the device cannot be read by C++ of the CPU")
+
+
+def far(tensor):
+    """Return a tensor on the device with the elements of one on the CPU."""
+    return _Far(tensor.detach().clone())
+
+
+@contextmanager
+def far_device():
+    """Let tensors be made on the device, and moved to it; kernels are PyTorch's."""
+
+    def tensor(*args, device=None, **kwargs):
+        made = plain_tensor(*args, **kwargs)
+        return made if device is None else made.to(device)
+
+    plain_tensor = torch.tensor
+    with (
+        mock.patch.object(torch, "tensor", tensor),  # modes do not see it
+        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(kernels, "_triton", lambda: None),
+        _Everywhere(),
+    ):
+        yield
+
+
+class _Everywhere(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return _compute(function, args, kwargs or {})
+
+
+def _compute(function, args, kwargs):
+    name = function.__name__.partition(".")[0]
+    given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    there = [x for x in given if isinstance(x, _Far)]
+    here = [x for x in given if not isinstance(x, _Far) and x.dim()]
+    crosses = name in _CROSSING or (name.startswith("index") and isinstance(args[0], _Far))
+    if there and here and not crosses:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+    asked = kwargs.get("device")
+    if asked is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    moves = bool(there) if asked is None else torch.device(asked).type == FAR.type
+    near_args, near_kwargs = tree_map_only(_Far, lambda x: x.near, (args, kwargs))
+    result = function(*near_args, **near_kwargs)
+    if not moves:
+        return result
+    by_memory = {id(x.near): x for x in there}  # in place: the same tensor comes back
+    return tree_map_only(
+        Tensor, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x), result
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import sparsync
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import Warmup
@@ -134,6 +138,37 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
         again.finish()
     assert again.stats()["steps"] == 1
     assert sync.stats()["steps"] >= 1
+
+
+def hooks_of(model):
+    """Everything that a module, its parts and its parameters would call."""
+    kinds = [its for part in model.modules() for name, its in vars(part).items() if "hook" in name]
+    of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    return [its for its in (*kinds, *sum(of_parameters, ())) if its]
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel], ids=["plain", "ddp"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wrap, kind):
+    net = wrap(torch.nn.Linear(4, 1))
+    optimizer = kind(net.parameters(), lr=0.1)
+    where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
+    before = set(vars(net))
+    for _ in range(2):  # a model is attached and closed as often as anybody likes
+        with sparsync.attach(net, optimizer, transport=sparsync.Transport("torch"), **where):
+            net(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    assert set(vars(net)) == before and not optimizer._optimizer_step_post_hooks
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        assert hooks_of(twin) == []
+        twin.zero_grad()
+        twin(torch.ones(3, 4)).sum().backward()
+        with attach(twin, density=0.5, transport="torch", **where) as sync:
+            twin(torch.ones(3, 4)).sum().backward()
+            assert sync.stats()["steps"] == 1  # DDP calls its hook
 
 
 class TwoLosses(torch.nn.Module):

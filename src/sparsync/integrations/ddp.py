@@ -296,12 +296,15 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
+        model._comm_hooks = list(model._comm_hooks)
         hook.sync = sync
         return hook
 
     def release(self) -> None:
-        """Let go of the handle."""
+        """Let go of the handle; what is copied from now on has no hook."""
         self.sync = None
+        if (model := self.model()) is not None:
+            model._comm_hooks = _Closed(model._comm_hooks)
 
     @staticmethod
     def closed_of(model: Any) -> CommHook | None:
@@ -318,6 +321,14 @@ class CommHook:
                 "DDP"
             )
         return CommHook, ()  # a copy of the model is not attached
+
+
+@final
+class _Closed(list[Any]):
+    """DDP's list of hooks: a copy of the model has another reducer, where none is registered."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ()
 
 
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations

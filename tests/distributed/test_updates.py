@@ -11,6 +11,7 @@ import sparsync
 from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.errors import PeerError
 from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.updates import UpdateSync
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -267,6 +268,33 @@ def test_attach_says_what_it_exchanges_and_why():
             assert sync.stats()["exchange"] == "updates"
     told = ["sparsync: exchanges updates: AdamW"] * (dist.get_rank() == 0)
     assert [line[:34] for line in said.getvalue().splitlines()] == told
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["torch", "zmq"])
+def test_auto_says_where_dense_wins(transport):
+    """After 30 steps, once; not where it was asked for updates, nor where dense takes longer."""
+    measure, calls = UpdateSync._dense_seconds, []
+    for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
+
+        def known(sync, dense=dense):
+            calls.append(measure(sync))
+            return dense
+
+        said, net = io.StringIO(), ddp_model()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+            patch.setattr(UpdateSync, "_dense_seconds", known)
+            optimizer, carried = adam(net), sparsync.Transport(transport)
+            with sparsync.attach(net, optimizer, exchange=exchange, transport=carried) as sync:
+                for step in range(40):
+                    step_of(net, optimizer, step)
+                per_step = sync.stats()["bytes_sent_per_step_mean"]
+        lines = [line for line in said.getvalue().splitlines() if "dense wins" in line]
+        assert len(lines) == (says if dist.get_rank() == 0 else 0)
+        assert all("plain DDP loses nothing" in line for line in lines)
+        # what was measured is of no step
+        assert per_step < 0.2 * flat(net).numel()
+    assert len(calls) == 2 and all(0 < seconds < 10 for seconds in calls)
 
 
 @on_ranks(3)

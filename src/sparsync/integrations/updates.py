@@ -37,11 +37,13 @@ from sparsync.integrations.sync import Hook, Sync, call_after_backward
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
+from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import check_same_parameters, local_of, output_parameters
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
+_PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer"]
 
@@ -132,6 +134,7 @@ def attach_updates(
             units,
             consensus or Proposal.broken,
             outer=outer.settings(),
+            advises=advises,
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
         )
@@ -461,17 +464,31 @@ class UpdateSync(Sync):
             self._advise()
 
     def _advise(self) -> None:
-        """Say so where plain DDP would cost next to no time: it costs no loss."""
+        """Say so where dense wins: where plain DDP would wait no longer, or hardly; it costs no loss."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
-        sent = self.stats()["bytes_sent_per_step_mean"]
-        size, ranks = self.outer.memory["shared"].numel(), self.reducer.comm.world_size
-        # more than it would take: part of an exchange is work that does not grow with the bytes
-        dense = self._busy / _ADVISED * 8 * size * (ranks - 1) / ranks / max(sent, 1)
-        if dense < _NEGLIGIBLE * seconds and dist.get_rank() == 0:
+        waited, dense = self._waited / _ADVISED, self._dense_seconds()
+        if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
             sys.stderr.write(
-                f"sparsync: a step takes {1e3 * seconds:.0f} ms, and a dense allreduce of the gradients "
-                f"would take less than {1e3 * dense:.0f} ms here: plain DDP loses nothing\n"
+                f"sparsync: dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
+                f"which it waits for updates; an allreduce of all gradients would take about "
+                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing\n"
             )
+
+    def _dense_seconds(self) -> float:
+        """Return the seconds that an allreduce of all gradients would take, by two small ones."""
+        run(self.outer.settle())
+        size, channel = self.outer.layout.end, self.reducer.channel("weights")
+        channel.ledger = Ledger()  # of no step
+        best = []
+        for count in (1, min(size, _PROBE)):
+            spent = []
+            for _ in range(3):
+                run(channel.barrier())
+                began = time.perf_counter()
+                run(channel.allreduce(torch.zeros(count), "probe"))
+                spent.append(time.perf_counter() - began)
+            best.append(min(spent))
+        return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context; gradients add up on this rank in any case."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from sparsync import ConfigurationError, Correction, Sentinel
+from sparsync.collectives import quantised
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.integrations import hierarchy
 from sparsync.transports.driver import Operation
@@ -78,6 +79,22 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options, everythi
 def test_the_law_holds_over_nodes():
     ddp, sync = on_nodes(density=0.05, algorithm="budgeted")
     the_law_holds(ddp, sync, ddp_model(), backward)
+
+
+@on_ranks(4)
+def test_a_total_in_messages_is_decoded_into_place():
+    """All of its elements, in a tensor of their own, are never asked for."""
+
+    def asked(_total):
+        raise AssertionError("a total was decoded whole")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised._Coded, "values", property(asked))
+        ddp, sync = on_nodes(algorithm="quantised")
+        before = flat(ddp)
+        train(ddp, range(3))
+        assert same_everywhere(flat(ddp)) and not torch.equal(flat(ddp), before)
+        sync.close()
 
 
 @on_ranks(4)

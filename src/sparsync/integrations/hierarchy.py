@@ -181,7 +181,10 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        average = torch.zeros(length, dtype=total.values.dtype, device=flat.device)
+        dtype = self.reducer.residuals[
+            unit
+        ].accumulated.dtype  # the total's, which may be in messages
+        average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow

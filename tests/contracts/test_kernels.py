@@ -225,8 +225,11 @@ def test_count_from(backend):
     for make, n in CASES:
         values = unaligned(make(n), n % 3)
         keys = torch.tensor(sorted(t for t in thresholds(values) if 0 <= t < 1 << 31))
-        for some in (keys, keys.int(), keys[:0], keys.repeat_interleave(3), keys[::2]):
-            expected = [int((specification.magnitude_keys(values) >= key).sum()) for key in some]
+        many = torch.arange(-5, 1 << 32, 19_999_999)  # also keys that no value has, or all reach
+        uneven = torch.cat([many, keys, keys + 1]).sort().values
+        mine = specification.magnitude_keys(values).long()
+        for some in (keys, keys.int(), keys[:0], keys.repeat_interleave(3), many, uneven):
+            expected = [int((mine >= key).sum()) for key in some]
             counts = backend.count_from(values, some)
             assert (counts.tolist(), counts.dtype) == (expected, torch.int64)
 

@@ -123,7 +123,7 @@ def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_
         keys = torch.tensor(sorted(shares[comm.rank]), dtype=torch.int64)
         return await quantiles(
             comm,
-            keys,
+            lambda edges: torch.searchsorted(keys, edges),
             lambda total: positions,
             stop=stop,
             bins=bins,

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives import regions
@@ -238,7 +239,7 @@ class OkTopk(Collective):
             return [0, *(total // world_size for total in sums.tolist()), size]
         total, brackets = await regions.quantiles(
             comm,
-            selected.indices,
+            lambda edges: torch.searchsorted(selected.indices, edges.to(selected.indices.device)),
             lambda total: [total * i // world_size for i in range(1, world_size)],
             stop=size,
             bins=regions.bins_for(k),
@@ -267,16 +268,22 @@ class OkTopk(Collective):
         largest.  ``cap=None`` keeps the whole marginal bin.
         """
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
-        stop, octave = kernels.key_range(values.dtype)  # one NaN pattern is ``stop``: clamped
+        stop, octave = kernels.key_range(
+            values.dtype
+        )  # one NaN pattern is ``stop``: it counts below
         around, bins = None, regions.REFINING_BINS
         if last is not None:
             bins = regions.bins_for(k)
             around = max(last - octave, 1), min(last + octave, stop)
         wanted = most_entries(k, cap if cap is not None else 1.0, size)
-        keys = kernels.magnitude_keys(values).to(torch.int64).clamp(max=stop - 1).sort().values
+
+        def below(edges: Tensor) -> Tensor:
+            smaller = values.numel() - kernels.count_from(values, edges.to(values.device))
+            return smaller.masked_fill_(edges.to(values.device) == stop, values.numel())
+
         total, (bracket,) = await regions.quantiles(
             comm,
-            keys,
+            below,
             lambda total: [max(total - wanted, 0)],
             stop=stop,
             bins=bins,
@@ -285,8 +292,8 @@ class OkTopk(Collective):
             count_limit=size,
             phase="threshold",
         )
-        bounds = torch.tensor([bracket.low, bracket.high], device=keys.device)
-        from_low, from_high = (keys.numel() - torch.searchsorted(keys, bounds)).tolist()
+        bounds = below(torch.tensor([bracket.low, bracket.high]))
+        from_low, from_high = (values.numel() - bounds).tolist()
         mine = torch.tensor([from_high, from_low - from_high, share.load])
         everyone = await comm.allgather(mine, "sizes")
         above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)

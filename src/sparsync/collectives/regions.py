@@ -89,7 +89,7 @@ def bins_for(k: int) -> int:
 
 async def quantiles(
     comm: Communicator,
-    keys: Tensor,
+    below: Callable[[Tensor], Tensor],
     ranks_of: Callable[[int], Sequence[int]],
     *,
     stop: int,
@@ -106,7 +106,8 @@ async def quantiles(
 
     Args:
         comm: the group.
-        keys: `[m]` with ``torch.int64``, ascending, in ``[0, stop)``; this rank's share.
+        below: given ascending edges in ``[0, stop]``, with ``torch.int64``, how many of this rank's keys
+            are smaller than each.
         ranks_of: given the total number of keys, the wanted 0-based positions, ascending.
         stop: all keys are smaller.
         bins: words of the first histogram; later ones take 64 per bracket that is divided again.
@@ -126,7 +127,7 @@ async def quantiles(
     wanted: Sequence[int] = []
     total = 0
     while True:
-        at = torch.searchsorted(keys, torch.tensor(edges, dtype=torch.int64, device=keys.device))
+        at = below(torch.tensor(edges, dtype=torch.int64))
         counts = await comm.allreduce(at.diff().to(dtype), phase)
         ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
         if not brackets:  # the first histogram covers everything: it tells the total

@@ -86,7 +86,7 @@ def attach(
 
     Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
     (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.  For updates
-    3 n, and 2 n / ``fragments`` while an exchange is under way.
+    2 n, and 3 n / ``fragments`` for an exchange.
     """
     for option, kind in (
         (compression, Compression),
@@ -216,7 +216,7 @@ def check_optimizer(
     if adaptive and sparse:
         warnings.warn(
             f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
-            "expect 20 to 28 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
+            "expect 20 to 27 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
             "docs/optimizers.md",
             stacklevel=3,  # the caller of attach
         )

@@ -43,6 +43,9 @@ class _Far(Tensor):
 
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
 
+    def record_stream(self, _):
+        """Do nothing: there is one."""
+
     def tolist(self):
         return self.near.tolist()
 
@@ -70,6 +73,7 @@ def far_device():
     with (
         mock.patch.object(torch, "tensor", tensor),  # modes do not see it
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(torch.cuda, "current_stream", lambda _: None),
         mock.patch.object(kernels, "_triton", lambda: None),
         _Everywhere(),
     ):

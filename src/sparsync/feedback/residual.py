@@ -84,6 +84,9 @@ class Residual:
         """
         if not self._found:
             return None
+        for tensor in (tensor for _, *pair in self._found for tensor in pair if tensor.is_cuda):
+            # from the gradients' stream, which must not have the memory back while this one reads it
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if len(self._found) > 1:
             self._join()
         _, indices, values = self._found[0]

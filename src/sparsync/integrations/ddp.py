@@ -213,7 +213,7 @@ class DdpSync(Sync):
             self._begun += 1
             self._begin_step()
             self._check_join()
-        this, buffer = self._open, bucket.buffer()
+        this = self._open
         future, arrived = this.take(bucket)
         for parameter, gradient in arrived:
             if parameter not in self._place:
@@ -226,8 +226,7 @@ class DdpSync(Sync):
             this.waiting.append((unit, slot, gradient))
         # where the norm of all gradients is needed, nothing overlaps with the backward pass
         complete = self._launch(this) if bucket.is_last() or not self._measures else []
-        if buffer.is_cuda:  # the engine's thread has streams of its own
-            torch.cuda.current_stream(buffer.device).synchronize()
+        self._wait_for_gpu()
         for unit in complete:
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():

@@ -261,7 +261,6 @@ class ReplicaSync(Sync):
     def _launch(self, this: ReplicaStep, scale: float) -> None:
         """Take, scale and accumulate the gradients of the first unit of the order; hand it on."""
         unit = this.order.pop(0)
-        device = this.units[unit].device
         for slot in this.units[unit].slots:
             parameter = self._parameters[slot.name]
             gradient = local_of(this.take(slot.name, parameter))
@@ -269,8 +268,7 @@ class ReplicaSync(Sync):
                 gradient.mul_(scale)
             this.gradients[unit][slot] = (parameter, gradient)
             self._accumulate(this, unit, slot)
-        if device.type == "cuda":  # the engine's thread has streams of its own
-            torch.cuda.current_stream(device).synchronize()
+        self._wait_for_gpu()
         this.jobs.append(self._engine.submit(self._exchange(this, unit)))
 
     # ---- the end of the step -----------------------------------------------------------------------

@@ -286,14 +286,14 @@ class Sync(ABC):
                 self._whole.units, averages, this.gradients, strict=True
             ):
                 _write(average, unit, into)
-                if unit.device.type == "cuda":
-                    torch.cuda.current_stream(unit.device).synchronize()
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
         except BaseException:
             self._whole.refuse()
             raise
+        finally:
+            self._wait_for_gpu()
 
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for ``_finish`` on the training thread; False: no gradient is to be applied."""
@@ -329,12 +329,23 @@ class Sync(ABC):
             await check_replicas(sentinel, replicas, tensors, done, parts, rank)
             if alike and parts is not None:  # after the others: then all nodes find the same
                 await check_replicas(sentinel, parts, tensors, done, None, rank)
+            self._wait_for_gpu()
 
         self._engine.submit(compare()).result()
 
     def _discard(self) -> None:
         """Undo what a broken backward pass has begun."""
-        self._engine.submit(self._whole.refuse).result()
+
+        def undo() -> None:
+            self._whole.refuse()
+            self._wait_for_gpu()
+
+        self._engine.submit(undo).result()
+
+    def _wait_for_gpu(self) -> None:
+        """Wait for what this thread has begun: other threads may use other streams."""
+        for device in {unit.device for unit in self._whole.units if unit.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _end(engine: Engine, comm: Communicator, groups: Groups) -> None:

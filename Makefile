@@ -29,7 +29,7 @@ PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13)
 # some containers set it: each of the many processes that tests start would compile sparsync anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-asan triton docs docs-tools check format dist clean
+.PHONY: help demo test test-slow test-asan triton gpu docs docs-tools check format dist clean
 
 help:
 	@echo "make demo       train 4 ranks on links of $(DEMO_RATE), dense and sparse: table, demo/loss.png, demo/demo.json"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-asan  the tests of the native kernels, under AddressSanitizer"
 	@echo "make triton     install Triton too (700 MB): make test then runs its kernels, without a GPU"
+	@echo "make gpu        all that needs an NVIDIA GPU, in 20 minutes: benchmarks/gpu.md (REHEARSE=1: without)"
 	@echo "make docs       the site, in site/: a warning is an error; needs no network once its tools are there"
 	@echo "make check      formatting, lint and types, without changing anything"
 	@echo "make format     format and fix what can be fixed"
@@ -84,6 +85,10 @@ triton: $(TRITON)
 $(TRITON): $(TOOLS)
 	$(PINS) $(BIN)/python $(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
 	@touch $@
+
+# GPU_PYTHON=python3: with what that has installed, and from the sources; nothing is fetched
+gpu: $(if $(GPU_PYTHON),,$(TOOLS) $(if $(REHEARSE),$(TRITON)))
+	@$(if $(GPU_PYTHON),PYTHONPATH=src $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(REHEARSE),--rehearse)
 
 # no --quiet: with it, warnings are neither shown nor counted; the variable silences an advertisement
 docs: $(DOCS)

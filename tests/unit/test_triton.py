@@ -323,6 +323,7 @@ def test_any_codes_are_some_levels(width):
 # ---- the backend as a whole -----------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_the_host_waits_for_nothing_but_lengths():
     residual, gradient = on(torch.ones(BIG), torch.ones(BIG))

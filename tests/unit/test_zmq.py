@@ -168,6 +168,7 @@ def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):
     together(program, 2)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_payloads_are_staged_through_pinned_memory():
     payload = torch.arange(100, dtype=torch.uint8, device="cuda")

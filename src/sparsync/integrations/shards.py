@@ -15,8 +15,9 @@ from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -142,7 +143,7 @@ class Fsdp:
             id(state): state
             for module in model.modules()
             if isinstance(module, FSDPModule)
-            for state in [fully_shard.state(module)]  # type: ignore[attr-defined]
+            if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {

@@ -1,0 +1,497 @@
+"""The parts of `make gpu`, see gpu.py: each yields the rows of its table, or fails."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = (2, 4)
+STEPS = 6
+DENSITY = 0.01
+VGG, BERT, LARGE = 14_728_266, 133_547_324, 1 << 30
+REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+TINY = (5_000, 9_000, 1 << 40)  # the last has no room
+CASES = {  # of ``attach``: what is exchanged, over what
+    "dense DDP": None,
+    "gradients, gloo": ("gradients", "torch"),
+    "gradients, zmq": ("gradients", "zmq"),
+    "updates, gloo": ("updates", "torch"),
+    "updates, zmq": ("updates", "zmq"),
+}
+
+Row = dict[str, Any]
+
+
+def say(line: str) -> None:
+    """Show progress."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stdout.flush()
+
+
+def device_of(rehearse: bool) -> torch.device:
+    """Return the GPU, or what stands in for it."""
+    return torch.device("cpu") if rehearse else torch.device("cuda", 0)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(
+    call: Callable[[], object],
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Return the median of a call's times, by the device's clock; one more call warms up."""
+    taken = []
+    for _ in range(8 if device.type == "cuda" else 2):
+        before()
+        finish(device)
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            call()
+            taken.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(taken[1:])
+
+
+def check(holds: bool, what: str) -> None:
+    """Fail where something does not hold."""
+    if not holds:
+        raise AssertionError(what)
+
+
+def check_device(device: torch.device, **tensors: Tensor | None) -> None:
+    """Fail where a tensor lies elsewhere."""
+    for name, tensor in tensors.items():
+        where = None if tensor is None else tensor.device
+        check(where == device, f"{name} is on {where}, not on {device}")
+
+
+# ==== kernels =========================================================================================
+
+
+def contracts(rehearse: bool) -> Iterator[Row]:
+    """Compare every Triton kernel with the specification; in a rehearsal some."""
+    tests = [f"tests/unit/test_{name}.py" for name in ("triton", "gpu", "zmq")]
+    chosen = "few_programs or any_codes" if rehearse else "test_triton.py or gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
+    command += ["-p", "no:cacheprovider", "-W", "ignore", "-m", "not slow", "-k", chosen]
+    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines() or [done.stderr[-500:]]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    check(done.returncode == 0, "; ".join([lines[-1], *failed]))
+    yield {"tests": "the Triton kernels and what needs a GPU", "outcome": lines[-1].strip("= ")}
+
+
+# ==== attach ==========================================================================================
+
+
+class Given(nn.Module):
+    """A model whose gradients are what it is given: on every device the same, bit for bit."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        cuts = [size // 2, size // 4, size // 8, size - size // 2 - size // 4 - size // 8]
+        generator = torch.Generator().manual_seed(0)
+        made = [nn.Parameter(torch.randn(cut, generator=generator)) for cut in cuts]
+        self.weights = nn.ParameterList(made)
+
+    def forward(self, wanted: Sequence[Tensor]) -> Tensor:
+        """Return a loss whose gradients are ``wanted``."""
+        return torch.stack([(w * g).sum() for w, g in zip(self.weights, wanted, strict=True)]).sum()
+
+    def gradients(self, rank: int, step: int) -> list[Tensor]:
+        """Draw those of a rank and step."""
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return [
+            torch.randn(w.numel(), generator=generator).to(w.device, w.dtype) for w in self.weights
+        ]
+
+
+def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
+    """Return AdamW for updates, else SGD with rate 1, whose steps no device rounds differently."""
+    if exchange == "updates":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def train(name: str, device: torch.device, size: int, group: Any = None) -> tuple[Row, Tensor]:
+    """Train with one case of ``CASES``; return a row, and the weights on the CPU."""
+    import sparsync
+
+    cuda, case = device.type == "cuda", CASES[name]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    model = Given(size).to(device)
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer, sync = optimizer_of(model, case and case[0]), None
+    if case is not None:
+        exchange, transport = case
+        units = sparsync.Compression(unit_bytes=size) if exchange == "gradients" else None
+        sync = sparsync.attach(
+            ddp,
+            optimizer,
+            density=DENSITY,
+            exchange=exchange,
+            compression=units,
+            transport=sparsync.Transport(transport, timeout=60.0),
+        )
+    seconds = []
+    for step in range(STEPS):
+        wanted = model.gradients(dist.get_rank(), step)
+        optimizer.zero_grad()
+        finish(device)
+        dist.barrier()
+        started = time.perf_counter()
+        ddp(wanted).backward()
+        optimizer.step()
+        finish(device)
+        seconds.append(time.perf_counter() - started)
+        check_device(device, **{f"gradient {i}": w.grad for i, w in enumerate(model.weights)})
+    row: Row = {"case": name, "step ms": 1e3 * statistics.median(seconds[2:])}
+    if sync is not None:
+        row |= _of_exchange(sync, device)
+        sync.finish()
+        sync.close()
+    row["peak MiB"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if cuda else None
+    return row, torch.cat([w.detach().cpu() for w in model.weights])
+
+
+def _of_exchange(sync: Any, device: torch.device) -> Row:
+    """Return the bytes of a step, and which part of the exchange training did not wait for."""
+    stats = sync.stats()
+    residuals = {f"residual {i}": r.accumulated for i, r in enumerate(sync.reducer.residuals)}
+    check_device(device, **residuals)
+    if stats["exchange"] == "updates":
+        check_device(device, **{"the shared weights": sync.outer.memory["shared"]})
+        busy, waited = stats["exchange_seconds"], stats["waited_seconds"]
+    else:
+        spans, wait = stats["exchanges_last_step"], stats["waited_last_step"]
+        busy = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
+        waited = wait[1] - wait[0]
+    overlap = max(0.0, 1 - waited / busy) if busy else None
+    return {"MB sent per step": stats["bytes_sent_per_step_mean"] / 1e6, "not waited for": overlap}
+
+
+def attach_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:
+    """Be one of several ranks on one device; compare transports with each other and with the CPU."""
+    device = _enter(rank, ranks, port, rehearse)
+    size, rows, weights = TINY[0] if rehearse else VGG, [], {}
+    for name in CASES:
+        row, weights[name] = train(name, device, size)
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, _fingerprint(weights[name]))
+        check(len(set(everyone)) == 1, f"P = {ranks}, {name}: replicas differ: {everyone}")
+        rows.append({"P": ranks, **row})
+    for kind in ("gradients", "updates"):
+        first, second = (weights[f"{kind}, {over}"] for over in ("gloo", "zmq"))
+        check(torch.equal(first, second), f"P = {ranks}, {kind}: gloo and zmq differ")
+        host = first if rehearse else train(f"{kind}, gloo", torch.device("cpu"), size)[1]
+        moved = host - torch.cat([w.detach() for w in Given(size).weights])
+        far = float((first - host).norm() / moved.norm())
+        check(far == 0 if kind == "gradients" else far < 0.05, f"{kind}: {far} from the CPU's")
+        for row in rows:
+            if row["case"].startswith(kind):
+                row["from the CPU's"] = far
+    _leave(rank, rows, out)
+
+
+def _fingerprint(weights: Tensor) -> str:
+    return hashlib.blake2b(weights.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _enter(rank: int, ranks: int, port: int, rehearse: bool) -> torch.device:
+    device = device_of(rehearse)
+    if not rehearse:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return device
+
+
+def _leave(rank: int, rows: list[Row], out: str) -> None:
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _spawn(function: Callable[..., None], ranks: int, rehearse: bool) -> list[Row]:
+    """Run ``function`` on new processes, which CUDA needs; return what rank 0 wrote."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/rows.json"
+        given = ranks, store.port, rehearse, out
+        torch.multiprocessing.spawn(function, given, nprocs=ranks)
+        return json.loads(Path(out).read_text())
+
+
+def attach(rehearse: bool) -> Iterator[Row]:
+    """Train on several ranks that share the device: DDP over gloo, exchanges over gloo and ZeroMQ."""
+    for ranks in RANKS[: 1 if rehearse else None]:
+        say(f"  attach, {ranks} ranks")
+        yield from _spawn(attach_rank, ranks, rehearse)
+
+
+def nccl_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:
+    """Try DDP over NCCL on two ranks of one device, which most versions of NCCL refuse."""
+    device = _enter(rank, ranks, port, rehearse)
+    rows = [{"case": "two ranks, one device", "outcome": "trains"}]
+    try:
+        group = dist.new_group(backend="gloo" if rehearse else "nccl")
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+        finish(device)
+    except RuntimeError as error:  # this process has no sound NCCL any more
+        rows[0]["outcome"] = "NCCL refuses: " + str(error).strip().splitlines()[-1][:120]
+        if rank == 0:
+            Path(out).write_text(json.dumps(rows))
+        os._exit(0)
+    for name in ("gradients, zmq", "updates, zmq"):
+        rows.append(train(name, device, TINY[0], group)[0])
+    _leave(rank, rows, out)
+
+
+def nccl(rehearse: bool) -> Iterator[Row]:
+    """Run DDP over NCCL, where two ranks may share a device."""
+    try:
+        yield from _spawn(nccl_rank, 2, rehearse)
+    except torch.multiprocessing.ProcessExitedException as error:  # it did not raise, it died
+        yield {"case": "two ranks, one device", "outcome": f"NCCL ended a process: {error}"}
+
+
+# ==== one rank: NCCL, FSDP2, replicate() ==============================================================
+
+
+def one_rank(rehearse: bool) -> Iterator[Row]:
+    """Attach to DDP, FSDP2, ``replicate()`` and a plain model on a mesh of one device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device, backend = device_of(rehearse), "gloo" if rehearse else "nccl"
+    if not rehearse:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, world_size=1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("replicate", "shard"))
+    for kind in ("DDP", "FSDP2", "replicate()", "plain"):
+        if kind == "replicate()" and importlib.util.find_spec(REPLICATE) is None:
+            say(f"  one_rank, {kind} skipped: torch {torch.__version__} has no {REPLICATE}")
+            continue
+        for exchange in ("gradients", "updates"):
+            yield {"model": kind, "group": backend, **one_model(kind, exchange, mesh, device)}
+    dist.destroy_process_group()
+
+
+def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
+    """Train one model; check that average and residual are the gradient, or the steps AdamW's."""
+    import sparsync
+    from sparsync.units import local_of
+
+    size = TINY[0]
+    alone, model = Given(size).to(device), Given(size).to(device)
+    if kind == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=mesh["shard"])
+    elif kind == "replicate()":
+        importlib.import_module(REPLICATE).replicate(model, mesh=mesh["shard"])
+    attached = DistributedDataParallel(model) if kind == "DDP" else model
+    optimizer, plain = optimizer_of(model, exchange), optimizer_of(alone, exchange)
+    given = {} if kind == "DDP" else {"replicate": mesh["replicate"]}
+    transport = sparsync.Transport(timeout=60.0)
+    more = {"density": DENSITY, "exchange": exchange, "transport": transport}
+    with sparsync.attach(attached, optimizer, **more, **given) as sync:
+        for step in range(STEPS):
+            wanted = alone.gradients(0, step)
+            for one, its, loss in ((alone, plain, alone), (model, optimizer, attached)):
+                its.zero_grad()
+                loss(wanted).backward()
+                if step == 0 and one is model and exchange == "gradients":
+                    got = torch.cat([local_of(w.grad) for w in model.weights])
+                    kept = sync.reducer.residuals[0].accumulated
+                    check_device(device, gradient=got, residual=kept)
+                    check(int((got != 0).sum()) == round(DENSITY * size), f"{kind}: not k entries")
+                    check(torch.equal(got + kept, torch.cat(wanted)), f"{kind}: entries are lost")
+                its.step()
+        if exchange == "updates":
+            sync.finish()
+    pairs = zip(model.weights, alone.weights, strict=True)
+    far = max(float((local_of(w) - v).detach().abs().max()) for w, v in pairs)
+    check(exchange == "gradients" or far < 1e-4, f"{kind}, updates: {far} from plain AdamW")
+    return {"exchange": exchange, "outcome": "as expected"}
+
+
+# ==== selection =======================================================================================
+
+
+def selection(rehearse: bool) -> Iterator[Row]:
+    """Select the k largest of n, against ``torch.topk``."""
+    device = device_of(rehearse)
+    for size in TINY if rehearse else (VGG, BERT, LARGE):
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+        if (need := 28 * size) > free:  # x, the gradient, |x|, keys, and what topk takes
+            say(f"  selection, n = {size:,} skipped: {need >> 30} GiB do not fit in {free >> 30}")
+            continue
+        for density in (0.001, 0.01):
+            say(f"  selection, n = {size:,}, {density:.1%}")
+            yield select(size, max(1, round(density * size)), device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def select(size: int, k: int, device: torch.device) -> Row:
+    """Measure one size; both must find the same magnitudes."""
+    from sparsync.kernels import magnitude_keys
+    from sparsync.kernels import triton as backend
+
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(size, generator=generator, device=device)
+    zeros = torch.zeros_like(x)
+    keys = magnitude_keys(x)
+    largest = torch.topk(keys, k, sorted=False).values
+    # the Triton kernels and not torch's: called by name
+    positions = backend.top(x, k)
+    check_device(device, positions=positions)
+    check(bool((positions.diff() > 0).all()), "positions do not ascend")
+    check(torch.equal(keys[positions].sort().values, largest.sort().values), "others are larger")
+    many = int(torch.topk(keys, min(2 * k, size), sorted=False).values.min())
+    del keys, largest
+
+    def fused() -> Tensor:
+        found = backend.accumulate_(x, zeros, many, 4 * k)
+        assert found is not None
+        return found[0][backend.top(found[1], k)]
+
+    check(torch.equal(fused(), positions), "the candidates' k largest are others")
+    by_torch = milliseconds(lambda: torch.topk(x.abs(), k, sorted=False), device)
+    by_top = milliseconds(lambda: backend.top(x, k), device)
+    by_fused = milliseconds(fused, device, zeros.zero_)
+    by_add = milliseconds(lambda: x.add_(zeros), device, zeros.zero_)
+    return {
+        "n": size,
+        "k": k,
+        "topk / top": by_torch / by_top,
+        "(add_ + topk) / (accumulate_ + top of 2 k)": (by_add + by_torch) / by_fused,
+        "topk ms": by_torch,
+        "top ms": by_top,
+        "accumulate_ + top ms": by_fused,
+        "add_ ms": by_add,
+    }
+
+
+# ==== transfer ========================================================================================
+
+
+def transfer(rehearse: bool) -> Iterator[Row]:
+    """Move k entries to the host while a backward pass runs: how much of that time is hidden."""
+    from sparsync.kernels import packing
+    from sparsync.kernels import triton as backend
+
+    device, size = device_of(rehearse), TINY[0] if rehearse else BERT
+    cuda, width, k = device.type == "cuda", 64 if rehearse else 4096, round(DENSITY * size)
+    layers = [nn.Linear(width, width) for _ in range(2 if rehearse else 8)]
+    model, batch = nn.Sequential(*layers).to(device), torch.randn(width // 2, width, device=device)
+    x = torch.randn(size, generator=torch.Generator(device).manual_seed(0), device=device)
+    indices = backend.top(x, k)
+    values = x[indices]
+    side = torch.cuda.Stream(device) if cuda else None
+    losses = []
+
+    def forward() -> None:
+        model.zero_grad()
+        losses[:] = [model(batch).square().mean()]
+
+    def backward() -> None:
+        losses.pop().backward()
+
+    def to_host(pinned: bool) -> Callable[[], object]:
+        sources = indices, values
+        hosts = [torch.empty_like(s, device="cpu", pin_memory=pinned and cuda) for s in sources]
+
+        def copy() -> None:
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=pinned)
+
+        copy()
+        finish(device)
+        check(all(torch.equal(h, s.cpu()) for h, s in zip(hosts, sources, strict=True)), "copies")
+        return copy
+
+    room = packing.value_bytes(k, packing.BF16, 1) + packing.index_bytes(k, size)
+    message = torch.empty(room, dtype=torch.uint8, pin_memory=cuda)
+
+    def pack() -> None:
+        at = backend.top(x, k)
+        raw = backend.pack_values(x[at], packing.BF16, 1), backend.pack_indices(at, size)
+        message.copy_(torch.cat(raw), non_blocking=True)
+
+    alone = milliseconds(backward, device, forward)
+    for name, job, stream in (
+        ("k entries, pinned, side stream", to_host(True), side),
+        ("k entries, pinned, the same stream", to_host(True), None),
+        ("k entries, pageable, side stream", to_host(False), side),
+        ("select, pack, pinned, side stream", pack, side),
+    ):
+        once = milliseconds(job, device)
+        times = max(1, round(alone / 2 / once))  # half of the backward pass
+
+        def several(job: Callable[[], object] = job, times: int = times) -> None:
+            for _ in range(times):
+                job()
+
+        def both(stream: Any = stream, several: Callable[[], object] = several) -> None:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            backward()  # begins; the host goes on
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                several()
+            if stream is not None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+        work = milliseconds(several, device)
+        together = milliseconds(both, device, forward)
+        hidden = (alone + work - together) / min(alone, work)
+        row = {"job": name, "hidden": hidden, "ms": once, "times": times}
+        yield row | {"backward ms": alone, "both ms": together}
+    packed = backend.pack_values(values, packing.BF16, 1), backend.pack_indices(indices, size)
+    check(torch.equal(message, torch.cat(packed).cpu()), "the message is not what was packed")
+
+
+# ==== all =============================================================================================
+
+# seconds that each may take
+PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {
+    "contracts": (contracts, 480),
+    "one_rank": (one_rank, 150),
+    "attach": (attach, 360),
+    "nccl": (nccl, 100),
+    "selection": (selection, 300),
+    "transfer": (transfer, 100),
+}

@@ -230,6 +230,7 @@ def _fingerprint(weights: Tensor) -> str:
 
 def _enter(rank: int, ranks: int, port: int, rehearse: bool) -> torch.device:
     device = device_of(rehearse)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if not rehearse:
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -361,7 +362,10 @@ def selection(rehearse: bool) -> Iterator[Row]:
             continue
         for density in (0.001, 0.01):
             say(f"  selection, n = {size:,}, {density:.1%}")
-            yield select(size, max(1, round(density * size)), device)
+            try:
+                yield select(size, max(1, round(density * size)), device)
+            except torch.OutOfMemoryError as error:
+                say(f"  selection, n = {size:,} skipped: {str(error).splitlines()[0]}")
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -197,7 +197,7 @@ class TorchCommunicator(Communicator):
                 )
             row[:length] = payload
             if id(payload) not in known:  # often all ranks get the same
-                known[id(payload)] = framing.parts(payload)
+                known[id(payload)] = framing.parts(row[:length])
             parts, padding = parts + known[id(payload)], padding + own - length
         sizes = [capacities[r] if r != rank else 0 for r in range(self.world_size)]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from frontier.onebit import OneBitAdam
 from frontier.tasks import BETAS, grouped, make_optimizers
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.feedback.correction import Correction
 from sparsync.integrations.options import Transport
@@ -309,6 +309,12 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                 noise_correction=True,
             )
             for bits, h in ((1, 1), (1, 4), (1, 10), (1, 20), (2, 2), (2, 10))
+        },
+        **{
+            f"updates-drift{drift}": _updates(
+                {}, **{**OUTER_SETTINGS["updates"], "period": AdaptivePeriod(drift, most=16)}
+            )
+            for drift in (0.04, 0.08)
         },
         "updates-overlap": _updates({}, **OUTER_SETTINGS["updates"], fragments=2, delay=1),
         # for slower links: other periods, and parts of the model in turn

@@ -14,9 +14,9 @@ FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
 MAX_FILE_LINES = 600
 
 # Lines of Python, docstrings included; the library is ``src/sparsync`` without ``cli``.  These only ever
-# fall, but for what a new feature brings (exchanged updates: 1,700 and 700; less processor time: 600 and
-# 400); the aims are 22,000, 6,500, 8,000 and 25,000.
-BUDGETS = {"library": 26_800, "cli": 7_450, "papers": 8_000, "tests": 29_350}
+# fall, but for what a new feature brings (exchanged updates: 1,700 and 700; less processor time, and a
+# GPU: 900 and 1,000); the aims are 22,000, 6,500, 8,000 and 25,000.
+BUDGETS = {"library": 27_100, "cli": 7_460, "papers": 8_000, "tests": 29_950}
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (

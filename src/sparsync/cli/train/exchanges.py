@@ -79,8 +79,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None
     for name in schemes:
         require(
             settings.optimizer != "sgd" or not options_of(name).get("sign"),
-            f"{name} moves weights by signs, so its learning rate is one for Adam; add --optimizer adamw "
-            f"(of {name} itself --lr is then the rate of SGD without momentum)",
+            f"{name} moves weights by signs, by a rate as Adam's; add --optimizer adamw (its own is SGD)",
         )
         SCHEMES[name](None, **_scheme_options(settings, name))
 
@@ -208,10 +207,10 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     ``attach`` always averages buffers.  What moves by signs is published with SGD, without momentum.
     """
     given, has = _scheme_options(settings, name), options_of(name)
-    optimizers, signs = settings.make_optimizers(model), bool(has.get("sign"))
-    if signs:
+    optimizers, own = settings.make_optimizers(model), {}
+    if has.get("sign"):
         sgd = torch.optim.SGD(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
-        optimizers = [sgd]
+        optimizers, own = [sgd], {"optimizer": "sgd"}
     scheme: Any
     averager: Any
     if name in OUTER_SETTINGS and settings.buffers == "average":
@@ -221,10 +220,10 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         comm = averager.reducer.comm
     else:
         comm = settings.connect()
-        known = {"optimizer": optimizers[0]} if signs else {}  # whose rate is a step's length
-        scheme = averager = SCHEMES[name](
-            model, **given, **known, comm=comm, buffers=settings.buffers
-        )
+        bound: dict[str, Any] = {"comm": comm, "buffers": settings.buffers}
+        if own:  # its rate is a step's length
+            bound["optimizer"] = optimizers[0]
+        scheme = averager = SCHEMES[name](model, **given, **bound)
     chosen = {key: getattr(scheme, key, None) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
@@ -232,8 +231,7 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         optimizers,
         comm,
         sparse=has.get("density", 1.0) < 1,
-        options={"buffers": settings.buffers, **given, **plain}
-        | ({"optimizer": "sgd"} if signs else {}),
+        options={"buffers": settings.buffers, **given, **plain, **own},
         # where it is attached, a hook of the optimizer steps
         after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,

@@ -91,8 +91,7 @@ def _caption(results: Sequence[TrainResult]) -> str:
     lines.append("bytes out, in: per parameter and step, the mean over all steps")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
-    signs = ", ".join(r.algorithm for r in results if (r.options or {}).get("sign"))
-    if signs:
+    if signs := ", ".join(r.algorithm for r in results if (r.options or {}).get("sign")):
         lines.append(f"optimizer of {signs}: sgd without momentum, whose rate is a step's length")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
         lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")

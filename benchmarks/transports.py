@@ -1,9 +1,9 @@
-"""Latency of small messages: ZeroMQ against gloo, among local processes.
+"""Small messages among local processes: ZeroMQ against gloo, pyzmq alone and bare sockets.
 
-    python benchmarks/transports.py        (about 1 minute; writes benchmarks/transports.md)
+    python benchmarks/transports.py        (about 2 minutes; writes benchmarks/transports.md)
 
 All transports take turns in the same processes, several times over, because timings of a busy machine
-drift: the ratios of one run are what counts.
+drift: the ratios of one run are what counts.  Processor time is that of all threads of a rank.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import selectors
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import zmq
 
 from sparsync.cli.launch import launch
 from sparsync.transports.communicator import Communicator
@@ -53,79 +58,175 @@ def native_all_to_all(nbytes: int) -> Callable[[], None]:
     return lambda: dist.all_to_all_single(incoming, outgoing)
 
 
+@contextmanager
+def pyzmq_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
+    """Give one exchange by the least that ZeroMQ needs: a frame to and from every other rank."""
+    context: zmq.Context[Any] = zmq.Context()
+    incoming = context.socket(zmq.PULL)
+    port = incoming.bind_to_random_port("tcp://127.0.0.1")
+    links = []
+    for peer, other in enumerate(everybodys(port)):
+        if peer != rank:
+            links.append(context.socket(zmq.PUSH))
+            links[-1].connect(f"tcp://127.0.0.1:{other}")
+    payload = bytes(nbytes)
+
+    def once() -> None:
+        for link in links:
+            link.send(payload)
+        for _ in links:
+            incoming.recv(copy=False)
+
+    yield once
+    dist.barrier()
+    context.destroy(linger=0)
+
+
+@contextmanager
+def socket_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
+    """Give one exchange over TCP connections between every two ranks, by non-blocking calls."""
+    with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
+        ports = everybodys(server.getsockname()[1])
+        links = [socket.create_connection(("127.0.0.1", port)) for port in ports[:rank]]
+        links += [server.accept()[0] for _ in ports[rank + 1 :]]
+    for link in links:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setblocking(False)
+    payload, incoming = bytes(nbytes), [memoryview(bytearray(nbytes)) for _ in links]
+
+    def once() -> None:
+        unsent, missing = [memoryview(payload)] * len(links), list(incoming)
+        with selectors.DefaultSelector() as ready:
+            for number, link in enumerate(links):
+                unsent[number] = unsent[number][sent(link, unsent[number]) :]
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent[number] else 0)
+                ready.register(link, wanted, number)
+            while ready.get_map():
+                for key, _ in ready.select():
+                    number, link = key.data, links[key.data]
+                    if unsent[number]:
+                        unsent[number] = unsent[number][sent(link, unsent[number]) :]
+                        if not unsent[number] and missing[number]:
+                            ready.modify(link, selectors.EVENT_READ, number)
+                    if missing[number]:
+                        missing[number] = missing[number][received(link, missing[number]) :]
+                    if not (unsent[number] or missing[number]):
+                        ready.unregister(link)
+
+    yield once
+    dist.barrier()
+    for link in links:
+        link.close()
+
+
+def everybodys(port: int) -> list[int]:
+    """Return the port of every rank."""
+    ports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ports, port)
+    return ports
+
+
+def sent(link: socket.socket, payload: memoryview) -> int:
+    """Return the bytes that the system takes now."""
+    try:
+        return link.send(payload)
+    except BlockingIOError:
+        return 0
+
+
+def received(link: socket.socket, room: memoryview) -> int:
+    """Return the bytes that were there."""
+    try:
+        return link.recv_into(room)
+    except BlockingIOError:
+        return 0
+
+
 def small_allreduce(comm: Communicator) -> Callable[[], None]:
     """Return an allreduce of two numbers, as the collectives use for counts."""
     value = torch.tensor([1.0, 2.0])
     return lambda: (run(comm.allreduce(value, "bench")), None)[1]
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """Return the median milliseconds of every exchange and transport on this rank."""
+# medians per round on one rank: seconds, and seconds of the processor
+Times = dict[str, tuple[float, float]]
+
+
+def measure() -> dict[str, Times]:
+    """Return the times of every exchange and transport on this rank, in ms."""
     gloo = TorchCommunicator(timeout=60)
-    with ZmqCommunicator(gloo.rank, gloo.world_size, store=gloo, timeout=60) as zmq:
-        exchanges = {
-            f"all-to-all, {NBYTES} bytes": {
-                "zmq": all_to_all(zmq, NBYTES),
-                "gloo": all_to_all(gloo, NBYTES),
-                "gloo native": native_all_to_all(NBYTES),
-            },
-            f"all-to-all, {LARGE} bytes": {
-                "zmq": all_to_all(zmq, LARGE),
-                "gloo": all_to_all(gloo, LARGE),
-                "gloo native": native_all_to_all(LARGE),
-            },
-            "allreduce of two numbers": {
-                "zmq": small_allreduce(zmq),
-                "gloo native": small_allreduce(gloo),
-            },
-        }
-        return {name: _timed(candidates) for name, candidates in exchanges.items()}
+    rank, ranks = gloo.rank, gloo.world_size
+    results = {}
+    with ZmqCommunicator(rank, ranks, store=gloo, timeout=60) as zmq:
+        for nbytes in (NBYTES, LARGE):
+            with (
+                pyzmq_all_to_all(rank, ranks, nbytes) as pyzmq,
+                socket_all_to_all(rank, ranks, nbytes) as sockets,
+            ):
+                results[f"all-to-all, {nbytes} bytes"] = _timed(
+                    {
+                        "zmq": all_to_all(zmq, nbytes),
+                        "pyzmq alone": pyzmq,
+                        "sockets": sockets,
+                        "gloo": all_to_all(gloo, nbytes),
+                        "gloo native": native_all_to_all(nbytes),
+                    }
+                )
+        results["allreduce of two numbers"] = _timed(
+            {"zmq": small_allreduce(zmq), "gloo native": small_allreduce(gloo)}
+        )
+    return results
 
 
-def _timed(candidates: dict[str, Callable[[], None]]) -> dict[str, float]:
+def _timed(candidates: dict[str, Callable[[], None]]) -> Times:
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    busy: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(TURNS):
         for name, once in candidates.items():
             dist.barrier()
             for _ in range(WARM_UP):
                 once()
+            before = time.process_time()
             for _ in range(ROUNDS):
                 started = time.perf_counter()
                 once()
                 seconds[name].append(time.perf_counter() - started)
-    return {name: 1000 * statistics.median(times) for name, times in seconds.items()}
+            busy[name].append((time.process_time() - before) / ROUNDS)
+    median = statistics.median
+    return {n: (1000 * median(seconds[n]), 1000 * median(busy[n])) for n in candidates}
 
 
-def report(results: dict[int, dict[str, dict[str, float]]]) -> str:
+def report(results: dict[int, dict[str, Times]]) -> str:
     """Write the tables, ratios first."""
     lines = [
-        "# Small messages: ZeroMQ against gloo",
+        "# Small messages: ZeroMQ, gloo, and bare sockets",
         "",
         f"Median of {TURNS * ROUNDS} rounds, the transports taking turns in the same processes on one "
         f"machine ({os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}).",
         '"gloo" is the same point-to-point algorithm over gloo, "gloo native" its own collective.',
         "The native ones need equal lengths that all ranks know; a sparse collective's lengths differ,",
         "so over gloo it takes the point-to-point calls, or a round more for the lengths.",
+        '"pyzmq alone" sends and receives the same frames and does nothing else; "sockets" is TCP with',
+        "non-blocking calls from Python, lengths known. Processor: time of all threads of a rank.",
         "Made by `python benchmarks/transports.py`; the machine had other work too, so read ratios.",
     ]
     for exchange in next(iter(results.values())):
         names = list(next(iter(results.values()))[exchange])
-        head = ["P", *(f"{n} / zmq" for n in names[1:]), *(f"{n}, ms" for n in names)]
+        head = ["P", *(f"{n} / zmq" for n in names[1:])]
+        head += [f"{n}, ms" for n in names] + [f"{n}, processor ms" for n in names]
         lines += ["", f"## {exchange}", "", *_table(head, exchange, names, results)]
     return "\n".join(lines) + "\n"
 
 
 def _table(
-    head: list[str],
-    exchange: str,
-    names: list[str],
-    results: dict[int, dict[str, dict[str, float]]],
+    head: list[str], exchange: str, names: list[str], results: dict[int, dict[str, Times]]
 ) -> list[str]:
     rows = [head, ["---:"] * len(head)]
     for ranks, exchanges in results.items():
         times = exchanges[exchange]
-        ratios = [f"{times[name] / times['zmq']:.1f}" for name in names[1:]]
-        rows.append([str(ranks), *ratios, *(f"{times[name]:.3f}" for name in names)])
+        ratios = [f"{times[name][0] / times['zmq'][0]:.1f}" for name in names[1:]]
+        figures = [f"{times[name][kind]:.3f}" for kind in (0, 1) for name in names]
+        rows.append([str(ranks), *ratios, *figures])
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 

@@ -147,7 +147,7 @@ def make_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.
         if kind == "muon" and parameter.dim() == 2 and is_hidden_matrix(name, parameter)
     }
     rest = {name: parameter for name, parameter in named.items() if name not in hidden}
-    adam = torch.optim.AdamW(grouped(rest), lr=lr, betas=BETAS)
+    adam = torch.optim.AdamW(grouped(rest), lr=lr, betas=BETAS, fused=True)  # one pass
     if not hidden:
         return [adam]
     muon = torch.optim.Muon(

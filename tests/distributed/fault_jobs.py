@@ -130,9 +130,9 @@ class Watched(Communicator):
         self.note(phase)  # of a subgroup
         return self.inner.start_recv(source, capacity, phase, framing)
 
-    async def allreduce(self, tensor, phase, op="sum"):
+    async def allreduce(self, tensor, phase, *op, **how):
         self.note(phase)
-        return await self.inner.allreduce(tensor, phase, op)
+        return await self.inner.allreduce(tensor, phase, *op, **how)
 
     async def alltoallv(self, payloads, capacities, phase, framing):
         self.note(phase)

@@ -24,6 +24,7 @@ __all__ = [
     "output_parameters",
     "plan_units",
     "replicated_tensors",
+    "training",
 ]
 
 
@@ -166,6 +167,16 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
     }
     named = {**dict(model.named_parameters()), **synchronised}
     return {name: local_of(tensor) for name, tensor in named.items() if name not in ignored}
+
+
+def training(model: nn.Module) -> list[int]:
+    """Return the identities of what trains, as often as modules have it: quick to compare."""
+    return [
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    ]
 
 
 def check_same_parameters(

@@ -9,7 +9,7 @@ all residuals are written together, after every total of the step is known to be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -23,15 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.buckets import Bucket, BucketStep, Places
 from sparsync.integrations.hierarchy import NodeReducer
 from sparsync.integrations.options import Monitoring, Options
-from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
+from sparsync.integrations.sync import Hook, Sync, call_after_backward
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
-from sparsync.units import Slot, Unit, check_same_parameters, replicated_tensors
+from sparsync.units import Slot, check_same_parameters, local_of, replicated_tensors, training
 
-__all__ = ["BucketStep", "CommHook", "DdpSync", "attach_ddp", "check_ddp"]
+__all__ = ["CommHook", "DdpSync", "attach_ddp", "check_ddp"]
 
 
 def attach_ddp(model: Any, options: Options) -> DdpSync:
@@ -112,6 +113,8 @@ class DdpSync(Sync):
             for slot in unit.slots
         }
         self._open = BucketStep(self._whole.units)
+        self._places: dict[int, Places] = {}  # by number of the bucket
+        self._seen: list[int] = []  # what trained when the model was looked at
         self._exchanged = False  # and no forward pass since
         self._begun = 0  # backward passes that were exchanged
         self._watch(model)
@@ -149,12 +152,16 @@ class DdpSync(Sync):
         self._exchanged = False
         model = self._model()
         assert model is not None
+        if (seen := training(model.module)) == self._seen:
+            return
         check_same_parameters(model.module, self._trained.values(), self._alone)
+        self._seen = seen
         if model.find_unused_parameters:
             return  # what is frozen or gone counts as unused
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
         if gone and len(gone) < len(self._trained):  # all: no gradients, and DDP does not wait
+            self._seen = []
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -214,16 +221,7 @@ class DdpSync(Sync):
             self._begin_step()
             self._check_join()
         this = self._open
-        future, arrived = this.take(bucket)
-        for parameter, gradient in arrived:
-            if parameter not in self._place:
-                raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
-                    "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
-                )
-            unit, slot = self._place[parameter]
-            this.gradients[unit][slot] = (parameter, gradient)
-            this.waiting.append((unit, slot, gradient))
+        future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
         # where the norm of all gradients is needed, nothing overlaps with the backward pass
         complete = self._launch(this) if bucket.is_last() or not self._measures else []
         self._wait_for_gpu()
@@ -238,17 +236,32 @@ class DdpSync(Sync):
                 self._after(this, finished)
         return future
 
+    def _places_of(self, bucket: Any) -> Places:
+        """Return where the gradients of a bucket lie; DDP makes its buckets once more after a step."""
+        parameters, known = bucket.parameters(), self._places.get(bucket.index())
+        if known is None or known.identities != [id(parameter) for parameter in parameters]:
+            # a clip is by norms of single gradients, whose sum is another in the last bit if joined
+            correction = self.reducer.correction
+            joined = correction is None or correction.clip is None
+            known = self._places[bucket.index()] = Places(parameters, self._place, joined=joined)
+        return known
+
     def _launch(self, this: BucketStep) -> list[int]:
         """Accumulate the gradients that wait; return the units that they complete."""
         waiting, this.waiting = this.waiting, []
         if self.reducer.corrector and self._measures:
-            self.reducer.corrector.measure(gradient for _, _, gradient in waiting)
-        complete = []
-        for unit, slot, _ in waiting:
-            self._accumulate(this, unit, slot)
-            this.accumulated[unit] += 1
-            if this.accumulated[unit] == len(this.units[unit].slots):
-                complete.append(unit)
+            self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
+        correction, complete = self.reducer.correction, []
+        for bucket in waiting:
+            for its, gradient in bucket.flat():
+                weights = None
+                if correction and correction.weight_decay:
+                    own = [local_of(p).reshape(-1) for p in bucket.parameters(its)]
+                    weights = own[0] if len(own) == 1 else torch.cat(own)
+                self._whole.accumulate(its.unit, its.start, gradient, weights)
+                this.accumulated[its.unit] += len(its.members)
+                if this.accumulated[its.unit] == len(this.units[its.unit].slots):
+                    complete.append(its.unit)
         return complete
 
     async def _share(self, this: BucketStep) -> None:
@@ -274,10 +287,9 @@ class DdpSync(Sync):
             return
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
-            _deliver_to_unused(pair for unit in this.gradients for pair in unit.values())
+            _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
         self._end_step(alike=True)
         this.buckets.clear()  # DDP may rebuild its buckets: the old ones must not live on
-        this.gradients.clear()
 
 
 @final
@@ -336,52 +348,6 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects str
     return hook.sync.on_bucket(bucket)
 
 
-@final
-class BucketStep(Step):
-    """One backward pass: its buckets, and where each unit's averages go."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        super().__init__(units)
-        self.units = units
-        self.buckets: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
-        self.waiting: list[tuple[int, Slot, Tensor]] = []  # to be accumulated
-        self.accumulated = [0 for _ in units]  # parameters of each
-
-    def take(self, bucket: Any) -> tuple[torch.futures.Future[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Keep a bucket; return its future, its parameters and gradients, dense also where COO."""
-        buffer = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
-        # the gradient of an embedding with sparse=True has a bucket of its own
-        dense = buffer.to_dense() if buffer.is_sparse else buffer
-        gradients = [dense] if buffer.is_sparse else bucket.gradients()
-        self.buckets.append((future, buffer, dense))
-        pairs = zip(bucket.parameters(), gradients, strict=True)
-        return future, [(p, _as_parameter(g, p)) for p, g in pairs]
-
-    def check_complete(self) -> None:
-        """Refuse a backward pass that has left out parameters."""
-        for unit, gradients in zip(self.units, self.gradients, strict=True):
-            missing = [slot.name for slot in unit.slots if slot not in gradients]
-            if missing:
-                raise ConfigurationError(
-                    f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
-                    "required one when attach was called; freeze or thaw before wrapping in DDP"
-                )
-
-    def complete(self) -> None:
-        """Hand the buckets back to DDP, each in its own layout."""
-        for future, buffer, dense in self.buckets:
-            # rows that hold nothing are left out: what COO gradients are for
-            future.set_result(dense.to_sparse(1) if buffer.is_sparse else dense)
-
-    def zero_(self) -> None:
-        """Zero the gradients of a refused step, which hold what undid it, or local gradients."""
-        for _, _, dense in self.buckets:
-            dense.zero_()
-
-
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Give parameters that no rank used the residual mass that was delivered to them.
 
@@ -394,15 +360,3 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad.copy_(average)  # DDP wants it used
-
-
-def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """View a piece of a bucket in its parameter's order: a bucket keeps the parameter's strides.
-
-    DDP hands it over as if it were contiguous; in a channels_last convolution its elements would be in
-    the order of memory, and weight decay or a saved residual would meet those of others.
-    """
-    strides = torch.empty_like(parameter, device="meta").stride()  # contiguous if they overlap
-    if gradient.stride() == strides or gradient.numel() == 0:
-        return gradient
-    return gradient.as_strided(parameter.shape, strides, gradient.storage_offset())

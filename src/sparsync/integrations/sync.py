@@ -54,6 +54,12 @@ class Step:
         self.failed = False
         self.spans: dict[int, tuple[float, float]] = {}
         self.waited: tuple[float, float] | None = None
+        self.units = units
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Write the averages of all units into the gradients."""
+        for unit, average, into in zip(self.units, averages, self.gradients, strict=True):
+            _write(average, unit, into)
 
 
 class Sync(ABC):
@@ -282,10 +288,7 @@ class Sync(ABC):
                 self.reducer.fail()
                 raise
             averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
-            for unit, average, into in zip(
-                self._whole.units, averages, this.gradients, strict=True
-            ):
-                _write(average, unit, into)
+            this.write(averages)
         except NonFiniteGradientError:
             self.reducer.skip()
             raise

@@ -1,0 +1,152 @@
+"""Time of a training step with many small parameters: ``attach`` over plain DDP.
+
+    python benchmarks/small_parameters.py [CASE]    (5 minutes; writes benchmarks/small_parameters.md)
+
+Two ranks on loopback, no slow link.  The models of a row are trained in turn, one step of each, by the
+same two processes; a figure is a ratio of medians.  What remains above 1 is what an exchange costs that
+is not worth it here, and Python for every parameter.  A CASE (a part of its name) is printed only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from sparsync.cli.launch import launch
+
+RANKS = 2
+SECONDS = 20  # of every row, at most
+STEPS = 40
+WARM = 4  # steps before: DDP makes its buckets anew in the second
+WIDTH, LAYERS, WORDS, TOKENS, BATCH = 64, 24, 512, 64, 4
+
+
+class Chain(nn.Module):
+    """Parameters of one size, with two operations for each."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(0.1 * torch.randn(size) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs."""
+        for part in self.parts:
+            x = torch.tanh(x + part)
+        return x
+
+
+class Transformer(nn.Module):
+    """The 292 parameters of 24 layers, narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, norm=nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs."""
+        return self.head(self.layers(self.words(x)))
+
+
+# name: count and size of parameters (None: the transformer), and unit_bytes
+CASES: dict[str, tuple[tuple[int, int] | None, int | None]] = {
+    "1,000 x 8": ((1_000, 8), None),
+    "3,000 x 8": ((3_000, 8), None),
+    "10,000 x 100": ((10_000, 100), None),
+    f"transformer of {LAYERS} layers": (None, None),
+    "1,000 x 8, each a unit": ((1_000, 8), 1),
+}
+SGD = "SGD: gradients"
+ADAM = "AdamW: updates"
+WITHIN, PLAIN = f"{ADAM}, in DDP", f"{ADAM}, plain module"
+WAYS = {
+    SGD: "SGD: DDP",
+    WITHIN: "AdamW: DDP",
+    PLAIN: "AdamW: DDP",
+}  # and what each is compared with
+
+
+def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> Callable[[], None]:
+    """Return a training step."""
+    torch.manual_seed(0)
+    model: nn.Module = Transformer() if shape is None else Chain(*shape)
+    if way != PLAIN:
+        model = DistributedDataParallel(model)
+    kind = torch.optim.SGD if way.startswith("SGD") else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
+    if way in WAYS:
+        compression = sparsync.Compression(unit_bytes=unit_bytes)
+        given = [optimizer] if way.startswith(ADAM) else []
+        sparsync.attach(model, *given, density=0.01, compression=compression)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    words = torch.randint(WORDS, (BATCH, TOKENS), generator=generator)
+    x = words if shape is None else torch.randn(shape[1], generator=generator)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(shape: tuple[int, int] | None, unit_bytes: int | None) -> dict[str, float]:
+    """Return the median seconds of a step, by way, on rank 0."""
+    ways = dict.fromkeys([*WAYS.values(), *WAYS])
+    steps = {way: stepper(way, shape, unit_bytes) for way in ways}
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    begin = time.perf_counter()
+    for number in range(WARM + STEPS):
+        for way, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            if number >= WARM:
+                spent[way].append(time.perf_counter() - began)
+        late = torch.tensor(float(time.perf_counter() - begin > SECONDS and number > WARM))
+        dist.broadcast(late, 0)
+        if late:
+            break
+    return {way: median(times) for way, times in spent.items()}
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    lines = [
+        "# A training step with many small parameters, over plain DDP's",
+        "",
+        f"`python benchmarks/small_parameters.py`: {RANKS} ranks, no slow link, {os.cpu_count()} cores, "
+        f"{platform.machine()}, torch {torch.__version__}, k = 1%; medians, in turn. The transformer: "
+        f"width {WIDTH}, {BATCH} x {TOKENS} tokens.",
+        "",
+        "| parameters | " + " | ".join(f"{way}, ms" for way in dict.fromkeys(WAYS.values())),
+        "|---|" + "---:|" * (len(set(WAYS.values())) + len(WAYS)),
+    ]
+    lines[-2] += " | " + " | ".join(f"{way}, x" for way in WAYS) + " |"
+    for name, case in CASES.items():
+        if wanted in name:
+            found = launch(measure, RANKS, *case, timeout=120.0)
+            cells = [f"{1e3 * found[way]:.1f}" for way in dict.fromkeys(WAYS.values())]
+            cells += [f"{found[way] / found[plain]:.2f}" for way, plain in WAYS.items()]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            print(lines[-1], flush=True)
+    if not wanted:
+        Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

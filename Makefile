@@ -18,7 +18,7 @@ PIP := -m pip install --disable-pip-version-check
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/unit/test_native.py \
-  tests/unit/test_packed.py tests/unit/test_wire_hostile.py
+  tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py
 
 AT_ONCE := $(filter-out tests/distributed/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src
 

@@ -14,6 +14,7 @@
 
 #include "dealing.h"
 #include "exchange.h"
+#include "messages.h"
 #include "packing.h"
 #include "parallel.h"
 #include "scan.h"
@@ -296,6 +297,49 @@ int64_t unpack_and_undeal(const std::vector<RawMessage> &raw, const RawStyle &st
                                      room_of(out));
 }
 
+using RawLayout = std::tuple<uint64_t, int, uint64_t>;
+using RawShare = std::tuple<bool, Address, Address, int64_t>;  // a message and its bytes, or entries
+
+sparsync::messages::Layout layout_of(const RawLayout &raw) {
+  const auto &[start, form, block] = raw;
+  return {start, form, block};
+}
+
+std::vector<sparsync::messages::Share> shares_of(const std::vector<RawShare> &raw) {
+  std::vector<sparsync::messages::Share> shares;
+  shares.reserve(raw.size());
+  for (const auto &[is_message, first, second, count] : raw) {
+    if (is_message)
+      shares.push_back({true, at<uint8_t>(first), static_cast<uint64_t>(count), nullptr, nullptr, 0});
+    else
+      shares.push_back({false, nullptr, 0, at<int64_t>(first), at<float>(second), count});
+  }
+  return shares;
+}
+
+std::vector<int64_t> cut(Address indices, Address values, int64_t n,
+                         const std::vector<int64_t> &boundaries, int64_t own,
+                         const RawLayout &layout, Address out, uint64_t capacity) {
+  return sparsync::messages::cut(at<int64_t>(indices), at<float>(values), n, boundaries, own,
+                                 layout_of(layout), at<uint8_t>(out), capacity);
+}
+
+int64_t fold(const std::vector<RawShare> &shares, const RawLayout &layout, int64_t width,
+             const RawRoom &out, const char *isa) {
+  const auto &[indices, values, capacity] = out;
+  return sparsync::messages::fold(shares_of(shares), layout_of(layout), width, scan_of(isa),
+                                  {at<int64_t>(indices), at<float>(values), capacity});
+}
+
+int64_t join(const std::vector<RawShare> &shares, const RawLayout &layout,
+             const std::vector<std::tuple<int64_t, int64_t>> &spans, const RawRoom &out) {
+  std::vector<sparsync::messages::Region> regions;
+  for (const auto &[start, stop] : spans) regions.push_back({start, stop});
+  const auto &[indices, values, capacity] = out;
+  return sparsync::messages::join(shares_of(shares), layout_of(layout), regions,
+                                  {at<int64_t>(indices), at<float>(values), capacity});
+}
+
 }  // namespace
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -309,7 +353,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 4;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 5;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -334,5 +378,8 @@ NB_MODULE(_native, m) {
   m.def("deal_and_pack", &deal_and_pack, released());
   m.def("unpack_and_sum", &unpack_and_sum, released());
   m.def("unpack_and_undeal", &unpack_and_undeal, released());
+  m.def("cut", &cut, released());
+  m.def("fold", &fold, released());
+  m.def("join", &join, released());
   bind_packing(m);
 }

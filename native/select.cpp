@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <vector>
 
 namespace sparsync {
@@ -13,7 +14,7 @@ constexpr int bin_bits = 11;                  // 2048 bins: three rounds settle 
 constexpr int tables = 4;                     // equal neighbours would wait for each other's count
 constexpr int64_t block = int64_t{1} << 30;   // elements before a 32-bit count could overflow
 constexpr int64_t few = 4096;                 // keys that are cheaper to partition than to count
-constexpr int64_t entries_per_key = 4;        // of the table that `count_from` looks keys up in
+constexpr int64_t stretches_per_key = 4;      // of the table that `count_from` looks keys up in
 using Histogram = std::array<int64_t, size_t{1} << bin_bits>;
 
 // How many keys of x fall into each bin of 2^shift keys in [low, high].  There are no keys above
@@ -100,31 +101,31 @@ void count_from(const float *values, int64_t n, const int64_t *keys, int64_t bin
                 int64_t *counts) {
   if (bins == 0) return;
   std::vector<int64_t> at_least(static_cast<size_t>(bins) + 1, 0);
-  // A table by the leading bits of what lies between the outermost keys says how many of them are
-  // reached, where at most one more lies in an entry's stretch; else a search among those that do.
+  // A table by the leading bits of what lies between the outermost keys says how many of them lie below
+  // a stretch; at most one lies in it, or a search goes on among those that do.
   const auto clamped = [](int64_t key) { return std::clamp(key, int64_t{0}, largest_key + int64_t{1}); };
   const int64_t low = clamped(keys[0]), span = clamped(keys[bins - 1]) - low;
   int shift = 0;
-  while ((span >> shift) >= entries_per_key * bins) ++shift;
-  std::vector<int32_t> first(static_cast<size_t>(span >> shift) + 2);
-  for (size_t entry = 0, b = 0; entry < first.size(); ++entry) {
-    const int64_t start = low + (static_cast<int64_t>(entry) << shift);
-    while (b < static_cast<size_t>(bins) && keys[b] < start) ++b;
-    first[entry] = static_cast<int32_t>(b);
+  while ((span >> shift) >= stretches_per_key * bins) ++shift;
+  std::vector<int64_t> sentinel(keys, keys + bins), first(static_cast<size_t>(span >> shift) + 4);
+  sentinel.push_back(std::numeric_limits<int64_t>::max());
+  bool one_each = true;
+  for (size_t s = 1; s < first.size(); ++s) {
+    const int64_t start = low + (static_cast<int64_t>(s - 1) << shift);
+    int64_t b = first[s - 1];
+    while (b < bins && keys[b] < start) ++b;
+    one_each &= b - first[s - 1] <= 1;
+    first[s] = b;
   }
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t key = key_of(values[i]), past = key - low;
-    if (past < 0 || past > span) {
-      ++at_least[past < 0 ? 0 : static_cast<size_t>(bins)];
-      continue;
-    }
-    const auto entry = static_cast<size_t>(past >> shift);
-    int64_t reached = first[entry], stop = first[entry + 1];
+    const int64_t key = key_of(values[i]), past = std::clamp(key - low, int64_t{-1}, span + 1);
+    const auto stretch = static_cast<size_t>((past >> shift) + 1);
+    int64_t reached = first[stretch], stop = one_each ? reached : first[stretch + 1];
     while (stop - reached > 1) {
       const int64_t middle = (reached + stop) / 2;
       (keys[middle - 1] <= key ? reached : stop) = middle;
     }
-    ++at_least[static_cast<size_t>(reached + (reached < stop && keys[reached] <= key))];
+    ++at_least[static_cast<size_t>(reached + (sentinel[static_cast<size_t>(reached)] <= key))];
   }
   for (int64_t i = bins; i > 0; --i) {
     counts[i - 1] = at_least[static_cast<size_t>(i)];

@@ -319,10 +319,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "updates-overlap": _updates({}, **OUTER_SETTINGS["updates"], fragments=2, delay=1),
         # for slower links: other periods, and parts of the model in turn
         **{
-            f"updates-h{h}-overlap": _updates(
+            f"updates-h{h}-overlap{delay}": _updates(
                 {}, **{**OUTER_SETTINGS["updates"], "period": h}, fragments=h, delay=delay
             )
-            for h, delay in ((4, 1), (10, 2))
+            for h, delay in ((4, 1), (4, 2), (10, 2))
         },
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
         **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},

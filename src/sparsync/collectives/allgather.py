@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from sparsync.collectives.base import Collective, Reduced, capped, check_cap, less, most_entries
 from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import Codec, MessageFraming
+from sparsync.wire.messages import sum_messages
 from sparsync.wire.streams import Coo
 
 __all__ = ["Allgather"]
@@ -96,22 +98,21 @@ class Allgather(Collective):
         framing = MessageFraming(codec)
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
-            shares = [
-                encoded.decoded if rank == comm.rank else codec.decode(m, size)
-                for rank, m in enumerate(messages)
-            ]
             await comm.work(sum(m.numel() for m in messages))
-            total = _sum(shares, mine.values.device)
+            shares = [
+                encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
+            ]
+            total = _sum(codec, shares, mine)
         if isinstance(mine, SparseVector) and not (self.keep_error or codec.is_exact(dtype)):
             return Reduced(total, mine, less(mine, [encoded.decoded]))
         return Reduced(total, encoded.decoded)
 
 
-def _sum(shares: Sequence[Vector], device: torch.device) -> Vector:
-    sparse = [share.to(device) for share in shares if isinstance(share, SparseVector)]
-    if sparse:
-        return SparseVector.merge(sparse)
-    total = torch.zeros_like(shares[0].values, device=device)
+def _sum(codec: Codec[Any], shares: Sequence[Vector | Tensor], like: Vector) -> Vector:
+    if isinstance(like, SparseVector):
+        return sum_messages(codec, [s for s in shares if not isinstance(s, DenseVector)], like)
+    total = torch.zeros_like(like.values)
     for share in shares:
-        total += share.values.to(device)
+        vector = codec.decode(share, like.size) if isinstance(share, Tensor) else share
+        total += vector.values.to(total.device)
     return DenseVector(total)

@@ -278,8 +278,10 @@ class OkTopk(Collective):
         wanted = most_entries(k, cap if cap is not None else 1.0, size)
 
         def below(edges: Tensor) -> Tensor:
-            smaller = values.numel() - kernels.count_from(values, edges.to(values.device))
-            return smaller.masked_fill_(edges.to(values.device) == stop, values.numel())
+            counts, inner = (edges > 0) * values.numel(), (edges > 0) & (edges < stop)
+            reach = kernels.count_from(values, edges[inner].to(values.device))
+            counts[inner] -= reach.to(counts.device)
+            return counts
 
         total, (bracket,) = await regions.quantiles(
             comm,

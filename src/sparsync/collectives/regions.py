@@ -19,6 +19,7 @@ from sparsync.transports.communicator import Communicator, rounds
 from sparsync.transports.driver import Operation
 from sparsync.transports.groups import Subgroup
 from sparsync.wire.base import Codec, MessageFraming
+from sparsync.wire.messages import encode_regions, join_messages, sum_messages
 
 __all__ = [
     "REFINING_BINS",
@@ -233,48 +234,51 @@ async def split_reduce(
 
     Cost: P - 1 messages; at most 2 ``most`` words sent.
     """
-    parts, phase, framing = selected.split(boundaries), "split", MessageFraming(codec)
-    mine = parts[comm.rank]
+    phase, framing = "split", MessageFraming(codec)
+    with comm.stage("pack"):
+        payloads, mine = encode_regions(codec, selected, boundaries, comm.rank)
     capacity = codec.nbytes(min(most, mine.size), mine.size, mine.values.dtype)
-    arrived, folded, load = {comm.rank: mine}, _Fold(), mine.nnz
+    folded = _Fold(codec, comm.rank, mine)
     turns = list(schedule(comm.rank, comm.world_size, rotate=rotate))
     width = window or max(len(turns), 1)
     for first in range(0, len(turns), width):
         flight: list[tuple[int, Operation, Operation]] = []
         for dest, source in turns[first : first + width]:
             receiving = comm.irecv(source, capacity, phase, framing)
-            with comm.stage("pack"):
-                payload = codec.encode(parts[dest]).payload
-            flight.append((source, receiving, comm.isend(payload, dest, phase, framing)))
+            flight.append((source, receiving, comm.isend(payloads[dest], dest, phase, framing)))
         with comm.stage("unpack"):
-            await comm.work(folded.add(arrived))  # what earlier windows brought
+            await comm.work(folded.proceed())  # with what earlier windows brought
         for source, receiving, sending in flight:
-            message: Tensor = await receiving
-            with comm.stage("unpack"):
-                arrived[source] = codec.decode(message, mine.size).to(mine.values.device)
-                load += arrived[source].nnz
+            folded.arrived[source] = await receiving
             await sending
     with comm.stage("unpack"):
-        await comm.work(folded.add(arrived))
-    return Share(folded.vectors[0], load)
+        await comm.work(folded.proceed())
+    return Share(folded.vectors[0], folded.load)
 
 
 class _Fold:
     """The left fold, in rank order, of the ranks that were there so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec[SparseVector], rank: int, mine: SparseVector) -> None:
+        self.codec, self.mine = codec, mine
+        self.arrived: dict[int, SparseVector | Tensor] = {rank: mine}
         self.vectors: list[SparseVector] = []  # one, once there is any
-        self.next = 0
+        self.next = self.load = 0
 
-    def add(self, arrived: dict[int, SparseVector]) -> int:
-        """Fold as far as the next rank's vector has arrived; return the bytes reduced."""
-        ready = []
-        while self.next in arrived:
-            ready.append(arrived.pop(self.next))
+    def proceed(self) -> int:
+        """Fold as far as the next rank's share has arrived; return the bytes reduced."""
+        ready, entries = [], 0
+        while self.next in self.arrived:
+            share = self.arrived.pop(self.next)
+            entries += (
+                self.codec.read_header(share).entries if isinstance(share, Tensor) else share.nnz
+            )
+            ready.append(share)
             self.next += 1
         if ready:
-            self.vectors = [SparseVector.merge([*self.vectors, *ready])]
-        return sum(v.nnz * (v.indices.itemsize + v.values.itemsize) for v in ready)
+            self.vectors = [sum_messages(self.codec, [*self.vectors, *ready], self.mine)]
+        self.load += entries
+        return entries * (self.mine.indices.itemsize + self.mine.values.itemsize)
 
 
 # ---- balance and allgatherv -------------------------------------------------------------------------
@@ -403,11 +407,7 @@ async def balance_and_allgatherv(
     ]
     messages = await _allgatherv(comm, payload, lengths, holding, MessageFraming(codec))
     with comm.stage("unpack"):
-        pieces = [
-            codec.decode(message, places[rank][1] - places[rank][0]).embed(places[rank][0], size)
-            for rank, message in zip(holding, messages, strict=True)
-        ]
-        return SparseVector.join(pieces).to(kept.values.device)
+        return join_messages(codec, messages, [places[rank] for rank in holding], mine)
 
 
 async def _allgatherv(

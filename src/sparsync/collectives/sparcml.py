@@ -12,16 +12,18 @@ from itertools import pairwise
 from typing import final
 
 import torch
+from torch import Tensor
 
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
 from sparsync.collectives.regions import even_boundaries
 from sparsync.collectives.streams import Call, StreamCollective, relayed, stream_bytes
 from sparsync.errors import require
-from sparsync.reduction import Reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, fold
+from sparsync.reduction import SUM, Reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Codec, MessageFraming
+from sparsync.wire.messages import encode_regions
 from sparsync.wire.streams import StreamCodec
 
 __all__ = [
@@ -137,10 +139,10 @@ class RecursiveDoubling(StreamCollective):
             theirs = await call.swap(
                 encoded.payload, partner, partner, capacity, call.size, "double"
             )
-            lower, higher = encoded.decoded, theirs
-            if partner_first < first:
-                lower, higher = higher, lower
-            mine = call.combine(lower, higher)
+            if first < partner_first:
+                mine = call.combine(encoded.decoded, theirs)
+            else:
+                mine = call.combine(theirs, encoded.decoded)
             span *= 2
         # all ranks must end with what the extra ones can be sent, so all round it
         if extra and (paired or not call.exact):
@@ -258,17 +260,12 @@ class Dynamic(StreamCollective):
         """
         comm, mine, codec = call.comm, call.mine, self.local or call.codec
         assert isinstance(mine, SparseVector)
-        pieces: list[Vector] = [*mine.split(boundaries)]
-        payloads = []
-        for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
-            if dest == comm.rank and self.local is None:
-                payloads.append(mine.values.new_empty(0, dtype=torch.uint8))  # it stays, as it is
-                continue
-            lose = self.local is not None and not self.keep_error
-            encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
-            pieces[dest] = encoded.decoded
-            payloads.append(encoded.payload)
-        width = pieces[comm.rank].size
+        if call.operation is SUM and call.exact and self.local is None:
+            with comm.stage("pack"):
+                payloads, own = encode_regions(codec.sparse, mine, boundaries, comm.rank)
+        else:
+            payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
+        width = own.size
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
         if comm.pads:
@@ -277,12 +274,26 @@ class Dynamic(StreamCollective):
             messages = await comm.alltoallv(payloads, capacities, "split", framing)
         others = (message.numel() for rank, message in enumerate(messages) if rank != comm.rank)
         await comm.work(sum(others))
-        shares = [
-            pieces[rank] if rank == comm.rank else call.decode(message, width, codec)
-            for rank, message in enumerate(messages)
-        ]
-        with comm.stage("unpack"):
-            return fold(shares, call.operation)
+        shares = [own if rank == comm.rank else message for rank, message in enumerate(messages)]
+        return call.fold(shares, own, codec)
+
+    def _rounded(
+        self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
+    ) -> tuple[list[Tensor], SparseVector]:
+        """Return a message per region, and the own region, rounded as far as the others' are."""
+        codec, lose = self.local or call.codec, self.local is not None and not self.keep_error
+        payloads, own = [], pieces[call.comm.rank]
+        for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
+            if dest == call.comm.rank and self.local is None:
+                payloads.append(
+                    call.mine.values.new_empty(0, dtype=torch.uint8)
+                )  # it stays, as it is
+                continue
+            encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
+            payloads.append(encoded.payload)
+            if dest == call.comm.rank and isinstance(encoded.decoded, SparseVector):
+                own = encoded.decoded
+        return payloads, own
 
 
 def split_allgather(

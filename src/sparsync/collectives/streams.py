@@ -15,9 +15,10 @@ from sparsync.collectives.base import Collective, Reduced, check_cap, less, most
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost
 from sparsync.errors import ConfigurationError
 from sparsync.reduction import SUM, Reduction, reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, combine, densify
+from sparsync.sparse import DenseVector, SparseVector, Vector, combine, densify, fold
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.base import HEADER_BYTES, Encoded, MessageFraming
+from sparsync.wire.messages import join_messages, sum_messages
 from sparsync.wire.streams import StreamCodec
 
 __all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
@@ -155,12 +156,15 @@ class Call:
 
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
-    ) -> Vector:
-        """Send a message while another arrives; return that one, decoded."""
+    ) -> Vector | Tensor:
+        """Send a message while another arrives; return that one, for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
-        message = await receiving
+        message: Tensor = await receiving
         await sending
+        if self.operation is SUM and self._is_sparse(message):
+            await self.comm.work(message.numel())
+            return message
         return await self._arrived(message, size)
 
     async def _arrived(self, message: Tensor, size: int) -> Vector:
@@ -168,11 +172,34 @@ class Call:
         await self.comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
         return theirs
 
-    def combine(self, lower: Vector, higher: Vector) -> Vector:
-        """Return ``lower operation higher``, dense from where the codec says so."""
+    def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
+        """Return ``lower operation higher``, dense from where the codec says so; one may be a message."""
+        one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
+        assert not isinstance(one, Tensor)
+        limit = self.codec.limit(one.size, self.dtype)
+        if isinstance(other, Tensor):
+            entries = self.codec.read_header(other).entries
+            if isinstance(one, SparseVector) and (limit is None or one.nnz + entries <= limit):
+                both = [v for v in (lower, higher) if not isinstance(v, DenseVector)]
+                return self.fold(both, one, self.codec)
+            other = self.decode(other, one.size)
+        vectors = (one, other) if one is lower else (other, one)
         with self.comm.stage("unpack"):
-            limit = self.codec.limit(lower.size, self.dtype)
-            return combine(lower, higher, self.operation, limit)
+            return combine(*vectors, self.operation, limit)
+
+    def _is_sparse(self, message: Tensor) -> bool:
+        return self.codec.read_header(message).format == self.codec.sparse.format
+
+    def fold(
+        self, shares: Sequence[SparseVector | Tensor], own: SparseVector, codec: StreamCodec
+    ) -> Vector:
+        """Return the left fold of sparse messages and vectors of a region, of which ``own`` is one."""
+        if self.operation is SUM:
+            with self.comm.stage("unpack"):
+                return sum_messages(codec.sparse, shares, own)
+        vectors = [self.decode(s, own.size, codec) if isinstance(s, Tensor) else s for s in shares]
+        with self.comm.stage("unpack"):
+            return fold(vectors, self.operation)
 
     def settle(self, vector: Vector) -> Vector:
         """Return a vector in the form in which the codec's limit wants it."""
@@ -214,15 +241,14 @@ class Call:
         messages = await comm.allgatherv(
             encoded.payload, capacities, "allgather", self.framing, ring=ring
         )
+        if isinstance(self.mine, SparseVector) and all(map(self._is_sparse, messages)):
+            with comm.stage("unpack"):
+                return join_messages(self.codec.sparse, messages, spans, self.mine)
         regions = [
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)
         ]
-        sparse = [r for r in regions if isinstance(r, SparseVector)]
-        if len(sparse) < len(regions):
-            return DenseVector(torch.cat([self.densify(r).values for r in regions]))
-        placed = [r.embed(start, self.size) for r, start in zip(sparse, boundaries, strict=False)]
-        return SparseVector.join(placed)
+        return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
         """Return the result: this rank delivered its share as it arrived, and keeps what it rounded.

@@ -15,6 +15,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
@@ -29,13 +30,16 @@ __all__ = [
     "chosen",
     "correct_",
     "count_from",
+    "cut_messages",
     "deal",
     "deal_and_pack",
     "decode_levels_",
     "empty",
     "find",
+    "fold_messages",
     "follow_",
     "instruction_sets",
+    "join_messages",
     "merge",
     "quantise",
     "restrict",
@@ -47,7 +51,7 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 4  # of the extension's functions: native/module.cpp states the same number
+_INTERFACE: Final = 5  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
@@ -72,6 +76,7 @@ _SMALL: Final = 1 << 14
 # from here on ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
+_ENTRY_BYTES: Final = (8, 2, 1, 4)  # at least, of a message, by the form of its values
 _SAMPLES: Final = 1 << 12  # or more, so that there are at least this many
 
 
@@ -342,6 +347,59 @@ def _received(
     indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
     room = indices.data_ptr(), values.data_ptr(), capacity
     count = _guarded(kernel, raw, *arguments, room, chosen())
+    return None if count < 0 else (indices[:count], values[:count])
+
+
+# ---- messages of regions -----------------------------------------------------------------------------
+
+
+# the first 8 bytes of a message with a count of 0; form of the values (0: coo), their block
+Layout = tuple[int, int, int]
+Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
+
+
+def cut_messages(
+    indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
+) -> list[Tensor]:
+    """Cut entries at boundaries and write a message per region; that of ``own`` is empty."""
+    # 33 bits of an index at most, and two per entry that say where it lies; a header
+    room = 9 * values.numel() + 32 * len(boundaries)
+    out = empty(room, torch.uint8)
+    given = *_entries(indices, values), list(boundaries), own, layout
+    ends = [0, *accumulate(_guarded(EXTENSION.cut, *given, out.data_ptr(), room))]
+    return [out[start:stop] for start, stop in pairwise(ends)]
+
+
+def fold_messages(
+    shares: Sequence[Share], layout: Layout, width: int
+) -> tuple[Tensor, Tensor] | None:
+    """Sum shares of a region in their order; None if a message is malformed."""
+    return _unpacked(EXTENSION.fold, shares, layout, width, chosen())
+
+
+def join_messages(
+    messages: Sequence[Tensor], layout: Layout, spans: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor] | None:
+    """Place a message per ``[start, stop)``, which ascend; None if a message is malformed."""
+    return _unpacked(EXTENSION.join, messages, layout, list(spans))
+
+
+def _unpacked(
+    kernel: Any, shares: Sequence[Share], layout: Layout, where: object, *isa: str
+) -> tuple[Tensor, Tensor] | None:
+    raw: list[tuple[bool, int, int, int]] = []
+    shares = [share.contiguous() if isinstance(share, Tensor) else share for share in shares]
+    capacity = 0
+    for share in shares:
+        if isinstance(share, Tensor):
+            raw.append((True, _address("message", share, torch.uint8), 0, share.numel()))
+            capacity += share.numel() // _ENTRY_BYTES[layout[1]]
+        else:
+            raw.append((False, *_entries(*share)))
+            capacity += share[1].numel()
+    indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
+    room = indices.data_ptr(), values.data_ptr(), capacity
+    count = _guarded(kernel, raw, layout, where, room, *isa)
     return None if count < 0 else (indices[:count], values[:count])
 
 

@@ -1,0 +1,111 @@
+"""Messages of regions: written, summed and joined.
+
+Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
+packed messages on the CPU it is one pass in C++ (``native/messages.cpp``), bit-equal, without the vectors
+in between; where C++ finds a malformed message, the composition does it again and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.kernels import native
+from sparsync.sparse import SparseVector
+from sparsync.wire.base import Codec
+from sparsync.wire.packed import Packed
+from sparsync.wire.streams import Coo
+
+__all__ = ["encode_regions", "join_messages", "sum_messages"]
+
+
+def encode_regions(
+    codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
+) -> tuple[list[Tensor], SparseVector]:
+    """Return a message per region, none for ``own``, and that region as it is; values are not rounded.
+
+    Example:
+        >>> v = SparseVector.from_dense(torch.ones(4))
+        >>> messages, mine = encode_regions(Coo(), v, [0, 1, 4], own=0)
+        >>> [m.numel() for m in messages], mine.size
+        ([0, 32], 1)
+    """
+    layout = _layout(codec, [vector])
+    if layout is None or not codec.is_exact(torch.float32):
+        parts = vector.split(boundaries)
+        none = torch.empty(0, dtype=torch.uint8)
+        messages = [
+            none if region == own else codec.encode(part).payload
+            for region, part in enumerate(parts)
+        ]
+        return messages, parts[own]
+    pair = vector.indices.contiguous(), vector.values.contiguous()
+    messages = native.cut_messages(*pair, boundaries, own, layout)
+    return messages, vector.split(boundaries[own : own + 2])[0]
+
+
+def sum_messages(
+    codec: Codec[SparseVector], shares: Sequence[SparseVector | Tensor], like: SparseVector
+) -> SparseVector:
+    """Sum messages and vectors of a region as a left fold in their order; zero sums are not stored.
+
+    ``like`` is any vector of the region, on the result's device.
+    """
+    vectors = [share for share in shares if isinstance(share, SparseVector)]
+    messages = [share for share in shares if isinstance(share, Tensor)]
+    layout = _layout(codec, [like, *vectors], messages)
+    if layout is not None and len(shares) > 1:
+        given: list[native.Share] = [
+            share
+            if isinstance(share, Tensor)
+            else (share.indices.contiguous(), share.values.contiguous())
+            for share in shares
+        ]
+        summed = native.fold_messages(given, layout, like.size)
+        if summed is not None:
+            return SparseVector(*summed, like.size)
+    device = like.values.device
+    decoded = [codec.decode(s, like.size) if isinstance(s, Tensor) else s for s in shares]
+    return SparseVector.merge([vector.to(device) for vector in decoded])
+
+
+def join_messages(
+    codec: Codec[SparseVector],
+    messages: Sequence[Tensor],
+    spans: Sequence[tuple[int, int]],
+    like: SparseVector,
+) -> SparseVector:
+    """Decode a message per region ``[start, stop)``, which ascend, to one vector.
+
+    ``like`` is any vector of the result's size, dtype and device.
+    """
+    layout = _layout(codec, [like], messages)
+    if layout is not None:
+        joined = native.join_messages(messages, layout, spans)
+        if joined is not None:
+            return SparseVector(*joined, like.size)
+    pieces = [
+        codec.decode(message, stop - start).embed(start, like.size)
+        for message, (start, stop) in zip(messages, spans, strict=True)
+    ]
+    return SparseVector.join(pieces).to(like.values.device)
+
+
+def _layout(
+    codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
+) -> native.Layout | None:
+    """Return how C++ reads and writes the codec's messages; None if it does not, or not these tensors."""
+    if not isinstance(codec, Coo | Packed) or not all(
+        kernels.backend_of(vector.values) is native
+        and kernels.backend_of(vector.indices, dtype=torch.int64) is native
+        for vector in vectors
+    ):
+        return None
+    if not all(message.is_cpu and message.dtype == torch.uint8 for message in messages):
+        return None
+    header = codec.header(0, 0, torch.float32)
+    return struct.unpack_from("<Q", header.pack())[0], header.option, header.detail

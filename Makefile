@@ -20,7 +20,7 @@ ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/unit/test_native.py \
   tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py
 
-AT_ONCE := $(filter-out tests/distributed/ tests/__pycache__/,$(wildcard tests/*/)) src papers/src
+AT_ONCE := -n 2 --dist loadfile tests src papers/src
 
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
@@ -56,12 +56,12 @@ demo: $(INSTALLED)
 
 # those that measure links, or end ranks, one after the other; the others two at a time
 test: check
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile $(AT_ONCE)
-	$(BIN)/pytest -m "not slow" tests/distributed
+	$(BIN)/pytest -m "not slow and not alone" $(AT_ONCE)
+	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m slow -n 2 --dist loadfile $(AT_ONCE)
-	$(BIN)/pytest -m slow tests/distributed
+	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE)
+	$(BIN)/pytest -m "slow and alone" tests/distributed
 
 # libstdc++ is loaded early as well: the sanitizer must find what throws exceptions before it is used
 test-asan: $(TOOLS)

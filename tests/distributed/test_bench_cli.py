@@ -12,7 +12,7 @@ from sparsync.presets import PRESETS
 
 from .commands import run_well, torchrun
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.alone]
 
 SETTINGS = BenchSettings(
     tuple(PRESETS), ranks=3, sizes=(6000,), densities=(0.05,), steps=3, warmup=1, transport="torch"

@@ -12,7 +12,7 @@ from sparsync.cli.lab import Lab
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.alone]
 
 
 def test_the_command_examines_local_ranks(tmp_path, capsys):

@@ -32,7 +32,7 @@ def refusal() -> str:
 
 
 IN_THE_LAB = pytest.mark.skipif(bool(refusal()), reason=refusal())
-pytestmark = [pytest.mark.gloo, IN_THE_LAB]
+pytestmark = [pytest.mark.gloo, pytest.mark.alone, IN_THE_LAB]
 
 
 def interfaces() -> list[str]:

@@ -17,7 +17,7 @@ from sparsync.errors import ConfigurationError
 
 from .commands import run, run_well, torchrun
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.alone]
 
 SMALL = ("--layers", "1", "--width", "64")
 

@@ -258,6 +258,29 @@ def test_logs_and_the_sentinel_see_exchanges():
 
 
 @on_ranks(2)
+def test_a_failed_exchange_raises_from_the_optimizer_and_changes_nothing():
+    net = model()
+    optimizer = adam(net)
+
+    async def failing(unit):
+        raise PeerError("the other rank is gone")
+
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(3):
+            step_of(net, optimizer, step)
+        residual, shared = sync.reducer.residuals[0].value.clone(), shared_of(sync, net)
+        exchange, sync.reducer.exchange = sync.reducer.exchange, failing
+        with refused("the other rank is gone", error=PeerError):
+            step_of(net, optimizer, 3)
+        assert torch.equal(residual, sync.reducer.residuals[0].value)
+        assert torch.equal(shared, shared_of(sync, net))
+        sync.reducer.exchange = exchange
+        step_of(net, optimizer, 4)
+        sync.finish()
+        assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
 def test_attach_says_what_it_exchanges_and_why():
     said = io.StringIO()
     net = ddp_model()

@@ -83,9 +83,7 @@ class Preset:
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
     source: str = "sparsync"  # paper and equation of its cost
     planned: bool = False
-    corrects: bool = (
-        False  # published with momentum correction, in place of the optimizer's momentum
-    )
+    corrects: bool = False  # published with momentum correction instead of the optimizer's momentum
     passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
 
     @property

@@ -1,9 +1,9 @@
 """The agent of a rank: executes rounds of averaging whatever the rank itself is computing.
 
 Rounds have version numbers and are executed in order, each once.  A round begins on a rank when the
-rank arrives at it, or when it learns that another has: word travels down the binomial tree whose root
-is the activator, and with the round's own messages.  What a round computes is a ``Rounds``; nothing
-here knows threads or sockets.
+rank arrives at it, or when it hears that another has: the news travels down the binomial tree whose root
+is the activator, and with the round's own messages.  A ``Rounds`` computes the result of a round;
+nothing here knows of threads or sockets.
 """
 
 from __future__ import annotations

@@ -12,11 +12,21 @@ from sparsync.errors import NonFiniteGradientError, require
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator
 
-__all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule"]
+__all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule", "saved_buffers"]
 
 BufferRule = Literal["average", "local"]
 MomentRule = Literal["local", "average", "reset"]
 NonFiniteRule = Literal["raise", "spread"]
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that ``state_dict`` saves: all but those with ``persistent=False``."""
+    unsaved = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in unsaved}
 
 
 @final
@@ -156,14 +166,8 @@ class Binding:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's parameters, each once, and the buffers that it saves; complex as real."""
-        unsaved = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules()
-            for name in module._non_persistent_buffers_set
-        }
-        buffers = [(n, b) for n, b in self.model.named_buffers() if n not in unsaved]
-        named = [*self.model.named_parameters(), *buffers]
-        return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named}
+        named = dict(self.model.named_parameters()) | saved_buffers(self.model)
+        return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return those that travel: what trains now, and floating-point buffers by their rule."""

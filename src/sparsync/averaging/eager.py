@@ -1,4 +1,4 @@
-"""Eager-SGD: partial allreduces of all ranks' updates, which begin before the last rank is there."""
+"""Eager-SGD: partial allreduces of the ranks' updates, which start before all ranks have arrived."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EagerSgd(Accompanied):
         W       = shared + waiting             what is in no sum yet stays in this rank's weights
 
     Args:
-        quorum: "solo": the first rank that arrives begins the sum; "majority": one that is drawn per
-            step does, so that half of the ranks are there on average.
+        quorum: "solo": the first rank that arrives starts the sum; "majority": a rank that is drawn on
+            every step does, so that on average half of the ranks have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
     State: the shared model; what waits is in the rank's own weights.

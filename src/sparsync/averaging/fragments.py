@@ -1,4 +1,4 @@
-"""A model's vector in fragments: how it is divided, and what is under way of it."""
+"""Divide a model's vector into fragments, and keep the exchanges of them that are under way."""
 
 from __future__ import annotations
 
@@ -136,16 +136,16 @@ class Exchange:
     Attributes:
         lands: the local step after which it is applied.
         late: other local steps are done meanwhile.
-        weights: when it set out; then what they become, or, if it is late, what is added to them.
+        weights: those at its begin; then the new ones, or, if it is late, what is added to them.
         steps: local steps since the exchange before.
-        shared: what the shared weights become.
+        shared: the new shared weights.
         ahead: by how much this rank moved against its weights more than the average of the ranks.
         lr: size of a step by signs.
         drift: how far ranks had gone, with an ``AdaptivePeriod``.
         room: `[4, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
-        carried: what to wait for, once.
+        carried: the exchange to await, once.
     """
 
     part: int

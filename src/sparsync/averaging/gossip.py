@@ -48,8 +48,8 @@ class Ring(Graph):
 class Exponential(Graph):
     """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
 
-    After any ceil(log2 P) steps all have heard of all; with ``count=1`` and P a power of two
-    everybody then has exactly the mean.
+    After any ceil(log2 P) steps every rank has heard from every other; with ``count=1`` and P a power of
+    two all of them then have exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -199,10 +199,10 @@ class Sgp(Averager):
 
 @final
 class AdPsgd(Accompanied):
-    """Averages pairs of models in the background; no rank ever waits for one that computes.
+    """Averages pairs of models in the background; no rank ever waits for one that is computing.
 
-    After each local step a rank takes its model as its agent has it by then, and the agent asks a
-    random partner's agent for an average, unless the last one has not been answered yet.
+    After each local step a rank takes the model that its agent has by then, and the agent asks a random
+    partner's agent for an average, unless it still waits for the answer to its last question.
 
     Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
     3 n.   State: the last model taken.
@@ -253,8 +253,8 @@ class AdPsgd(Accompanied):
 class _PairAgent(Companion):
     """Holds a rank's model, and averages it with one partner at a time.
 
-    Who asks sends x and gets the partner's y: it adds (y - x) / 2 and the partner (x - y) / 2, to what
-    either has by then; so the sum of all models never changes, whatever comes between.
+    The agent that asks sends x and receives the partner's y.  It adds (y - x) / 2, and the partner
+    (x - y) / 2, to whatever model each has by then: so the sum of all models never changes.
     """
 
     def __init__(self, model: Tensor, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Adam's moments on one rank of several: the first follows the average, the second is too noisy."""
+"""Correct Adam's moments on one rank of several: the first for its drift, the second for its noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local steps with a compressed outer step, of which ``published`` lists members."""
+"""Local steps with a compressed outer step; ``published`` lists the settings of published methods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OuterState:
 
 @final
 class OuterStep(Averager):
-    """Exchanges what ``period`` local steps did, compressed; an outer SGD applies it to shared weights.
+    """Exchanges ``period`` local steps at once, compressed; an outer SGD applies them to shared weights.
 
     ::
 
@@ -74,19 +74,19 @@ class OuterStep(Averager):
             An ``AdaptivePeriod`` follows the measured drift.
         fragments: runs of parameters of about equal size, exchanged in turn within a period.
         delay: local steps from the begin of an exchange until it is applied, below the period.
-        warmup_steps: over these first steps the period doubles from 1 to H, each for an equal part: what
-            ranks do alone costs most while weights move fast.
+        warmup_steps: over these first steps the period doubles from 1 to H in equal parts: local steps
+            cost most while weights move fast.
         residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
         outer_lr: the outer learning rate, > 0; 1 is averaging.
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
-        tracking: how far first moments of Adam follow the average, in [0, 1], see ``moments.follow``: a
-            moment moves by what it would take for this rank's steps to have been the average's.
+        tracking: how far Adam's first moments follow the average, in [0, 1], see ``moments.follow``: at 1
+            a moment becomes the one with which this rank's steps would have been the average's.
         noise_correction: Adam's steps are those of the second moment of averaged gradients, see
             ``moments.correct``.  Both are for ``attach``, which knows the optimizer.
-        dct: what moved is exchanged, and kept, as cosine coefficients of this many consecutive elements
-            each, see ``rotate_``; None: as it is.  Ranks must compute alike, to the last bit.
+        dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
+            ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
         sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
             groups have alike, in the direction of the average's signs (without optimizer: rate 1).
 
@@ -176,9 +176,8 @@ class OuterStep(Averager):
         self.residual_decay, self.tracking = residual_decay, tracking
         self.noise_correction, self.dct, self.sign = noise_correction, dct, sign
         self.state = OuterState()
-        self.on_any_part: Callable[[bool], bool] = lambda _here: (
-            False
-        )  # parts of a replica are alike
+        # whether something is so on another part of the replica; here there is none
+        self.on_any_part: Callable[[bool], bool] = lambda _here: False
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
@@ -200,7 +199,7 @@ class OuterStep(Averager):
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> None:
-        """Set what ``attach`` has been given apart, if anything."""
+        """Take over the settings that ``attach`` was given in other arguments, if any."""
         self.chosen = replace(
             self.chosen,
             compress=compress or self.chosen.compress,
@@ -285,7 +284,7 @@ class OuterStep(Averager):
             began = weights.read(self.layout.fragments[part].span, rows[0])
             exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
             exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
-            exchange.carried = weights.carry(partial(self._carry, exchange))
+            exchange.carried = weights.carry(partial(self._exchange, exchange))
             self._under_way.append(exchange)
         await self.land(weights, step)
 
@@ -329,7 +328,7 @@ class OuterStep(Averager):
             self.period = rule.next(self.period, far=far, near=near)
 
     def restart(self, weights: Weights) -> None:
-        """Return to what this rank's weights are after an exchange."""
+        """Set the weights to what they were on this rank after its last exchange."""
         for part, whole in enumerate(self.layout.fragments):
             weights.write(whole.span, self._base(part))
 
@@ -340,7 +339,7 @@ class OuterStep(Averager):
         return weights.vector
 
     async def deliver(self, weights: Weights) -> None:
-        """Deliver what is under way, then all that was not delivered, whole."""
+        """Finish the exchanges under way, then deliver all that is left, uncompressed."""
         await self.land(weights)
         missing = [torch.zeros_like(self.memory["shared"][:0])]
         for part, fragment in enumerate(self.layout.fragments):
@@ -378,7 +377,7 @@ class OuterStep(Averager):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Show the weights that all ranks share, to evaluate or save them; the own ones come back."""
+        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
         binding = self._bound()
         own = binding.read()
         binding.write_(self.memory["shared"])
@@ -388,7 +387,7 @@ class OuterStep(Averager):
             binding.write_(own)
 
     def settings(self) -> dict[str, Any]:
-        """Return what makes this member of the family, as plain values."""
+        """Return the settings that make this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
         more = ("nesterov", "residual_decay", "tracking", "noise_correction", "dct", "sign")
         return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
@@ -433,10 +432,10 @@ class OuterStep(Averager):
         if carried is not None:
             await carried
         elif not exchange.done:
-            await self._carry(exchange)
+            await self._exchange(exchange)
 
-    async def _carry(self, exchange: Exchange) -> None:
-        """Exchange what a fragment has moved; nothing of the model is changed yet."""
+    async def _exchange(self, exchange: Exchange) -> None:
+        """Exchange how far a fragment has moved; the model itself is not changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         rows = self._room(part, exchange.room)[1]

@@ -1,4 +1,4 @@
-"""When ranks exchange: a period that grows at first, and one that follows how far they go alone."""
+"""Periods between exchanges: one that grows during a warm-up, and one that follows the drift."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AdaptivePeriod", "warm_exchanges"]
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """A period that keeps the measured drift at a distance: how far ranks go alone, of their weights.
+    """A period that holds the drift, how far ranks move alone relative to their weights, near a limit.
 
     ::
 
@@ -21,10 +21,10 @@ class AdaptivePeriod:
 
     Above ``drift`` the period is halved, below half of it doubled: a doubling never calls for a halving.
 
-    It is a distance, not a share of what the average has moved: that share *falls* as a period grows,
-    because common steps add up faster than noise, so a rule that bounds it runs away to either end.
-    Steps are as long as their rate, and noise adds up as the root of their number: a constant distance
-    keeps ``lr^2 H`` constant, so a period grows as the rate is lowered.
+    Drift is a distance, not a fraction of how far the average has moved: that fraction *falls* as the
+    period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
+    either end.  A step is as long as its rate, and noise adds up as the root of the number of steps: a
+    constant distance keeps ``lr^2 H`` constant, so the period grows as the rate is lowered.
 
     Args:
         drift: the distance, > 0; ``stats()["drift"]`` has the one measured last, e.g. 0.02.

@@ -1,4 +1,4 @@
-"""Members of the family of ``OuterStep``: as published, and the default of ``attach``."""
+"""Settings of ``OuterStep``: those of published methods, and the default of ``attach``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""WAGMA-SGD: average within changing groups without waiting for late ranks, and globally now and then.
+"""WAGMA-SGD: average within changing groups without waiting for late ranks, and globally at intervals.
 
-Whoever arrives first starts the average for all.  A rank that is late takes part with the last model
-that it published, and finds the result when it arrives.
+The first rank to arrive starts the average for all.  A late rank takes part with the last model that it
+published, and finds the result when it arrives.
 
 Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled, by
 one and the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers

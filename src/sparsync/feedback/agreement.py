@@ -1,4 +1,4 @@
-"""Compare a reducer's set-up with all ranks, and report its numbers."""
+"""Compare a reducer's set-up across ranks, and report its numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Momentum, weight decay and clipping, applied to the local gradient before it is accumulated.
 
-Error feedback delays entries; a momentum that is applied after the exchange is wrong for those that
-waited.  Momentum correction accumulates the *velocity* instead of the gradient: the entries that
-arrive late bring their momentum with them.  Weight decay and clipping move with it.
+Error feedback delays entries, and momentum that is applied after the exchange is wrong for entries
+that were delayed.  Momentum correction accumulates the *velocity* instead of the gradient, so entries
+that arrive late bring their momentum with them.  Weight decay and clipping move with it.
 
 References: Lin et al., Deep Gradient Compression, ICLR 2018, section 3; Fang et al., RedSync,
 sections 5.5, 5.6 and Algorithm 4.

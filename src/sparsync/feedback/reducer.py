@@ -1,4 +1,4 @@
-"""THE STORY: the life of a gradient, from ``accumulate`` to ``commit``.
+"""The life of a gradient, from ``accumulate`` to ``commit``.
 
 ::
 

@@ -1,8 +1,8 @@
 """Shares: how many entries each unit selects, so that all units together select the global top-k.
 
-A unit cannot know the magnitudes of another before its own exchange begins.  So it takes the share
-that it would have had on the step before, known in hindsight: all ranks add up one small histogram
-per unit of the entries that they would have liked to select.  The shares always sum to k.
+A unit cannot know the magnitudes of the others when its own exchange begins.  So it takes the share
+that, in hindsight, it should have had on the previous step: all ranks add up one small histogram per
+unit of the entries that they would have liked to select.  The shares always sum to k.
 """
 
 from __future__ import annotations

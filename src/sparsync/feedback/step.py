@@ -46,8 +46,8 @@ class UnitPlan(NamedTuple):
 class Plan:
     """Decides for every step each unit's k, selector and collective, and what is collected on the way.
 
-    Where it is ``shared``, several units divide k by where its entries lie, except in steps of a warm-up
-    that have another density.
+    If ``shared``, the units divide k by where the largest entries lie, except in steps of a warm-up that
+    have another density.
     """
 
     def __init__(
@@ -156,6 +156,6 @@ class Proposal:
         )
 
 
-# returns the name of a parameter that is not finite for anybody who was asked; None: apply the step.
-# ``Proposal.broken`` is one, where each rank holds the whole model
+# Returns the name of a parameter that is not finite on some rank, or None to apply the step.  Where each
+# rank holds the whole model, ``Proposal.broken`` is enough.
 Consensus = Callable[[Proposal], str | None]

@@ -29,7 +29,7 @@ __all__ = ["attach", "check_optimizer"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-# and whatever has betas, as Adam; by name: older versions of torch have no Adafactor
+# and all that have betas, like Adam; by name, because older versions of torch have no Adafactor
 _ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 
 
@@ -46,11 +46,11 @@ def attach(
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
 ) -> Sync:
-    """Exchange little between the replicas of a model; the training loop stays as it is.
+    """Compress what the replicas of a model exchange; the training loop stays as it is.
 
     Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear
-    in them.  **Updates**, what the optimizer has changed, in few bits, after every few local steps: for
-    AdamW, Muon and whatever else divides by moments, which sparse gradients distort
+    in them.  **Updates**, the changes that the optimizer has made, in few bits, after every few local
+    steps: for AdamW, Muon and every other whose moments sparse gradients would distort
     (``docs/optimizers.md``).
 
     Args:

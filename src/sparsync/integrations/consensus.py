@@ -1,10 +1,10 @@
-"""One decision for all parts of a replica: shards, stages and whoever else holds other parameters.
+"""Make one decision for all parts of a replica: shards, pipeline stages, tensor-parallel ranks.
 
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
 hold other parts of the same replica do not: if one part refuses a step, all must.
 
-Without DDP they also agree which parameters anybody used.  A gradient must not be None on one rank and
-zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
+Without DDP they also agree on which parameters any rank used.  A gradient must not be None on one rank
+and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
 shards would wait for shards that have none.
 """
 
@@ -35,9 +35,8 @@ class PartsConsensus:
 
     Args:
         parts: the ranks that hold them, this one included; all construct it together.
-        keys: of this part's parameters by name, in the same order on all its replicas: 64-bit numbers
-            that are equal on all parts that hold a parameter.  None: whether parameters are used is not
-            asked.
+        keys: 64-bit numbers of this part's parameters by name, in the same order on all its replicas;
+            equal on all parts that hold a parameter.  None: do not ask which parameters are used.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
@@ -101,7 +100,7 @@ class PartsConsensus:
             self._ask(step, _FAILED, "")
 
     def on_any(self, here: bool) -> bool:
-        """Tell whether something is so on this part or on another one."""
+        """Tell whether ``here`` is true on this part or on any other."""
         answers = self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "")
         return bool((answers[:, 0] == _BROKEN).any())
 

@@ -1,4 +1,4 @@
-"""Attaching and resuming, shared by Accelerate, Lightning and the Hugging Face Trainer."""
+"""Attach and resume: what Accelerate, Lightning and the Hugging Face Trainer have in common."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def attach_wrapped(
 ) -> Sync:
     """Attach to the module that a framework wrapped, and maybe compiled, for training.
 
-    Of the optimizers those that have parameters of the model are given to ``attach``; ``options`` go
-    before the framework's ``scaler``; ``how`` says what makes the framework start several processes.
+    ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
+    the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
     alone = not dist.is_initialized() or dist.get_world_size() == 1

@@ -129,7 +129,7 @@ class NodeReducer:
     async def exchange(self, unit: int) -> None:
         """Sum over the node, then exchange this rank's part between nodes."""
         part = await self._scattered(unit)
-        mine = self.reducer.units[unit].size  # shorter where the parts do not come out even
+        mine = self.reducer.units[unit].size  # the last part may be shorter
         weights = self._weights.get(unit)
         if weights is not None:
             first = self.node.rank * part.numel()
@@ -181,9 +181,8 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        dtype = self.reducer.residuals[
-            unit
-        ].accumulated.dtype  # the total's, which may be in messages
+        # that of the total, which may still be in messages
+        dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
         if self.reducer.algorithm.average:
@@ -198,7 +197,7 @@ class NodeReducer:
 class Node:
     """The ranks of a node, which step alike: each exchanges a run of every tensor with other nodes.
 
-    Runs are equally long: zeros follow where a tensor does not come out even.
+    All runs of a tensor have the same length, padded with zeros if its size is not a multiple.
 
     Attributes:
         comm: the ranks of this node; only the training thread uses it, and DDP's.

@@ -41,10 +41,9 @@ class Compression:
     Equal on all ranks; each setting is checked when it is made (``ConfigurationError``).
 
     Attributes:
-        unit_bytes: select over groups of consecutive parameters of at least this many bytes, or over
-            the whole model (None: as the algorithm's paper does: the whole model; "sparcml": single
-            parameters).  Several units are exchanged while the backward pass goes on, each with its
-            share of the global k.
+        unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
+            the algorithm's paper does, over the whole model ("sparcml": over single parameters).
+            Several units are exchanged during the backward pass, each with its share of the global k.
         compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely; the
             others are exchanged dense.  None: as the algorithm does: all; "redsync": those that gain.
         output_layer: names of the parameters of the output layer, which some algorithms treat apart.

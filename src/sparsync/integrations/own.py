@@ -1,4 +1,4 @@
-"""A rank's own weights and moments, by parameter name: ranks whose optimizers step alone differ."""
+"""Save and load a rank's own weights and moments, by parameter name, where ranks differ in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsync.averaging.binding import saved_buffers
 from sparsync.errors import ConfigurationError, require
 from sparsync.units import local_of
 
@@ -41,7 +42,7 @@ def validate_own(
     optimizers: Sequence[torch.optim.Optimizer],
     state: Mapping[str, Any],
 ) -> None:
-    """Refuse what is not of these parameters and optimizers."""
+    """Refuse the state of other parameters or optimizers."""
     sizes = {name: tuple(local_of(t).shape) for name, t in _tensors(module, names).items()}
     own = state["parameters"]
     saved = sizes if own is None else {name: tuple(value.shape) for name, value in own.items()}
@@ -66,7 +67,7 @@ def load_own(
     optimizers: Sequence[torch.optim.Optimizer],
     state: Mapping[str, Any],
 ) -> None:
-    """Take over what ``own_state`` returned; of a resharded state the weights are the caller's affair."""
+    """Load what ``own_state`` returned; a resharded state has no weights, which the caller sets."""
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
     for one, groups in zip(optimizers, state["groups"], strict=True):
@@ -86,13 +87,8 @@ def load_own(
 
 def _tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """Return these parameters, and the buffers that are saved."""
-    unsaved = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, owner in module.named_modules()
-        for name in owner._non_persistent_buffers_set
-    }
     found: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if n in names}
-    return found | {n: b for n, b in module.named_buffers() if n not in unsaved}
+    return found | saved_buffers(module)
 
 
 def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,9 @@
-"""Replicas of anything: FSDP2 modules, pipeline stages, tensor-parallel or plain models.
+"""Exchange gradients without DDP: of FSDP2 modules, pipeline stages, tensor-parallel or plain models.
 
 A hook on every parameter sees its complete gradient: with FSDP2 that of this rank's shard, in a pipeline
-the sum of all micro-batches.  A complete unit is exchanged while other layers or stages go backward.  At
-the end of the step all parts of the model decide together; averages go back into ``parameter.grad``.
+the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are still in
+their backward pass.  At the end of the step all parts of the model decide together whether to apply it,
+and the averages go back into ``parameter.grad``.
 """
 
 from __future__ import annotations

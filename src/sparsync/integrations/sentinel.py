@@ -1,4 +1,4 @@
-"""Compare replicas every so often, to be sure that they are still replicas."""
+"""Compare replicas at intervals, to be sure that they are still equal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NAMED = 3  # tensors in a message
 
 @dataclass(frozen=True, eq=False)
 class Sentinel:
-    """Replicas compared every ``period`` steps, and what follows if they differ.
+    """How often replicas are compared, and what happens if they differ.
 
     Ranks that apply the same totals to the same parameters stay equal, bit for bit.  A rank whose memory
     flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself does not,
-    and nothing else would tell: the loss only looks a little worse.
+    and nothing else would show it: the loss only looks a little worse.
 
     Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  Those of
     other normalisation layers are local: each rank updates them with its own batch, and DDP sends those

@@ -1,8 +1,8 @@
-"""Exchange of what an optimizer changes: ``sync = sparsync.attach(model, optimizer)``.
+"""Exchange what the optimizer has changed: ``sync = sparsync.attach(model, optimizer)``.
 
-Gradients stay on their rank, and every rank's optimizer does its own steps.  After each of them a hook of
-the optimizer begins the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread,
-and applies those that have come to their end.  DDP, if the model is in one, exchanges nothing.
+Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step a hook on
+the optimizer starts the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread
+and applies those that have finished.  DDP, if it wraps the model, exchanges nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.averaging.binding import saved_buffers
 from sparsync.averaging.fragments import Begin
 from sparsync.averaging.moments import correct, follow, with_moments
 from sparsync.averaging.outer import OuterStep
@@ -80,7 +81,7 @@ def attach_updates(
     *,
     advises: bool = False,
 ) -> UpdateSync:
-    """Exchange what optimizers change; see ``attach``.  It ``advises`` of plain DDP where that wins."""
+    """Exchange updates; see ``attach``.  With ``advises``, say so where plain DDP is faster."""
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None:
         check_ddp(ddp)
@@ -176,10 +177,10 @@ def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) 
 
 @final
 class _Model:
-    """A model as the vector of what trains in it, and of its floating-point buffers.
+    """A model as one vector: its trained parameters, then its floating-point buffers.
 
-    float64 if any of it is, else float32.  With a node: this rank's runs of it, as far as it is read;
-    what is written comes from all ranks of the node, which call it together.
+    float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
+    to write, all ranks of the node call together and gather each other's.
     """
 
     def __init__(
@@ -191,16 +192,8 @@ class _Model:
     ) -> None:
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
-        unsaved = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, owner in module.named_modules()
-            for name in owner._non_persistent_buffers_set
-        }
-        self.buffers = [
-            name
-            for name, buffer in module.named_buffers()
-            if buffers and name not in unsaved and buffer.is_floating_point()
-        ]
+        saved = saved_buffers(module) if buffers else {}
+        self.buffers = [name for name, buffer in saved.items() if buffer.is_floating_point()]
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -282,7 +275,7 @@ class _Model:
 
 @final
 class UpdateSync(Sync):
-    """The handle of a model whose optimizers step alone, between exchanges of what they have changed."""
+    """The handle of a model whose optimizers take local steps between exchanges of updates."""
 
     def __init__(
         self,
@@ -299,9 +292,7 @@ class UpdateSync(Sync):
         self.outer, self._weights = outer, weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         frozen = set(module.parameters()) - set(weights.trained.values())
-        self._alone = {
-            parameter for parameter in frozen if parameter.requires_grad
-        }  # DDP's ignored
+        self._alone = {one for one in frozen if one.requires_grad}  # those that DDP ignores
         self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
@@ -316,9 +307,9 @@ class UpdateSync(Sync):
         weights.carrier = carry
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        """Exchange on the engine's thread, one after the other.
+        """Queue an exchange on the engine's thread.
 
-        On a GPU in the stream of this thread, which has read the weights and will write them.
+        On a GPU it uses this thread's stream, which has read the weights and will write them.
         """
         device = self.outer.memory["shared"].device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -375,10 +366,10 @@ class UpdateSync(Sync):
         for handle in handles:
             self.on_close.callback(handle.remove)
         if self._scaler is not None:
-            self._follow(self._scaler)
+            self._count_skipped(self._scaler)
 
-    def _follow(self, scaler: Any) -> None:
-        """Count the steps that a GradScaler skips: on other ranks it may not."""
+    def _count_skipped(self, scaler: Any) -> None:
+        """Count the steps that this rank's GradScaler skips: other ranks may not skip them."""
         me, update = weakref.ref(self), scaler.update
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -464,7 +455,7 @@ class UpdateSync(Sync):
             self._advise()
 
     def _advise(self) -> None:
-        """Say so where dense wins: where plain DDP would wait no longer, or hardly; it costs no loss."""
+        """Say so where plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
@@ -475,7 +466,7 @@ class UpdateSync(Sync):
             )
 
     def _dense_seconds(self) -> float:
-        """Return the seconds that an allreduce of all gradients would take, by two small ones."""
+        """Estimate the seconds of an allreduce of all gradients from two small ones."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights")
         channel.ledger = Ledger()  # of no step
@@ -497,7 +488,7 @@ class UpdateSync(Sync):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Show the weights that all ranks share, to evaluate or save them; the own ones come back."""
+        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
         everything, shows = slice(0, None), self._shows
         own = self._weights.read(everything)
         self._weights.write(everything, self.outer.memory["shared"])
@@ -516,7 +507,7 @@ class UpdateSync(Sync):
         )
 
     def finish(self) -> None:
-        """Exchange what was not, whole: replicas are equal.  All ranks call it; training may go on."""
+        """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
         run(self.outer.deliver(self._weights))
 

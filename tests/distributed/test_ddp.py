@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
+from sparsync.integrations import runs
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -45,6 +46,46 @@ def test_every_ddp_setting_gives_the_same_training():
             train(ddp, range(6))
         ends.append(flat(ddp))
         assert torch.equal(ends[-1], ends[0]), options
+    assert same_everywhere(ends[0])
+
+
+class Odd(torch.nn.Module):
+    """Large and small parameters, an embedding with COO gradients, and one in channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = (40, 50), (7,), (3, 2), (0,), (60, 40), (5,)
+        self.parts = torch.nn.ParameterList(0.1 * torch.randn(shape) for shape in shapes)
+        self.pixels = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.words = torch.nn.Embedding(30, 4, sparse=True)
+
+    def forward(self, x):
+        words = self.words(x[:, 0].abs().long())
+        rest = sum((part * x[0, 0]).sin().sum() for part in self.parts)
+        return self.pixels(x[:, :12].reshape(-1, 3, 2, 2)).sum() + words.sin().sum() + rest
+
+
+@pytest.mark.parametrize("correction", [None, Correction(momentum=0.9, weight_decay=0.1)])
+@on_ranks(2)
+def test_joined_gradients_train_as_each_alone(correction):
+    """Bit for bit, a refused step among them."""
+    ends, usual = [], runs._SMALL
+    for small, view in ((0, False), (100, False), (100, True), (10_000, True)):
+        runs._SMALL = small
+        ddp = torch.nn.parallel.DistributedDataParallel(Odd(), gradient_as_bucket_view=view)
+        settings = {"correction": correction, "nonfinite": "skip"}
+        with attached(ddp, density=0.2, **settings) as sync:
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = ddp(batch(step)[0])
+                (loss * (torch.nan if step == 3 and dist.get_rank() else 1)).backward()
+                optimizer.step()
+            assert sync.stats()["skipped_steps"] == 1
+        ends.append(flat(ddp))
+        assert torch.equal(ends[-1], ends[0]), (small, view)
+    runs._SMALL = usual
     assert same_everywhere(ends[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.integrations import buckets
+from sparsync.integrations import runs
 from sparsync.integrations.buckets import Bucket, Places
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.units import plan_units
@@ -26,7 +26,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 def test_gradients_arrive_and_averages_return(
     monkeypatch: pytest.MonkeyPatch, order: str, unit_bytes: int | None, small: int
 ) -> None:
-    monkeypatch.setattr(buckets, "_SMALL", small)
+    monkeypatch.setattr(runs, "_SMALL", small)
     parameters = [torch.empty(shape) for shape in SHAPES]
     for odd in (1, 7):
         parameters[odd] = parameters[odd].to(memory_format=torch.channels_last)

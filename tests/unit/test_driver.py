@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparsync.errors import ConfigurationError, PeerError
+from sparsync.transports import driver
 from sparsync.transports.driver import Engine, Finished, Flight, Operation, run, together
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import Links, simulate
@@ -218,6 +219,26 @@ def test_an_error_reaches_its_future_and_the_next_job_runs(engine, error):
     failed, fine = engine.submit(fail), engine.submit(lambda: 1)
     assert failed.exception(timeout=SECONDS) is error
     assert fine.result(timeout=SECONDS) == 1
+
+
+def test_an_engine_looks_at_few_coroutines_at_a_time(monkeypatch):
+    monkeypatch.setattr(driver, "_MOST", 3)
+    engine, queued, flying, most = Engine("test"), threading.Event(), 0, []
+
+    async def program():
+        nonlocal flying
+        flying += 1
+        most.append(flying)
+        await Manual()
+        flying -= 1
+
+    engine.submit(lambda: queued.wait(SECONDS))
+    futures = [engine.submit(program()) for _ in range(10)]
+    queued.set()
+    for future in futures:
+        future.result(timeout=SECONDS)
+    engine.close()
+    assert max(most) == 3
 
 
 def test_close_finishes_what_is_queued():

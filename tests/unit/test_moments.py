@@ -35,7 +35,7 @@ def test_with_the_followed_moment_the_steps_would_have_been_the_average_s(ranks)
     moved, average = before - parameter.detach(), torch.randn(3, 5, dtype=torch.float64)
     mean, square = state["exp_avg"] / (1 - 0.9**STEPS), state["exp_avg_sq"] / (1 - 0.99**STEPS)
     root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
-    follow(state, group, moved - average, 1, ranks)
+    follow([(state, group, moved - average)], 1, ranks)
     torch.testing.assert_close(0.1 * state["exp_avg"] / (1 - 0.9**STEPS) / root, average)
 
 
@@ -52,6 +52,31 @@ def test_a_corrected_step_is_that_of_the_averages_second_moment(ranks, options):
     root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
     expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
     torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
+    """With other steps, rates and memory formats among them, bit for bit."""
+    shapes = ((3, 5), (7,), (2, 3, 4, 5), (0,), (11,), (4,), (1,))
+    ends = []
+    for small in (0, 20, 1000):
+        monkeypatch.setattr(moments, "_SMALL", small)
+        monkeypatch.setattr(moments, "_JOINED", 3)
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        parameters[2].data = parameters[2].data.to(memory_format=torch.channels_last)
+        groups = [{"params": parameters[:5]}, {"params": parameters[5:], "lr": 0.2}]
+        optimizer = torch.optim.AdamW(groups, **GROUP)
+        for step in range(3):
+            for parameter in parameters:
+                omitted = step == 1 and parameter.numel() == 11
+                parameter.grad = None if omitted else 2 * parameter.detach()
+            optimizer.step()
+            correct(optimizer, 4)
+        stepped = [(s, g, torch.randn(p.shape)) for p, s, g in with_moments(optimizer)]
+        follow(stepped, 2, 4)
+        ends.append([*parameters, *(state["exp_avg"] for state, _, _ in stepped)])
+    for others in ends[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(ends[0], others, strict=True))
 
 
 def test_other_moments_are_left_alone():

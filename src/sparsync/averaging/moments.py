@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,12 @@ __all__ = ["correct", "follow", "with_moments"]
 
 
 _RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
+_SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
+_JOINED: Final = 64  # small ones at a time
+
+# a parameter's state, another tensor of its shape, and the factors of the pass over both
+_Job = tuple[Mapping[str, Any], Tensor, native.Moments]
+_Pass = Callable[[Tensor, Tensor, Tensor, native.Moments], None]
 
 
 def with_moments(
@@ -30,18 +36,22 @@ def with_moments(
 
 @torch.no_grad()
 def follow(
-    state: Mapping[str, Any], group: Mapping[str, Any], ahead: Tensor, steps: int, ranks: int = 1
+    stepped: Iterable[tuple[Mapping[str, Any], Mapping[str, Any], Tensor]],
+    steps: int,
+    ranks: int = 1,
 ) -> None:
-    """Move a first moment by what makes this rank's last ``steps`` steps the average's.
+    """Move first moments by what makes this rank's last ``steps`` steps the average's.
 
-    A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``.  Their sum was ``ahead`` of the average's, in
-    the parameter's shape and against the weights, so ``m -= (1 - b1^t) d ahead / (lr steps)``.  With
-    ``ranks`` these steps were ``correct``ed.
+    ``stepped`` are states, groups, and by how much the sum of these steps was ahead of the average's, in
+    the parameter's shape and against the weights.  A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``,
+    so ``m -= (1 - b1^t) d ahead / (lr steps)``.  With ``ranks`` these steps were ``correct``ed.
     """
-    if rate := float(group["lr"]) * steps:
-        unbiased, factors = _factors(state, group, ranks)
-        given = (*factors, -unbiased / rate, ranks > 1)
-        _passed(state, ahead, given, native.follow_, _follow)
+    jobs: list[_Job] = []
+    for state, group, ahead in stepped:
+        if rate := float(group["lr"]) * steps:
+            unbiased, factors = _factors(state, group, ranks)
+            jobs.append((state, ahead, (*factors, -unbiased / rate, ranks > 1)))
+    _pass_over(jobs, 0, native.follow_, _follow)
 
 
 @torch.no_grad()
@@ -51,11 +61,13 @@ def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     The noise of gradients is averaged away over P ``ranks``, so ``v' = m'^2 + (v - m'^2) / P``, where a
     rank's own ``v`` makes steps up to sqrt(P) times shorter; ``w -= lr m' (1 / d(v') - 1 / d(v))``.
     """
+    jobs: list[_Job] = []
     for parameter, state, group in with_moments(optimizer):
         if parameter.grad is not None:  # else it was not stepped
             unbiased, factors = _factors(state, group, ranks)
             given = (*factors, -float(group["lr"]) / unbiased, ranks > 1)
-            _passed(state, local_of(parameter), given, native.correct_, _correct)
+            jobs.append((state, local_of(parameter), given))
+    _pass_over(jobs, 2, native.correct_, _correct)
 
 
 def _factors(
@@ -67,24 +79,50 @@ def _factors(
     return unbiased, (noise / own, (1 - noise) / unbiased**2, 1 / own, float(group["eps"]))
 
 
+def _pass_over(jobs: Iterable[_Job], changed: int, compiled: _Pass, plain: _Pass) -> None:
+    """Pass over both moments and the other tensor of every job; small ones are joined.
+
+    ``changed`` is which of the three is written to.
+    """
+    waiting: dict[Any, list[tuple[Tensor, ...]]] = {}
+
+    def join(given: native.Moments, several: list[tuple[Tensor, ...]]) -> None:
+        columns = list(zip(*several, strict=True))
+        joined = [torch.cat([one.reshape(-1) for one in column]) for column in columns]
+        _passed(joined, given, compiled, plain)
+        own = columns[changed]
+        pieces = torch.split(joined[changed], [one.numel() for one in own])
+        shaped = [piece.view(one.shape) for piece, one in zip(pieces, own, strict=True)]
+        torch._foreach_copy_(own, shaped)
+
+    for state, other, given in jobs:
+        tensors = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), other
+        if other.numel() > _SMALL:
+            _passed(tensors, given, compiled, plain)
+            continue
+        kind = given, *((tensor.dtype, tensor.device) for tensor in tensors)
+        several = waiting.setdefault(kind, [])
+        several.append(tensors)
+        if len(several) == _JOINED:
+            join(given, waiting.pop(kind))
+    for (given, *_), several in waiting.items():
+        join(given, several)
+
+
 def _passed(
-    state: Mapping[str, Any],
-    other: Tensor,
-    given: native.Moments,
-    compiled: Callable[[Tensor, Tensor, Tensor, native.Moments], None],
-    plain: Callable[[Tensor, Tensor, Tensor, native.Moments], None],
+    tensors: Sequence[Tensor], given: native.Moments, compiled: _Pass, plain: _Pass
 ) -> None:
     """Pass over both moments and another tensor, in C++ or in runs."""
-    tensors = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), other
+    mean, square, other = tensors
     dense = all(tensor.is_contiguous() for tensor in tensors)
     if dense and backend_of(*tensors) is native:
-        compiled(*tensors, given)
+        compiled(mean, square, other, given)
     elif dense and other.is_cpu:  # fresh memory costs more than the work
         runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
         for mean, square, run in zip(*runs, strict=True):
             plain(mean, square, run, given)
     else:
-        plain(*tensors, given)
+        plain(mean, square, other, given)
 
 
 # ---- the specification, which ``native/moments_body.h`` follows: without fused multiply-adds ----------

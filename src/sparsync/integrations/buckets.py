@@ -1,46 +1,26 @@
 """DDP's buckets: where their gradients lie in the units, found out once and not at every step.
 
-Python for every parameter costs more than what is done with a small one.  So small parameters that
-follow one another in a unit are one run: joined, accumulated, and written as one.  DDP's order is about
-the reverse of a unit's; a bucket of small parameters alone is put into the unit's order in place, and
-one that has others, too, keeps a copy of the small ones until the step ends.
+Small parameters that follow one another in a unit are one run.  DDP's order is about the reverse of a
+unit's; a bucket of small parameters alone is put into the unit's order in place, and one that has others,
+too, keeps a copy of the small ones until the step ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.integrations.runs import Place, Run, parts_of, runs_of
 from sparsync.integrations.sync import Step
-from sparsync.sparse import DenseVector, Vector
-from sparsync.units import Slot, Unit
+from sparsync.sparse import Vector
+from sparsync.units import Unit
 
 __all__ = ["Bucket", "BucketStep", "Places"]
-
-_SMALL: Final = 1 << 15  # elements: copies of this many take no longer than Python for one
-_RUN: Final = 1 << 20  # elements of a run at most, whose averages are written by way of a copy
-
-Place = tuple[int, Slot]  # a unit, and where in it
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Parameters of a bucket, by number, that fill elements of a unit from ``start`` on."""
-
-    unit: int
-    start: int
-    members: list[int]
-    sizes: list[int]
-
-    @property
-    def end(self) -> int:
-        return self.start + sum(self.sizes)
 
 
 @final
@@ -70,29 +50,10 @@ class Places:
             if not like.is_contiguous():
                 self.strides[number] = like.stride()
         self.names = [slot.name for _, slot in places]
-        self.runs = _runs(places, joined)
+        self.runs = runs_of(places, joined=joined)
         self.joined = [
             number for run in self.runs if len(run.members) > 1 for number in run.members
         ]
-
-
-def _runs(places: Sequence[Place], joined: bool) -> list[_Run]:
-    """Return the runs of a bucket, by unit and in its order."""
-    runs: list[_Run] = []
-    end = 0
-    keys = [(unit, slot.start, slot.size) for unit, slot in places]  # an empty one comes first
-    for number in sorted(range(len(places)), key=keys.__getitem__):
-        unit, slot = places[number]
-        if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
-            last = runs[-1]
-            if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
-                last.members.append(number)
-                last.sizes.append(slot.size)
-                end += slot.size
-                continue
-        runs.append(_Run(unit, slot.start, [number], [slot.size]))
-        end = slot.start + slot.size
-    return runs
 
 
 @final
@@ -130,11 +91,11 @@ class Bucket:
         for number, parameter in enumerate(self.places.parameters):
             yield parameter, self.gradient(number)
 
-    def parameters(self, run: _Run) -> list[Tensor]:
+    def parameters(self, run: Run) -> list[Tensor]:
         """Return those of a run, in its order."""
         return [self.places.parameters[number] for number in run.members]
 
-    def flat(self) -> Iterator[tuple[_Run, Tensor]]:
+    def flat(self) -> Iterator[tuple[Run, Tensor]]:
         """Yield the runs and their gradients, 1-D, in memory that is theirs."""
         places, end = self.places, 0
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
@@ -154,22 +115,14 @@ class Bucket:
 
     def write(self, averages: Sequence[Vector]) -> None:
         """Write averages of units to where DDP expects them."""
-        for unit, group in groupby(self.places.runs, lambda run: run.unit):
-            average, runs = averages[unit], list(group)
-            if isinstance(average, DenseVector):
-                for run in runs:
-                    self._write_run(run, average.values[run.start : run.end])
-                continue
-            cuts = [cut for run in runs for cut in (run.start, run.end)]
-            for run, part in zip(runs, average.split([*cuts])[::2], strict=True):
+        for unit, runs in groupby(self.places.runs, lambda run: run.unit):
+            for run, part in parts_of(averages[unit], list(runs)):
                 if len(run.members) == 1 and run.members[0] not in self.places.strides:
                     part.write_to_(self._pieces[run.members[0]])
                 else:
-                    values = self.dense.new_empty(part.size)
-                    part.write_to_(values)
-                    self._write_run(run, values)
+                    self._write_run(run, part.to_dense())
 
-    def _write_run(self, run: _Run, values: Tensor) -> None:
+    def _write_run(self, run: Run, values: Tensor) -> None:
         odd, parts = self.places.strides, torch.split(values, run.sizes)
         pairs = list(zip(run.members, parts, strict=True))
         for number, part in pairs if odd else ():

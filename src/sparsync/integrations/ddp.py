@@ -30,7 +30,7 @@ from sparsync.integrations.sync import Hook, Sync, call_after_backward
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
-from sparsync.units import Slot, check_same_parameters, local_of, replicated_tensors, training
+from sparsync.units import Slot, check_same_parameters, replicated_tensors, training
 
 __all__ = ["CommHook", "DdpSync", "attach_ddp", "check_ddp"]
 
@@ -136,7 +136,8 @@ class DdpSync(Sync):
                 sync._check_model()
 
         def after_gradient(parameter: Tensor) -> None:
-            if (sync := me()) is not None:
+            sync = me()  # backward(create_graph=True) enables gradients
+            if sync is not None and (sync._exchanged or torch.is_grad_enabled()):
                 sync._check_gradient(parameter)
 
         handles: list[Any] = [model.register_forward_pre_hook(Hook(before_forward))]
@@ -240,10 +241,8 @@ class DdpSync(Sync):
         """Return where the gradients of a bucket lie; DDP makes its buckets once more after a step."""
         parameters, known = bucket.parameters(), self._places.get(bucket.index())
         if known is None or known.identities != [id(parameter) for parameter in parameters]:
-            # a clip is by norms of single gradients, whose sum is another in the last bit if joined
-            correction = self.reducer.correction
-            joined = correction is None or correction.clip is None
-            known = self._places[bucket.index()] = Places(parameters, self._place, joined=joined)
+            known = Places(parameters, self._place, joined=self._joins)
+            self._places[bucket.index()] = known
         return known
 
     def _launch(self, this: BucketStep) -> list[int]:
@@ -251,14 +250,10 @@ class DdpSync(Sync):
         waiting, this.waiting = this.waiting, []
         if self.reducer.corrector and self._measures:
             self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
-        correction, complete = self.reducer.correction, []
+        complete = []
         for bucket in waiting:
             for its, gradient in bucket.flat():
-                weights = None
-                if correction and correction.weight_decay:
-                    own = [local_of(p).reshape(-1) for p in bucket.parameters(its)]
-                    weights = own[0] if len(own) == 1 else torch.cat(own)
-                self._whole.accumulate(its.unit, its.start, gradient, weights)
+                self._accumulate(its, gradient, bucket.parameters(its))
                 this.accumulated[its.unit] += len(its.members)
                 if this.accumulated[its.unit] == len(this.units[its.unit].slots):
                     complete.append(its.unit)

@@ -24,8 +24,10 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
+from sparsync.integrations.runs import Run, parts_of, runs_of
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
+from sparsync.sparse import Vector
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Unit, check_same_parameters, local_of
@@ -155,6 +157,10 @@ class ReplicaSync(Sync):
             for i, unit in enumerate(reducer.units)
             for slot in unit.slots
         }
+        self._runs = [
+            runs_of([(i, slot) for slot in unit.slots], joined=self._joins)
+            for i, unit in enumerate(reducer.units)
+        ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
@@ -234,7 +240,7 @@ class ReplicaSync(Sync):
             self._discard()
         if self._open is None:
             self._begin_step()
-            self._open = ReplicaStep(self.reducer.units, task)
+            self._open = ReplicaStep(self.reducer.units, self._runs, task)
             if not self._scheduled and not call_after_backward(self._close_outermost):
                 raise self._broken(
                     "gradients came outside of backward(), as in a pipeline of FSDP2 modules; attach "
@@ -262,13 +268,16 @@ class ReplicaSync(Sync):
     def _launch(self, this: ReplicaStep, scale: float) -> None:
         """Take, scale and accumulate the gradients of the first unit of the order; hand it on."""
         unit = this.order.pop(0)
-        for slot in this.units[unit].slots:
-            parameter = self._parameters[slot.name]
-            gradient = local_of(this.take(slot.name, parameter))
-            if scale != 1:
-                gradient.mul_(scale)
-            this.gradients[unit][slot] = (parameter, gradient)
-            self._accumulate(this, unit, slot)
+        names = [slot.name for slot in this.units[unit].slots]
+        parameters = [self._parameters[name] for name in names]
+        gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
+        if scale != 1:
+            torch._foreach_mul_(gradients, scale)
+        this.gradients[unit] = gradients
+        for its in self._runs[unit]:
+            own = [gradients[number].reshape(-1) for number in its.members]
+            gradient = own[0] if len(own) == 1 else torch.cat(own)
+            self._accumulate(its, gradient, [parameters[number] for number in its.members])
         self._wait_for_gpu()
         this.jobs.append(self._engine.submit(self._exchange(this, unit)))
 
@@ -277,7 +286,7 @@ class ReplicaSync(Sync):
     def _close(self) -> None:
         if self._open is None:
             self._begin_step()
-        this = self._open or ReplicaStep(self.reducer.units, -1)
+        this = self._open or ReplicaStep(self.reducer.units, self._runs, -1)
         self._open = None
         if self.reducer.corrector and self._measures:
             grads = [p.grad for p in self._place if p.grad is not None]
@@ -314,6 +323,7 @@ class ReplicaStep(Step):
 
     Attributes:
         task: of autograd, in which the step was opened.
+        gradients: of the units that have started, by slot.
         passes: backward passes that have come to a parameter.
         ready: complete parameters, per unit.
         order: of the units that have not started.
@@ -321,9 +331,10 @@ class ReplicaStep(Step):
         came: names of parameters that had a gradient here.
     """
 
-    def __init__(self, units: Sequence[Unit], task: int) -> None:
+    def __init__(self, units: Sequence[Unit], runs: Sequence[Sequence[Run]], task: int) -> None:
         super().__init__(units)
-        self.units, self.task = units, task
+        self.runs, self.task = runs, task
+        self.gradients: dict[int, list[Tensor]] = {}
         self.passes: Counter[Tensor] = Counter()
         self.ready = [0] * len(units)
         self.order = list(reversed(range(len(units))))
@@ -340,3 +351,15 @@ class ReplicaStep(Step):
             self.came.add(name)
         self.taken[name] = gradient
         return gradient
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Write the averages of all units into the gradients."""
+        for unit, (average, runs) in enumerate(zip(averages, self.runs, strict=True)):
+            for run, part in parts_of(average, runs):
+                own = [self.gradients[unit][number] for number in run.members]
+                if len(own) == 1 and own[0].is_contiguous():
+                    part.write_to_(own[0].view(-1))
+                else:
+                    pieces = torch.split(part.to_dense(), run.sizes)
+                    shaped = [p.view(g.shape) for p, g in zip(pieces, own, strict=True)]
+                    torch._foreach_copy_(own, shaped)

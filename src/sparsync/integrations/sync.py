@@ -22,14 +22,15 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state, rescale_
 from sparsync.feedback.step import channel_of
 from sparsync.integrations.options import Monitoring
+from sparsync.integrations.runs import Run
 from sparsync.integrations.sentinel import check_replicas
-from sparsync.sparse import DenseVector, Vector
+from sparsync.sparse import Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
-from sparsync.units import Piece, Slot, Unit, local_of
+from sparsync.units import Piece, Unit, local_of
 
 if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.integrations.consensus import PartsConsensus
@@ -38,28 +39,25 @@ if TYPE_CHECKING:  # neither is needed without parts
 __all__ = ["Hook", "Step", "Sync", "call_after_backward"]
 
 
-class Step:
-    """One step under way: the gradients that averages are written to, and the engine's jobs.
+class Step(ABC):
+    """One step under way, and the engine's jobs for it.
 
     Attributes:
-        gradients: of every unit, by slot: a parameter and its gradient.
         failed: an exchange has failed, so nothing is to be waited for any more.
         spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.gradients: list[dict[Slot, tuple[Tensor, Tensor]]] = [{} for _ in units]
+        self.units = units
         self.jobs: list[Future[None]] = []
         self.failed = False
         self.spans: dict[int, tuple[float, float]] = {}
         self.waited: tuple[float, float] | None = None
-        self.units = units
 
+    @abstractmethod
     def write(self, averages: Sequence[Vector]) -> None:
         """Write the averages of all units into the gradients."""
-        for unit, average, into in zip(self.units, averages, self.gradients, strict=True):
-            _write(average, unit, into)
 
 
 class Sync(ABC):
@@ -259,10 +257,19 @@ class Sync(ABC):
         """Whether nothing can be accumulated before the norm of all gradients is known."""
         return self.reducer.corrector is not None and self.reducer.corrector.waits
 
-    def _accumulate(self, this: Step, unit: int, slot: Slot) -> None:
-        parameter, gradient = this.gradients[unit][slot]
-        weights = local_of(parameter).reshape(-1)
-        self._whole.accumulate(unit, slot.start, gradient.detach().reshape(-1), weights)
+    @property
+    def _joins(self) -> bool:
+        """Whether small gradients are joined: a clip is by norms of single ones, bit for bit."""
+        correction = self.reducer.correction
+        return correction is None or correction.clip is None
+
+    def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Add the gradient of a run's parameters, 1-D, to its unit."""
+        correction, weights = self.reducer.correction, None
+        if correction and correction.weight_decay:
+            own = [local_of(parameter).reshape(-1) for parameter in parameters]
+            weights = own[0] if len(own) == 1 else torch.cat(own)
+        self._whole.accumulate(run.unit, run.start, gradient, weights)
 
     async def _exchange(self, this: Step, unit: int) -> None:
         """Exchange a unit; on the engine's thread, as all that follows until ``_settle``."""
@@ -372,23 +379,6 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
-
-
-def _write(average: Vector, unit: Unit, gradients: Mapping[Slot, tuple[Tensor, Tensor]]) -> None:
-    """Write a unit's average into its gradients."""
-    slots = unit.slots
-    if isinstance(average, DenseVector):
-        for slot in slots:
-            view = gradients[slot][1]
-            view.copy_(average.values[slot.start : slot.start + slot.size].view(view.shape))
-        return
-    boundaries = [*(slot.start for slot in slots), average.size]
-    for slot, part in zip(slots, average.split(boundaries), strict=True):
-        view = gradients[slot][1]
-        if view.is_contiguous():
-            part.write_to_(view.view(-1))
-        else:  # channels_last and the like: a bucket keeps the parameter's strides
-            view.copy_(part.to_dense().view(view.shape))
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:

@@ -40,7 +40,7 @@ from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups, TorchCommunicator
-from sparsync.units import check_same_parameters, local_of, output_parameters
+from sparsync.units import check_same_parameters, local_of, output_parameters, training
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
@@ -228,11 +228,16 @@ class _Model:
         found = [run_of(tensor).to(self.dtype) for tensor, _ in self._within(span)]
         return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
 
-    def _pairs(self, span: slice, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the tensors of a span, and what a vector has for them."""
-        rows = values[None] if self.node is None else self.node.gathered(values)
-        for tensor, place in self._within(span):
-            yield tensor, rows[:, place].flatten()[: tensor.numel()].view(tensor.shape)
+    def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of a span, and what a vector has for them."""
+        found = list(self._within(span))
+        tensors = [tensor for tensor, _ in found]
+        if self.node is None:
+            pieces: Sequence[Tensor] = torch.split(values, [tensor.numel() for tensor in tensors])
+        else:
+            rows = self.node.gathered(values)
+            pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
+        return tensors, [its.view(one.shape) for one, its in zip(tensors, pieces, strict=True)]
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -246,15 +251,15 @@ class _Model:
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
         self.reshard()
-        for tensor, its in self._pairs(span, values):
-            tensor.copy_(its)
+        if (pairs := self._pairs(span, values))[0]:
+            torch._foreach_copy_(*pairs)
 
     @torch.no_grad()
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part, in the same tensors."""
         self.reshard()
-        for tensor, its in self._pairs(span, values):
-            tensor.add_(its)
+        if (pairs := self._pairs(span, values))[0]:
+            torch._foreach_add_(*pairs)
 
     @torch.no_grad()
     def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
@@ -264,9 +269,12 @@ class _Model:
             for optimizer in self.optimizers
             for parameter, state, group in with_moments(optimizer)
         }
-        for tensor, its in self._pairs(span, ahead):
-            if known := of_state.get(tensor.data_ptr()):
-                follow(*known, its, steps, self.ranks)
+        stepped = [
+            (*known, its)
+            for tensor, its in zip(*self._pairs(span, ahead), strict=True)
+            if (known := of_state.get(tensor.data_ptr()))
+        ]
+        follow(stepped, steps, self.ranks)
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
@@ -293,6 +301,7 @@ class UpdateSync(Sync):
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         frozen = set(module.parameters()) - set(weights.trained.values())
         self._alone = {one for one in frozen if one.requires_grad}  # those that DDP ignores
+        self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
@@ -413,7 +422,9 @@ class UpdateSync(Sync):
         assert module is not None
         self._weights.reshard()
         trained = self._weights.trained.values()
-        check_same_parameters(module, trained, self._alone)
+        if (seen := training(module)) != self._seen:
+            check_same_parameters(module, trained, self._alone)
+            self._seen = seen
         if not self._owed or self._shows or self._scaler is not None or not self.outer.optimizers:
             return
         if not any(p.grad is not None and bool(p.grad.norm()) for p in trained):  # else they add up

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _PATIENCE = 0.001  # seconds between looks for a new job while others are in flight
 _LONG = 0.1  # seconds between looks at the younger members when no new one may start
+_MOST = 64  # coroutines in flight on an engine: every look at them costs Python for each
 
 
 class Operation(ABC):
@@ -136,7 +137,7 @@ class Flight:
         """Wait for the oldest, at most about ``seconds``; take every member as far as it comes."""
         for member in list(self._members):
             step = member[0].advance
-            while member in self._members and self._move(member, partial(step, seconds)):
+            while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
 
@@ -255,7 +256,7 @@ class Engine:
                 guarded(partial(flight.advance, _PATIENCE))
                 continue
             coroutine = item is not None and isinstance(item[0], Coroutine)
-            while flight and not coroutine:
+            while flight and (not coroutine or len(flight) >= _MOST):
                 guarded(partial(flight.advance, _LONG))
             if item is None:
                 return

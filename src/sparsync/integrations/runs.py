@@ -1,0 +1,70 @@
+"""Runs: small parameters that follow one another in a unit, accumulated and written as one.
+
+Python for every parameter costs more than what is done with a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sparsync.sparse import DenseVector, Vector
+from sparsync.units import Slot
+
+__all__ = ["Place", "Run", "parts_of", "runs_of"]
+
+_SMALL: Final = 1 << 15  # elements: copies of this many take no longer than Python for one
+_RUN: Final = 1 << 20  # elements of a run at most, whose averages are written by way of a copy
+
+Place = tuple[int, Slot]  # a unit, and where in it
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters, by number, that fill elements of a unit from ``start`` on."""
+
+    unit: int
+    start: int
+    members: list[int]
+    sizes: list[int]
+
+    @property
+    def end(self) -> int:
+        """Return where it ends."""
+        return self.start + sum(self.sizes)
+
+
+def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
+    """Return the runs of parameters at these places, in the order of units; large ones are alone.
+
+    Example:
+        >>> places = [(0, Slot("b", 3, 2)), (0, Slot("a", 0, 3)), (0, Slot("d", 9, 1))]
+        >>> [(run.start, run.members) for run in runs_of(places, joined=True)]
+        [(0, [1, 0]), (9, [2])]
+    """
+    runs: list[Run] = []
+    end = 0
+    keys = [(unit, slot.start, slot.size) for unit, slot in places]  # an empty one comes first
+    for number in sorted(range(len(places)), key=keys.__getitem__):
+        unit, slot = places[number]
+        if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
+            last = runs[-1]
+            if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
+                last.members.append(number)
+                last.sizes.append(slot.size)
+                end += slot.size
+                continue
+        runs.append(Run(unit, slot.start, [number], [slot.size]))
+        end = slot.start + slot.size
+    return runs
+
+
+def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector]]:
+    """Yield runs of a unit, in its order, and what its average has for them."""
+    if isinstance(average, DenseVector):
+        for run in runs:
+            yield run, DenseVector(average.values[run.start : run.end])
+    else:
+        cuts = [cut for run in runs for cut in (run.start, run.end)]
+        yield from zip(runs, average.split(cuts)[::2], strict=True)

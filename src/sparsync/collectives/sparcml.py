@@ -284,10 +284,8 @@ class Dynamic(StreamCollective):
         codec, lose = self.local or call.codec, self.local is not None and not self.keep_error
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
-            if dest == call.comm.rank and self.local is None:
-                payloads.append(
-                    call.mine.values.new_empty(0, dtype=torch.uint8)
-                )  # it stays, as it is
+            if dest == call.comm.rank and self.local is None:  # it stays, as it is
+                payloads.append(torch.empty(0, dtype=torch.uint8))
                 continue
             encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
             payloads.append(encoded.payload)

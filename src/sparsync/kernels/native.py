@@ -76,8 +76,8 @@ _SMALL: Final = 1 << 14
 # from here on ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
-_ENTRY_BYTES: Final = (8, 2, 1, 4)  # at least, of a message, by the form of its values
 _SAMPLES: Final = 1 << 12  # or more, so that there are at least this many
+_ENTRY_BYTES: Final = (8, 2, 1, 4)  # at least, of a message, by the form of its values
 
 
 @functools.cache

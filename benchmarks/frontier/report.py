@@ -22,7 +22,7 @@ Place = tuple[str, int, int, int]  # task, steps, ranks, batch
 MARKERS = {"adamw": "o", "muon": "s", "sgd": "^"}
 EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
 OURS = "updates"  # the one line
-MANY = 5  # methods of a section that are worth a picture
+MANY = 5  # methods in a section that is drawn
 PANEL_INCHES = (6.4, 5.6)
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
 LINEAR_PERCENT = 5.0  # the picture is linear so far around dense, logarithmic beyond
@@ -264,10 +264,10 @@ def written(section: Section) -> list[str]:
 def picture(sections: Sequence[Section], path: Path) -> None:
     """Draw loss over bytes, and the front of what no other row beats in both.
 
-    A panel per section of the tasks of which many methods have been run.
+    A panel per section of which many methods have been run, on as many ranks as the first.
     """
-    drawn = {section.task for section in sections if len(section.entries) >= MANY}
-    sections = [section for section in sections if section.task in drawn] or sections
+    drawn = [section for section in sections if len(section.entries) >= MANY]
+    sections = [s for s in drawn if s.ranks == sections[0].ranks] or sections
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     width, height = PANEL_INCHES
@@ -294,6 +294,7 @@ def picture(sections: Sequence[Section], path: Path) -> None:
         front = [(x, y) for x, y in sorted(points) if all(b >= y for a, b in points if a <= x)]
         axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
+        axis.margins(0.08)
         axis.set_xscale("log")
         left, right = axis.get_xlim()
         steps = [digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5)]

@@ -1,4 +1,4 @@
-"""The handle that ``attach`` returns: one model's sparse synchronisation on this rank."""
+"""The handle that ``attach`` returns: the exchanges of one model on this rank."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ void check_width(int64_t width) {
 
 // Writes indices relative to `start`; refuses those that do not ascend within `width` elements.
 void narrow(const int64_t *indices, int64_t count, int64_t start, int64_t width, uint32_t *out) {
-  bool inside = count == 0 || (indices[0] >= start && indices[count - 1] - start < width);
+  bool inside = count == 0 || (indices[0] >= start && indices[count - 1] < start + width);
   for (int64_t i = 1; i < count; ++i) inside &= indices[i - 1] < indices[i];
   if (!inside)
     throw std::invalid_argument("indices must ascend within the vector; sort, coalesce and check them first");

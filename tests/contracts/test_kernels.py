@@ -203,7 +203,7 @@ def test_moments(isa):
             with using(chosen), torch.no_grad():
                 before = weights.clone(), state["exp_avg"].clone()
                 moments.correct(adam, ranks)
-                moments.follow(state, adam.param_groups[0], noise(n, 3), 2, ranks)
+                moments.follow([(state, adam.param_groups[0], noise(n, 3))], 2, ranks)
                 found.append((weights.detach().clone(), state["exp_avg"].clone()))
                 for tensor, value in zip((weights, state["exp_avg"]), before, strict=True):
                     tensor.copy_(value)

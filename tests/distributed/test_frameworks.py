@@ -530,6 +530,7 @@ def test_the_example_of_a_divided_model_learns(name, options, shape):
 def test_a_missing_framework_is_named(name, monkeypatch):
     module = f"sparsync.integrations.{name}"
     monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, name, None)
+    for loaded in (name, *(m for m in sys.modules if m.startswith(f"{name}."))):
+        monkeypatch.setitem(sys.modules, loaded, None)
     with refused(f"{module} needs {name}", f"pip install {name}"):
         importlib.import_module(module)

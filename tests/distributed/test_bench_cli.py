@@ -32,6 +32,7 @@ def test_processes_and_simulator_agree():
         assert (real.steps_verified, real.steps_total) == (7, 7)
         assert 0 < real.seconds_25 <= real.seconds_median <= real.seconds_75
         assert real.seconds_exchange_median > 0 and real.seconds_add_median > 0
+        assert real.processor_exchange_median > 0 and real.processor_add_median > 0
         assert real.entries_min == virtual.entries_min
         # the native allreduce is booked by its formula; budgeted's messages are padded over gloo
         most = 3.0 if real.collective == "budgeted" else 1.02

@@ -110,7 +110,8 @@ def test_the_json_has_the_documented_keys(command, tmp_path):
         "collective transport ranks size density seconds_median bytes_sent_max bytes_received_max "
         "words_per_k_max bound_words_per_k entries_min law_error_max wrong "
         "seconds_exchange_median seconds_local_median seconds_add_median wire_seconds "
-        "bytes_kernel_max steps_verified speedup speedup_exchange exchange_over_wire local_over_add"
+        "processor_exchange_median processor_over_add bytes_kernel_max steps_verified "
+        "speedup speedup_exchange exchange_over_wire local_over_add"
     )
     for row in rows:
         assert set(row) >= set(contract.split())

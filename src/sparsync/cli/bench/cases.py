@@ -68,6 +68,7 @@ class _Watched(Collective):
         # called before the exchange, returns when it starts; None: it follows at once, not timed
         self.fence: Callable[[], float] | None = None
         self.started = self.ended = self.copying = 0.0  # copying: the seconds of the copies
+        self.processor = 0.0  # seconds of the exchange, of all threads of this process
 
     @property
     def state(self) -> Any:
@@ -85,8 +86,9 @@ class _Watched(Collective):
         if self.fence is not None:
             with comm.stage("fence"):  # waiting for the others is no communication
                 self.started = self.fence()
+        before = time.process_time()
         reduced = await self.inner.reduce(comm, selected, k, step)
-        self.ended = time.perf_counter()
+        self.ended, self.processor = time.perf_counter(), time.process_time() - before
         self.selected, self.reduced = selected, reduced
         if self.keep:
             self.selected = _copy(selected)

@@ -95,6 +95,9 @@ class Outcome:
     verdict: Verdict
     in_full: bool = True  # on the sum and the law; else on the equality of the totals alone
     kernel: int | None = None  # most bytes on any link of a lab, one way, as the kernel counted
+    processor: float | None = (
+        None  # seconds of a core for the exchange, all threads: the ranks' mean
+    )
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Measured:
     warmup: int  # number of steps before the timed ones
     stages: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0 in all steps
     add_seconds: Sequence[float] = ()  # of ``residual.add_(gradient)`` on the slowest rank
+    add_processor: Sequence[float] = ()  # seconds of a core that it takes: the ranks' mean
 
 
 def measure(

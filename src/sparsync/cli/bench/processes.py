@@ -61,7 +61,7 @@ class Team:
             step = partial(self._step, rank)
             measured = measure(step, transport_of(comm), pace, verified, advance)
             measured.stages = dict(comm.ledger.stages)
-            measured.add_seconds = self._seconds_of_add(case.size)
+            measured.add_seconds, measured.add_processor = self._time_of_add(case.size)
         return measured
 
     def _step(self, rank: WatchedReducer, in_full: bool, alone: bool) -> Outcome:
@@ -77,14 +77,15 @@ class Team:
         after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
         total, last = seen.reduced.total, ledger.last_step
-        times = [round(t * _NANOSECONDS) for t in (start, end, seen.started, seen.ended)]
+        clocks = (start, end, seen.started, seen.ended, seen.processor)
+        times = [round(t * _NANOSECONDS) for t in clocks]
         others = [last.sent, last.received, counted, seen.selected.nnz, digest(total)]
         mine = torch.tensor([*times, *others])
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=self.group)
         facts = torch.stack(everyone)
         most = facts.amax(0).tolist()
-        verdict = compare(rank.case.k, most[7], total, set(facts[:, 8].tolist()))
+        verdict = compare(rank.case.k, most[8], total, set(facts[:, 9].tolist()))
         if in_full:
             evidence = self._collect(rank.evidence())
             if self.rank == 0:
@@ -94,11 +95,12 @@ class Team:
         return Outcome(
             seconds=self.line.elapsed(facts[:, 0], facts[:, 1]),
             exchange=self.line.elapsed(facts[:, 2], facts[:, 3]) if alone else None,
-            sent=most[4],
-            received=most[5],
+            processor=facts[:, 4].double().mean().item() / _NANOSECONDS if alone else None,
+            sent=most[5],
+            received=most[6],
             verdict=verdict,
             in_full=in_full,
-            kernel=most[6] if self.connection.lab else None,
+            kernel=most[7] if self.connection.lab else None,
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
@@ -125,14 +127,18 @@ class Team:
                     break
             yield unpacked(pieces, [Evidence, SparseVector, DenseVector])
 
-    def _seconds_of_add(self, size: int, *, repetitions: int = 10) -> list[float]:
-        """Time ``residual.add_(gradient)`` while all ranks do it: the slowest's, per repetition."""
+    def _time_of_add(self, size: int, *, repetitions: int = 10) -> tuple[list[float], list[float]]:
+        """Time ``residual.add_(gradient)`` while all ranks do it, per repetition.
+
+        Returns the slowest rank's seconds, and the ranks' mean seconds of a core.
+        """
         residual, gradient = torch.zeros(size), torch.ones(size)
-        seconds = []
+        times = []
         for _ in range(repetitions + 1):  # the first is not timed
-            start = self.line.wait()
+            start, before = self.line.wait(), time.process_time()
             residual.add_(gradient)
-            seconds.append(time.perf_counter() - start)
-        slowest = torch.tensor(seconds[1:], dtype=torch.float64)
+            times.append([time.perf_counter() - start, time.process_time() - before])
+        slowest, mean = torch.tensor(times[1:], dtype=torch.float64).T.contiguous()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
-        return list(slowest.tolist())
+        dist.all_reduce(mean, group=self.group)
+        return slowest.tolist(), (mean / dist.get_world_size()).tolist()

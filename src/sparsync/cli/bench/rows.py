@@ -56,6 +56,8 @@ class Row:
     seconds_exchange_median: float  # selected -> total, from a common start
     seconds_local_median: float  # the whole minus the exchange
     seconds_add_median: float | None  # of ``residual.add_(gradient)`` on all ranks at once
+    processor_exchange_median: float | None  # seconds of a core, all threads, the ranks' mean
+    processor_add_median: float | None  # of ``residual.add_(gradient)``, in the same way
     seconds_stages: dict[str, float]  # mean per step of rank 0, by stage of ``ledger.STAGES``
     wire_seconds: float | None  # max(sent, received) of the median step on the link, less its burst
     bytes_sent_max: int
@@ -102,7 +104,9 @@ def summarize(case: Case, measured: Measured, rate: int | None = None) -> Row:
         seconds_75=high,
         seconds_exchange_median=exchange,
         seconds_local_median=max(middle - exchange, 0.0),
-        seconds_add_median=median(measured.add_seconds) if measured.add_seconds else None,
+        seconds_add_median=_median(measured.add_seconds),
+        processor_exchange_median=_median([o.processor for o in alone if o.processor is not None]),
+        processor_add_median=_median(measured.add_processor),
         seconds_stages={
             # accumulating is called as RedSync calls it
             "mask" if s == "accumulate" else s: measured.stages.get(s, 0.0) / len(outcomes)
@@ -118,6 +122,10 @@ def summarize(case: Case, measured: Measured, rate: int | None = None) -> Row:
         law_error_max=max(law_errors, default=None),
         wrong=sum(o.verdict.wrong for o in outcomes),
     )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
@@ -138,6 +146,7 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
         "speedup_exchange": over(dense.seconds_exchange_median, exchange) if dense else None,
         "exchange_over_wire": over(exchange, row.wire_seconds),
         "local_over_add": over(row.seconds_local_median, row.seconds_add_median),
+        "processor_over_add": over(row.processor_exchange_median, row.processor_add_median),
     }
 
 
@@ -189,6 +198,7 @@ def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
         "spread": f"{between / row.seconds_median:.0%}" if row.seconds_median else "-",
         "exchange ms": format_ms(row.seconds_exchange_median) if real else "-",
         "add_ ms": format_ms(row.seconds_add_median),
+        "processor / add_": over["processor_over_add"],
     }
 
 

@@ -51,7 +51,7 @@ bool well_formed(const Message &message, const Style &style) {
 
 // Returns -1, or the message that is malformed.
 int64_t unpack_all(const std::vector<Message> &messages, int64_t skip, const Style &style,
-                   Scratch &scratch, Unpacked &out) {
+                   const Scan &scan, Scratch &scratch, Unpacked &out) {
   out.starts.assign(1, 0);
   for (std::size_t i = 0; i < messages.size(); ++i) {
     const bool skipped = static_cast<int64_t>(i) == skip;
@@ -64,7 +64,7 @@ int64_t unpack_all(const std::vector<Message> &messages, int64_t skip, const Sty
   for (std::size_t i = 0; i < messages.size(); ++i) {
     if (static_cast<int64_t>(i) == skip) continue;
     const uint64_t start = out.starts[i], nnz = out.starts[i + 1] - start;
-    const int64_t found = packed::unpack(
+    const int64_t found = scan.unpack(
         messages[i].bytes + header_bytes, messages[i].nbytes - header_bytes, nnz, style.width,
         style.form, style.block, out.indices + start, out.values + start);
     if (found < 0 || static_cast<uint64_t>(found) != nnz) return static_cast<int64_t>(i);
@@ -72,33 +72,49 @@ int64_t unpack_all(const std::vector<Message> &messages, int64_t skip, const Sty
   return -1;
 }
 
-// Of ascending entries, drops those that tie at the threshold when no place is left for them; returns
-// the new count.
-int64_t without_late_ties(uint32_t key, int64_t &ties, int64_t count, int64_t *indices,
-                          float *values) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const bool tie = key_of(values[i]) == key;
-    indices[kept] = indices[i];
-    values[kept] = values[i];
-    kept += !tie || ties > 0;
-    ties -= tie && ties > 0;
-  }
-  return kept;
+uint64_t index_of(uint64_t group, uint64_t owner, uint64_t ranks) {
+  return group * ranks + offset_of(group, owner, ranks);
 }
 
-// Drops from every message the entries that are zero or smaller than the k largest of all; `stops` says
-// where they end then.  All that tie at the threshold returned are still there, if some belong to the k.
-Threshold keep_largest(const Unpacked &all, int64_t k, const Scan &scan,
-                       std::vector<uint64_t> &stops) {
+// Sets those that tie at the threshold to zero for which no place is left: of the highest indices.
+void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratch) {
+  const uint64_t sent = all.starts.back(), ranks = all.starts.size() - 1;
+  auto *ties = scratch.take<uint64_t>(sent + 1);  // where they lie
+  int64_t count = 0;
+  for (uint64_t i = 0; i < sent; ++i) {
+    ties[count] = i;
+    count += key_of(all.values[i]) == least.key;
+  }
+  if (count <= least.ties) return;
+  std::vector<std::pair<uint64_t, uint64_t>> found;  // indices, and where they lie
+  for (uint64_t r = 0, t = 0; r < ranks; ++r)
+    for (; t < static_cast<uint64_t>(count) && ties[t] < all.starts[r + 1]; ++t)
+      found.emplace_back(index_of(all.indices[ties[t]], r, ranks), ties[t]);
+  std::nth_element(found.begin(), found.begin() + least.ties, found.end());
+  for (auto late = found.begin() + least.ties; late != found.end(); ++late)
+    all.values[late->second] = 0;
+}
+
+// Moves the entries of every message that are not zero and among the k largest of all to its start;
+// `stops` says where they end then.  `errors` are moved with the entries of `own`.
+void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, const Scan &scan,
+                  Scratch &scratch, std::vector<uint64_t> &stops) {
   const auto sent = static_cast<int64_t>(all.starts.back());
   const int64_t non_zero = scan.count(all.values, 0, sent, 1);
-  Threshold least{0, 0};
-  if (k < non_zero) least = k > 0 ? threshold(all.values, sent, k, scan) : Threshold{largest_key, 0};
-  const uint32_t lowest = least.ties > 0 ? least.key : least.key + 1;
-  if (k >= sent && non_zero == sent) return least;
+  if (k >= sent && non_zero == sent) return;
+  uint32_t lowest = 1;
+  if (k < non_zero) {
+    const Threshold least = k > 0 ? threshold(all.values, sent, k, scan) : Threshold{largest_key, 0};
+    lowest = least.ties > 0 ? least.key : least.key + 1;
+    if (least.ties > 0) drop_late_ties(all, least, scratch);
+  }
+  uint64_t kept = 0;
+  for (uint64_t i = all.starts[own]; i < all.starts[own + 1]; ++i) {
+    errors[kept] = errors[i - all.starts[own]];
+    kept += key_of(all.values[i]) >= lowest;
+  }
   for (std::size_t r = 0; r < stops.size(); ++r) {
-    uint64_t kept = all.starts[r];
+    kept = all.starts[r];
     for (uint64_t i = all.starts[r]; i < all.starts[r + 1]; ++i) {
       all.indices[kept] = all.indices[i];
       all.values[kept] = all.values[i];
@@ -106,7 +122,6 @@ Threshold keep_largest(const Unpacked &all, int64_t k, const Scan &scan,
     }
     stops[r] = kept;
   }
-  return least;
 }
 
 constexpr int64_t batch = 1024;  // entries placed before they are moved: they stay in the L1 cache
@@ -192,7 +207,7 @@ int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, i
     packed::store(message + 8, style.start[1]);
     packed::store(message + count_at, static_cast<uint32_t>(nnz));
     if (style.form != packed::fp32) arrived[r] = seen + start;
-    if (!packed::pack(groups, values, nnz, style.width, style.form, style.block,
+    if (!scan.pack(groups, values, nnz, style.width, style.form, style.block,
                       message + header_bytes, body, seen + start))
       refuse_indices();
     out.lengths[r] = static_cast<int64_t>(header_bytes + body);
@@ -207,7 +222,7 @@ int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const 
   check_width(style.width);
   Scratch scratch;
   Unpacked all{};
-  const int64_t broken = unpack_all(messages, own, style, scratch, all);
+  const int64_t broken = unpack_all(messages, own, style, scan, scratch, all);
   if (broken >= 0) return -1 - broken;
   auto *my_indices = scratch.take<uint32_t>(static_cast<uint64_t>(mine.count));
   std::copy_n(mine.indices, mine.count, my_indices);
@@ -233,49 +248,78 @@ int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const 
   return kept;
 }
 
-int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &style, uint64_t size,
-                          int64_t k, const Scan &scan, const Room &out) {
+std::pair<int64_t, int64_t> unpack_and_undeal(const std::vector<Message> &messages,
+                                              const Style &style, uint64_t size, int64_t k,
+                                              const Sums &own, const Entries &sent,
+                                              const Scan &scan, const Room &total,
+                                              const Room &delivered) {
   check_width(style.width);
   Scratch scratch;
   Unpacked all{};
-  const int64_t broken = unpack_all(messages, -1, style, scratch, all);
-  if (broken >= 0) return -1 - broken;
-  const uint64_t ranks = messages.size();
+  const int64_t broken = unpack_all(messages, -1, style, scan, scratch, all);
+  if (broken >= 0) return {-1 - broken, 0};
+  const uint64_t ranks = messages.size(), mine = static_cast<uint64_t>(own.owner);
   const uint64_t groups = std::max<uint64_t>(slots_per_tile / ranks, 1);
   if (groups * ranks > slots_per_tile) throw std::invalid_argument("too many ranks");
   for (uint64_t r = 0; r < ranks; ++r) {
     if (all.starts[r] == all.starts[r + 1]) continue;
-    const uint64_t group = all.indices[all.starts[r + 1] - 1];
-    if (group * ranks + offset_of(group, r, ranks) >= size) return -1 - static_cast<int64_t>(r);
+    if (index_of(all.indices[all.starts[r + 1] - 1], r, ranks) >= size)
+      return {-1 - static_cast<int64_t>(r), 0};
   }
+  if (mine >= ranks || static_cast<uint64_t>(own.count) != all.starts[mine + 1] - all.starts[mine])
+    throw std::invalid_argument("give the sums of the rank's own message");
+  auto *errors = scratch.take<float>(static_cast<uint64_t>(own.count) + 1);
+  for (int64_t i = 0; i < own.count; ++i)
+    errors[i] = all.values[all.starts[mine] + static_cast<uint64_t>(i)] - own.values[i];
   std::vector<uint64_t> stops(all.starts.begin() + 1, all.starts.end());
-  const Threshold least = keep_largest(all, k, scan, stops);
+  keep_largest(all, k, mine, errors, scan, scratch, stops);
   std::vector<uint64_t> at(all.starts.begin(), all.starts.end() - 1);
-  auto *slots = scratch.take<uint16_t>(slots_per_tile);
-  auto *chosen = scratch.take<float>(slots_per_tile);
-  int64_t count = 0, ties = least.ties;
+  auto *slots = scratch.take<uint16_t>(slots_per_tile), *places = scratch.take<uint16_t>(slots_per_tile);
+  auto *values = scratch.take<float>(slots_per_tile), *parts = scratch.take<float>(slots_per_tile);
+  auto *bits = scratch.take<uint64_t>(words_per_tile);
+  int64_t count = 0, given = 0, next = 0;
   for (;;) {
     uint64_t first = style.width;  // tiles without entries are skipped
     for (uint64_t r = 0; r < ranks; ++r)
       if (at[r] < stops[r]) first = std::min<uint64_t>(first, all.indices[at[r]]);
-    if (first == style.width) return count;
+    if (first == style.width) return {count, given};
     first = first / groups * groups;
-    int64_t found = 0;
+    const auto base = static_cast<int64_t>(first * ranks);
+    uint64_t my_errors = 0;
+    int64_t found = 0, my_slots = 0, errors_here = 0;
     for (uint64_t r = 0; r < ranks; ++r) {
       const uint64_t start = at[r];
       while (at[r] < stops[r] && all.indices[at[r]] < first + groups) ++at[r];
-      const auto here = static_cast<int64_t>(at[r] - start);
-      scan.undeal(all.indices + start, here, first, static_cast<uint32_t>(r),
+      const uint64_t here = at[r] - start;
+      scan.undeal(all.indices + start, static_cast<int64_t>(here), first, static_cast<uint32_t>(r),
                   static_cast<uint32_t>(ranks), slots + found);
-      std::copy_n(all.values + start, here, chosen + found);
-      found += here;
+      std::copy_n(all.values + start, here, values + found);
+      if (r == mine) {
+        my_errors = start - all.starts[mine];
+        my_slots = found;
+        errors_here = static_cast<int64_t>(here);
+      }
+      found += static_cast<int64_t>(here);
     }
-    check_room(count + found, out);  // a tile is written whole; late ties are dropped afterwards
-    int64_t *indices = out.indices + count;
-    float *values = out.values + count;
-    scan.sum(slots, chosen, found, static_cast<int64_t>(first * ranks), indices, values);
-    if (least.ties > 0) found = without_late_ties(least.key, ties, found, indices, values);
-    count += found;
+    check_room(count + found, total);
+    check_room(given + found, delivered);
+    count += scan.sum(slots, values, found, base, bits, total.indices + count, total.values + count);
+
+    int64_t taken = 0;
+    next = std::lower_bound(sent.indices + next, sent.indices + sent.count, base) - sent.indices;
+    const int64_t stop = std::min(sent.count, next + static_cast<int64_t>(groups * ranks));
+    for (; next < stop; ++next) {
+      const auto place = static_cast<uint64_t>(sent.indices[next] - base);
+      if (place >= groups * ranks) break;
+      places[taken] = static_cast<uint16_t>(place);
+      parts[taken] = sent.values[next];
+      taken += static_cast<int64_t>(bits[place / 64] >> (place % 64) & 1);
+    }
+    const int64_t mixed = merge<uint16_t>(
+        {{places, parts, taken}, {slots + my_slots, errors + my_errors, errors_here}},
+        static_cast<int64_t>(slots_per_tile), scan, delivered.indices + given, delivered.values + given);
+    for (int64_t i = given; i < given + mixed; ++i) delivered.indices[i] += base;
+    given += mixed;
   }
 }
 

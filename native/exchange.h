@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "scan.h"
@@ -57,11 +58,22 @@ int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, i
 int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const Entries &mine,
                        const Style &style, int64_t k, const Scan &scan, const Room &out);
 
+// What one owner summed, in the order of its message, which has the same entries, rounded.
+struct Sums {
+  int64_t owner;
+  const float *values;
+  int64_t count;
+};
+
 // Joins what every owner sent to one vector of `size` elements, ascending, and of that the `k` largest
-// (ties to the lower index), without zeros.  Returns the count; -1 - i if message i is malformed,
-// of another style or names an element beyond `size`.  `out` needs room for min(k + slots_per_tile,
-// entries received): the ties of a tile are dropped after it was written.
-int64_t unpack_and_undeal(const std::vector<Message> &messages, const Style &style, uint64_t size,
-                          int64_t k, const Scan &scan, const Room &out);
+// (ties to the lower index), without zeros: `total`, which needs room for min(k, entries received).  And
+// what this rank delivered of it: what it `sent`, and what rounding added to its `own` sums, added, without
+// zeros, which needs room for no more.  Returns both counts; -1 - i as the first if message i is
+// malformed, of another style or names an element beyond `size`.
+std::pair<int64_t, int64_t> unpack_and_undeal(const std::vector<Message> &messages,
+                                              const Style &style, uint64_t size, int64_t k,
+                                              const Sums &own, const Entries &sent,
+                                              const Scan &scan, const Room &total,
+                                              const Room &delivered);
 
 }  // namespace sparsync

@@ -42,7 +42,8 @@ const T *aligned(const uint8_t *from, uint64_t count, Scratch &scratch) {
 }
 
 // Reads a message; false if it is malformed.
-bool open(const Share &share, const Layout &layout, uint64_t width, Scratch &scratch, View &view) {
+bool open(const Share &share, const Layout &layout, uint64_t width, const Scan &scan, Scratch &scratch,
+          View &view) {
   const uint64_t header = layout.form == coo ? coo_header : packed_header;
   if (share.nbytes < header) return false;
   const auto first = packed::load<uint64_t>(share.message);
@@ -65,7 +66,7 @@ bool open(const Share &share, const Layout &layout, uint64_t width, Scratch &scr
   auto *values = scratch.take<float>(nnz);
   view.indices = indices;
   view.values = values;
-  return packed::unpack(body, nbytes, nnz, width, layout.form, layout.block, indices, values) ==
+  return scan.unpack(body, nbytes, nnz, width, layout.form, layout.block, indices, values) ==
          view.count;
 }
 
@@ -83,7 +84,7 @@ void check_room(int64_t count, const Output &out) {
 
 std::vector<int64_t> cut(const int64_t *indices, const float *values, int64_t count,
                          const std::vector<int64_t> &boundaries, int64_t own, const Layout &layout,
-                         uint8_t *out, uint64_t capacity) {
+                         const Scan &scan, uint8_t *out, uint64_t capacity) {
   if (layout.form != coo && layout.form != packed::fp32)
     throw std::invalid_argument("values would be rounded; encode the regions one by one");
   Scratch scratch;
@@ -116,7 +117,7 @@ std::vector<int64_t> cut(const int64_t *indices, const float *values, int64_t co
       }
     } else {
       packed::store(message + 8, static_cast<uint64_t>(width));
-      packed::pack(narrowed, part, nnz, static_cast<uint64_t>(width), layout.form, layout.block,
+      scan.pack(narrowed, part, nnz, static_cast<uint64_t>(width), layout.form, layout.block,
                    message + header, body, nullptr);
     }
     lengths.back() = static_cast<int64_t>(header + body);
@@ -135,7 +136,7 @@ int64_t fold(const std::vector<Share> &shares, const Layout &layout, int64_t wid
     views.push_back({});
     if (!shares[i].is_message)
       views.back() = view_of(shares[i], width, scratch);
-    else if (!open(shares[i], layout, static_cast<uint64_t>(width), scratch, views.back()))
+    else if (!open(shares[i], layout, static_cast<uint64_t>(width), scan, scratch, views.back()))
       return -1 - static_cast<int64_t>(i);
     room += views.back().count;
   }
@@ -144,7 +145,7 @@ int64_t fold(const std::vector<Share> &shares, const Layout &layout, int64_t wid
 }
 
 int64_t join(const std::vector<Share> &shares, const Layout &layout,
-             const std::vector<Region> &regions, const Output &out) {
+             const std::vector<Region> &regions, const Scan &scan, const Output &out) {
   int64_t count = 0;
   if (regions.size() != shares.size()) throw std::invalid_argument("give a region per message");
   for (std::size_t i = 0; i < shares.size(); ++i) {
@@ -152,7 +153,7 @@ int64_t join(const std::vector<Share> &shares, const Layout &layout,
     View view{};
     const int64_t start = regions[i].start, width = regions[i].stop - start;
     check_width(width);
-    if (!open(shares[i], layout, static_cast<uint64_t>(width), scratch, view))
+    if (!open(shares[i], layout, static_cast<uint64_t>(width), scan, scratch, view))
       return -1 - static_cast<int64_t>(i);
     check_room(count + view.count, out);
     for (int64_t j = 0; j < view.count; ++j) out.indices[count + j] = start + view.indices[j];

@@ -41,7 +41,7 @@ struct Output {
 // other; returns their lengths.  For coo and float32 values.
 std::vector<int64_t> cut(const int64_t *indices, const float *values, int64_t count,
                          const std::vector<int64_t> &boundaries, int64_t own, const Layout &layout,
-                         uint8_t *out, uint64_t capacity);
+                         const Scan &scan, uint8_t *out, uint64_t capacity);
 
 // Sums the shares of a region of `width` elements as a left fold in their order and drops zero sums.
 // Returns the count; -1 - i if message i is malformed.  The output needs room for all entries.
@@ -50,6 +50,6 @@ int64_t fold(const std::vector<Share> &shares, const Layout &layout, int64_t wid
 
 // Places one message per ascending region.  Returns the count, or -1 - i.
 int64_t join(const std::vector<Share> &shares, const Layout &layout,
-             const std::vector<Region> &regions, const Output &out);
+             const std::vector<Region> &regions, const Scan &scan, const Output &out);
 
 }  // namespace sparsync::messages

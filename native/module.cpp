@@ -2,6 +2,7 @@
 // kernels/native.py; the GIL is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -233,21 +234,15 @@ sparsync::Moments moments_of(const RawMoments &raw) {
   return {square, mean, own, eps, rate, averaged};
 }
 
-void correct(Address mean, Address square, Address weights, int64_t n, const RawMoments &raw,
-             int threads, const char *isa) {
-  const auto pass = scan_of(isa).correct;
+// Two passes over three vectors: `correct` and `follow` of Scan, which differ in what they write.
+template <auto pass>
+void pass_moments(Address first, Address second, Address third, int64_t n, const RawMoments &raw,
+                  int threads, const char *isa) {
+  const sparsync::Scan &scan = scan_of(isa);
+  const sparsync::Moments given = moments_of(raw);
   sparsync::share(n, threads, moments_step, [&](int, int64_t start, int64_t stop) {
-    pass(at<float>(mean) + start, at<float>(square) + start, at<float>(weights) + start,
-         stop - start, moments_of(raw));
-  });
-}
-
-void follow(Address mean, Address square, Address ahead, int64_t n, const RawMoments &raw,
-            int threads, const char *isa) {
-  const auto pass = scan_of(isa).follow;
-  sparsync::share(n, threads, moments_step, [&](int, int64_t start, int64_t stop) {
-    pass(at<float>(mean) + start, at<float>(square) + start, at<float>(ahead) + start,
-         stop - start, moments_of(raw));
+    (scan.*pass)(at<float>(first) + start, at<float>(second) + start, at<float>(third) + start,
+                 stop - start, given);
   });
 }
 
@@ -291,10 +286,18 @@ int64_t unpack_and_sum(const std::vector<RawMessage> &raw, int64_t own, Address 
                                   style_of(style), k, scan_of(isa), room_of(out));
 }
 
-int64_t unpack_and_undeal(const std::vector<RawMessage> &raw, const RawStyle &style, uint64_t size,
-                          int64_t k, const RawRoom &out, const char *isa) {
-  return sparsync::unpack_and_undeal(messages_of(raw), style_of(style), size, k, scan_of(isa),
-                                     room_of(out));
+std::pair<int64_t, int64_t> unpack_and_undeal(const std::vector<RawMessage> &raw,
+                                              const RawStyle &style, uint64_t size, int64_t k,
+                                              const std::tuple<int64_t, Address, int64_t> &own,
+                                              const std::tuple<Address, Address, int64_t> &sent,
+                                              const RawRoom &total, const RawRoom &delivered,
+                                              const char *isa) {
+  const auto &[rank, sums, summed] = own;
+  const auto &[indices, values, n] = sent;
+  return sparsync::unpack_and_undeal(messages_of(raw), style_of(style), size, k,
+                                     {rank, at<float>(sums), summed},
+                                     {at<int64_t>(indices), at<float>(values), n}, scan_of(isa),
+                                     room_of(total), room_of(delivered));
 }
 
 using RawLayout = std::tuple<uint64_t, int, uint64_t>;
@@ -319,9 +322,9 @@ std::vector<sparsync::messages::Share> shares_of(const std::vector<RawShare> &ra
 
 std::vector<int64_t> cut(Address indices, Address values, int64_t n,
                          const std::vector<int64_t> &boundaries, int64_t own,
-                         const RawLayout &layout, Address out, uint64_t capacity) {
+                         const RawLayout &layout, Address out, uint64_t capacity, const char *isa) {
   return sparsync::messages::cut(at<int64_t>(indices), at<float>(values), n, boundaries, own,
-                                 layout_of(layout), at<uint8_t>(out), capacity);
+                                 layout_of(layout), scan_of(isa), at<uint8_t>(out), capacity);
 }
 
 int64_t fold(const std::vector<RawShare> &shares, const RawLayout &layout, int64_t width,
@@ -332,11 +335,12 @@ int64_t fold(const std::vector<RawShare> &shares, const RawLayout &layout, int64
 }
 
 int64_t join(const std::vector<RawShare> &shares, const RawLayout &layout,
-             const std::vector<std::tuple<int64_t, int64_t>> &spans, const RawRoom &out) {
+             const std::vector<std::tuple<int64_t, int64_t>> &spans, const RawRoom &out,
+             const char *isa) {
   std::vector<sparsync::messages::Region> regions;
   for (const auto &[start, stop] : spans) regions.push_back({start, stop});
   const auto &[indices, values, capacity] = out;
-  return sparsync::messages::join(shares_of(shares), layout_of(layout), regions,
+  return sparsync::messages::join(shares_of(shares), layout_of(layout), regions, scan_of(isa),
                                   {at<int64_t>(indices), at<float>(values), capacity});
 }
 
@@ -353,7 +357,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 5;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 6;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -371,8 +375,8 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
   m.def("decode_levels", &decode_levels, released());
-  m.def("correct", &correct, released());
-  m.def("follow", &follow, released());
+  m.def("correct", &pass_moments<&sparsync::Scan::correct>, released());
+  m.def("follow", &pass_moments<&sparsync::Scan::follow>, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

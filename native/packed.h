@@ -1,15 +1,16 @@
 // The packed format of one message's body, for packing.cpp and exchange.cpp.
 //
 // Plain C++ for every machine: the bit streams are serial, the loops over values vectorise.  Whatever
-// bytes come in, nothing outside the given buffers is read or written.
+// bytes come in, nothing outside the given buffers is read or written.  All of it has internal linkage:
+// scan_body.h compiles it for several instruction sets.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 
 namespace sparsync::packed {
+namespace {
 
 constexpr int bf16 = 1, int8 = 2, fp32 = 3;  // as in kernels/packing.py
 constexpr uint64_t size_limit = uint64_t{1} << 32;
@@ -36,6 +37,16 @@ T bits_to(U bits) {
   T value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+template <typename T>
+inline T least(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <typename T>
+inline T most(T a, T b) {
+  return a < b ? b : a;
 }
 
 // ---- sizes --------------------------------------------------------------------------------------
@@ -129,11 +140,11 @@ inline bool pack_indices(const Index *indices, uint64_t nnz, uint64_t size, uint
     word |= load_word(out, nbytes, 8 * at);
     store_word(out, nbytes, 8 * at, word);
   };
-  uint64_t least = 0, at = 0, word = 0;
+  uint64_t lowest = 0, at = 0, word = 0;
   for (uint64_t i = 0; i < nnz; ++i) {
     const auto index = static_cast<uint64_t>(indices[i]);
-    if (index < least || index >= size) return false;
-    least = index + 1;
+    if (index < lowest || index >= size) return false;
+    lowest = index + 1;
     const uint64_t bit = nnz * low + (index >> low) + i;
     if (bit / 64 != at) {
       add_word(at, word);
@@ -153,7 +164,7 @@ inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uin
   const unsigned low = low_bits(nnz, size);
   const uint64_t mask = (uint64_t{1} << low) - 1;
   const uint64_t start = nnz * low / 8, before = nnz * low % 8;
-  uint64_t found = 0, least = 0, bit = 0;
+  uint64_t found = 0, lowest = 0, bit = 0;
   bool ascending = true;
   for (uint64_t at = start; at < nbytes; at += 8) {
     uint64_t word = load_word(in, nbytes, at);
@@ -163,14 +174,14 @@ inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uin
       const uint64_t position = base + static_cast<unsigned>(__builtin_ctzll(word));
       const uint64_t bits = whole ? load<uint64_t>(in + bit / 8) : load_word(in, nbytes, bit / 8);
       const uint64_t index = (position - found) << low | (bits >> (bit % 8) & mask);
-      ascending &= index >= least;
-      least = index + 1;
+      ascending &= index >= lowest;
+      lowest = index + 1;
       indices[found] = static_cast<Index>(index);
     }
     for (; word != 0; word &= word - 1) ++found;
   }
   if (found != nnz) return static_cast<int64_t>(found);
-  return ascending && least <= size ? static_cast<int64_t>(found) : -1;
+  return ascending && lowest <= size ? static_cast<int64_t>(found) : -1;
 }
 
 // Returns how many bits are set where `nnz` should be; -1 if the indices do not ascend below `size`.
@@ -189,7 +200,7 @@ inline int32_t magnitude_of(float value) { return bits_to<int32_t>(value) & magn
 inline void pack_bf16(const float *values, uint64_t nnz, uint8_t *out, float *decoded) {
   for (uint64_t i = 0; i < nnz; ++i) {  // nearest, ties to even; never from finite to Inf
     const int32_t bits = bits_to<int32_t>(values[i]), magnitude = bits & magnitude_bits;
-    const int32_t finite = std::min(magnitude, 0x7f7f0000);  // the largest bf16
+    const int32_t finite = least(magnitude, 0x7f7f0000);  // the largest bf16
     int32_t rounded = (finite + 0x7fff + (finite >> 16 & 1)) & ~0xffff;
     rounded = magnitude < infinity ? rounded : magnitude > infinity ? nan_bits : infinity;
     rounded |= bits & ~magnitude_bits;
@@ -211,9 +222,9 @@ inline float scale_of(const float *values, uint64_t count) {
   int32_t peak = 0;  // the largest finite magnitude
   for (uint64_t i = 0; i < count; ++i) {
     const int32_t magnitude = magnitude_of(values[i]);
-    peak = std::max(peak, magnitude < infinity ? magnitude : 0);
+    peak = most(peak, magnitude < infinity ? magnitude : 0);
   }
-  return std::min(bits_to<float>(peak) / 127.0f, largest_scale);
+  return least(bits_to<float>(peak) / 127.0f, largest_scale);
 }
 
 inline void pack_block(const float *values, uint64_t count, float scale, uint8_t *out, float *decoded) {
@@ -222,7 +233,7 @@ inline void pack_block(const float *values, uint64_t count, float scale, uint8_t
   for (uint64_t i = 0; i < count; ++i) {
     const bool finite = magnitude_of(values[i]) < infinity;
     const float quotient = (finite ? values[i] : 0.0f) / divisor;
-    const float rounded = std::min(std::max(quotient, -127.0f), 127.0f) + to_integer - to_integer;
+    const float rounded = least(most(quotient, -127.0f), 127.0f) + to_integer - to_integer;
     const int code = finite ? static_cast<int>(rounded) : not_finite;
     out[i] = static_cast<uint8_t>(code);
     decoded[i] = restore(static_cast<int8_t>(code), scale);
@@ -232,7 +243,7 @@ inline void pack_block(const float *values, uint64_t count, float scale, uint8_t
 inline void pack_int8(const float *values, uint64_t nnz, uint64_t block, uint8_t *out, float *decoded) {
   uint8_t *codes = out + 4 * ((nnz + block - 1) / block);
   for (uint64_t i = 0; i < nnz; i += block, out += 4) {
-    const uint64_t count = std::min(block, nnz - i);
+    const uint64_t count = least(block, nnz - i);
     const float scale = scale_of(values + i, count);
     store(out, scale);
     pack_block(values + i, count, scale, codes + i, decoded + i);
@@ -243,7 +254,7 @@ inline void unpack_int8(const uint8_t *in, uint64_t nnz, uint64_t block, float *
   const uint8_t *codes = in + 4 * ((nnz + block - 1) / block);
   for (uint64_t i = 0; i < nnz; i += block, in += 4) {
     const auto scale = load<float>(in);
-    const uint64_t stop = std::min(i + block, nnz);
+    const uint64_t stop = least(i + block, nnz);
     for (uint64_t j = i; j < stop; ++j) values[j] = restore(static_cast<int8_t>(codes[j]), scale);
   }
 }
@@ -287,4 +298,5 @@ int64_t unpack(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size
   return unpack_indices(body + middle, nbytes - middle, nnz, size, indices);
 }
 
+}  // namespace
 }  // namespace sparsync::packed

@@ -26,6 +26,7 @@ constexpr int64_t scan_step = 4096;
 
 // Slots that `sum` tells apart: their bits fill 8 KiB.
 constexpr uint64_t slots_per_tile = uint64_t{1} << 16;
+constexpr uint64_t words_per_tile = slots_per_tile / 64;
 
 // Room for what a worker finds: upwards, or downwards from its end.
 // `count` is `capacity + 1` once more was found than fits.
@@ -74,6 +75,9 @@ struct Scan {
   // writes the positions with a key > `key`, and of those with this key the first `ties`
   int64_t (*take)(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *positions,
                   int64_t capacity);
+  // writes the keys in [low, high], in order; returns their count, `capacity + 1` if more than fit
+  int64_t (*between)(const float *x, int64_t n, uint32_t low, uint32_t high, uint32_t *keys,
+                     int64_t capacity);
   // how many reach each of `bins` ascending keys
   void (*count_from)(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts);
   // how indices below 2^31 are dealt to fewer than 2^31 ranks: see dealing.h
@@ -83,9 +87,14 @@ struct Scan {
   void (*undeal)(const uint32_t *groups, int64_t n, uint64_t first, uint32_t owner, uint32_t ranks,
                  uint16_t *slots);
   // adds n entries by their slots, in their order; writes `base` + slot and the sums, ascending, and
-  // returns how many.  There is room for n.
-  int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base,
+  // returns how many.  There is room for n.  `bits`, of all slots, says which occur.
+  int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base, uint64_t *bits,
                  int64_t *indices, float *sums);
+  // a message's body: see packed.h
+  bool (*pack)(const uint32_t *indices, const float *values, uint64_t nnz, uint64_t size, int form,
+               uint64_t block, uint8_t *body, uint64_t nbytes, float *decoded);
+  int64_t (*unpack)(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size, int form,
+                    uint64_t block, uint32_t *indices, float *values);
   // writes a bf16 per block, and a code per element
   void (*quantise)(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
                    float *scratch);

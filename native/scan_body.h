@@ -10,6 +10,7 @@
 #include "dealing.h"
 #include "levels_body.h"
 #include "moments_body.h"
+#include "packed.h"
 
 namespace {
 
@@ -152,6 +153,23 @@ int64_t take(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *pos
   return taken;
 }
 
+int64_t between(const float *x, int64_t n, uint32_t low, uint32_t high, uint32_t *keys,
+                int64_t capacity) {
+  uint16_t inside[lane + ahead];
+  int64_t count = 0;
+  for (int64_t at = 0; at < n; at += lane) {
+    const int64_t size = n - at < lane ? n - at : lane;
+    const auto mask = [&](uint32_t key) {
+      return size == lane ? reaching(x + at, key) : reaching_part(x + at, size, key);
+    };
+    const int64_t found = emit(mask(low) & ~mask(high + 1), 0, inside, 0);
+    if (count + found > capacity) return capacity + 1;
+    for (int64_t i = 0; i < found; ++i) keys[count + i] = key_of(x[at + inside[i]]);
+    count += found;
+  }
+  return count;
+}
+
 // A mask per key and 64 elements; a step's elements stay in the L1 cache.
 void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts) {
   for (int64_t b = 0; b < bins; ++b) counts[b] = 0;
@@ -187,10 +205,10 @@ void undeal(const uint32_t *groups, int64_t n, uint64_t first, uint32_t owner, u
   }
 }
 
-int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base, int64_t *indices,
-            float *sums) {
-  constexpr uint64_t words = sparsync::slots_per_tile / lane;
-  uint64_t bits[words] = {};
+int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base, uint64_t *bits,
+            int64_t *indices, float *sums) {
+  constexpr uint64_t words = sparsync::words_per_tile;
+  __builtin_memset(bits, 0, words * sizeof *bits);
   uint16_t before[words];  // entries in lower words: all but the last place fit 16 bits
   for (int64_t i = 0; i < n; ++i) bits[slots[i] / lane] |= uint64_t{1} << (slots[i] % lane);
   uint32_t total = 0;
@@ -208,8 +226,18 @@ int64_t sum(const uint16_t *slots, const float *values, int64_t n, int64_t base,
   return total;
 }
 
-constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds,   take,
-                                count_from, place,    undeal, sum,   quantise, decode_levels,
-                                correct,       follow};
+bool pack(const uint32_t *indices, const float *values, uint64_t nnz, uint64_t size, int form,
+          uint64_t block, uint8_t *body, uint64_t nbytes, float *decoded) {
+  return sparsync::packed::pack(indices, values, nnz, size, form, block, body, nbytes, decoded);
+}
+
+int64_t unpack(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size, int form,
+               uint64_t block, uint32_t *indices, float *values) {
+  return sparsync::packed::unpack(body, nbytes, nnz, size, form, block, indices, values);
+}
+
+constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds, take,
+                                between,  count_from, place,  undeal, sum,   pack,
+                                unpack,   quantise,   decode_levels,  correct, follow};
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "scratch.h"
+
 namespace sparsync {
 namespace {
 
@@ -14,6 +16,8 @@ constexpr int bin_bits = 11;                  // 2048 bins: three rounds settle 
 constexpr int tables = 4;                     // equal neighbours would wait for each other's count
 constexpr int64_t block = int64_t{1} << 30;   // elements before a 32-bit count could overflow
 constexpr int64_t few = 4096;                 // keys that are cheaper to partition than to count
+constexpr int64_t many = 1 << 15;               // keys that are cheaper to sample first
+constexpr int64_t least_sample = 2048, most_sample = int64_t{1} << 16;
 constexpr int64_t stretches_per_key = 4;      // of the table that `count_from` looks keys up in
 using Histogram = std::array<int64_t, size_t{1} << bin_bits>;
 
@@ -51,9 +55,55 @@ Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int6
   return {*kth, std::count(keys.begin(), kth + 1, *kth)};
 }
 
+// The keys of one element of every stretch of `stride`; its place varies, or periodic data would fool.
+std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
+  std::vector<uint32_t> keys;
+  keys.reserve(static_cast<size_t>(n / stride));
+  uint32_t state = 1;
+  for (int64_t first = 0; first + stride <= n; first += stride) {
+    state = state * 1664525u + 1013904223u;  // Numerical Recipes' generator
+    const int64_t offset = static_cast<int64_t>((uint64_t{state} * static_cast<uint64_t>(stride)) >> 32);
+    keys.push_back(key_of(x[first + offset]));
+  }
+  return keys;
+}
+
+// The key of this rank, counted from the largest, or a limit where there is none.
+uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
+  if (rank < 0) return largest_key;
+  if (rank >= static_cast<double>(keys.size())) return 0;
+  const auto at = keys.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(keys.begin(), at, keys.end(), std::greater<>());
+  return *at;
+}
+
+// Looks between two keys of a sample; false if the threshold is not there, or too much else.
+bool among_sampled(const float *x, int64_t n, int64_t wanted, const Scan &scan, Threshold &found) {
+  const int64_t stride = n / std::clamp(n / 64, least_sample, most_sample);
+  std::vector<uint32_t> keys = sample(x, n, stride);
+  const double part = static_cast<double>(wanted) / static_cast<double>(n);
+  const double mean = part * static_cast<double>(keys.size());
+  const double margin = 4 * std::sqrt(mean * (1 - part)) + 2;  // standard deviations
+  const uint32_t high = std::min(ranked(keys, mean - margin), largest_key - 1);  // high + 1 is a key
+  const uint32_t low = std::min(ranked(keys, mean + margin), high);
+  const int64_t above = scan.count(x, 0, n, high + 1), left = wanted - above;
+  if (left <= 0) return false;
+  Scratch scratch;
+  const int64_t room = n / 4;
+  auto *inside = scratch.take<uint32_t>(static_cast<uint64_t>(room) + 1);
+  const int64_t count = scan.between(x, n, low, high, inside, room);
+  if (count < left || count > room) return false;
+  uint32_t *const kth = inside + (left - 1);
+  std::nth_element(inside, kth, inside + count, std::greater<>());
+  found = {*kth, std::count(inside, kth + 1, *kth)};
+  return true;
+}
+
 }  // namespace
 
 Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan) {
+  Threshold found;
+  if (n >= many && among_sampled(x, n, wanted, scan, found)) return found;
   const Bounds bounds = scan.bounds(x, n);
   uint32_t low = bounds.lowest, high = bounds.highest;
   Histogram bins;
@@ -80,14 +130,7 @@ int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan
 }
 
 uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride) {
-  std::vector<uint32_t> keys;
-  keys.reserve(static_cast<size_t>(n / stride));
-  uint32_t state = 1;  // where in its stretch an element is taken varies, or periodic data would fool
-  for (int64_t first = 0; first + stride <= n; first += stride) {
-    state = state * 1664525u + 1013904223u;  // Numerical Recipes' generator
-    const int64_t offset = static_cast<int64_t>((uint64_t{state} * static_cast<uint64_t>(stride)) >> 32);
-    keys.push_back(key_of(x[first + offset]));
-  }
+  std::vector<uint32_t> keys = sample(x, n, stride);
   // four standard deviations of the sampled count above its mean
   const double mean = static_cast<double>(k) / static_cast<double>(stride);
   const auto rank = static_cast<size_t>(mean + 4 * std::sqrt(mean) + 4);

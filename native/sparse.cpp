@@ -53,20 +53,6 @@ inline float masked(float value, bool there) {
   return value;
 }
 
-// Drops sums that are zero; returns how many are left.
-int64_t without_zeros(int64_t count, int64_t *indices, float *values) {
-  int64_t zeros = 0;
-  for (int64_t i = 0; i < count; ++i) zeros += values[i] == 0;
-  if (zeros == 0) return count;
-  int64_t kept = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    indices[kept] = indices[i];
-    values[kept] = values[i];
-    kept += values[i] != 0;
-  }
-  return kept;
-}
-
 // Where the entries of one tile are collected.
 struct Tile {
   template <typename Index>
@@ -75,10 +61,12 @@ struct Tile {
     for (const auto &stream : streams) room += static_cast<uint64_t>(stream.count);
     slots = scratch.take<uint16_t>(room + 1);
     values = scratch.take<float>(room + 1);
+    bits = scratch.take<uint64_t>(words_per_tile);
   }
 
   uint16_t *slots;
   float *values;
+  uint64_t *bits;
   int64_t count = 0;
 };
 
@@ -128,6 +116,19 @@ int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, 
 
 }  // namespace
 
+int64_t without_zeros(int64_t count, int64_t *indices, float *values) {
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < count; ++i) zeros += values[i] == 0;
+  if (zeros == 0) return count;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    indices[kept] = indices[i];
+    values[kept] = values[i];
+    kept += values[i] != 0;
+  }
+  return kept;
+}
+
 template <typename Index>
 int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
               int64_t *indices, float *values) {
@@ -146,12 +147,13 @@ int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Sca
     done = std::min(start + tile, size);
     t.count = 0;
     for (size_t s = 0; s < streams.size(); ++s) collect(start, done, streams[s], at[s], t);
-    const int64_t found = scan.sum(t.slots, t.values, t.count, start, indices + count, values + count);
+    const int64_t found = scan.sum(t.slots, t.values, t.count, start, t.bits, indices + count, values + count);
     count += without_zeros(found, indices + count, values + count);
   }
 }
 
 template int64_t merge(const std::vector<Stream<int64_t>> &, int64_t, const Scan &, int64_t *, float *);
+template int64_t merge(const std::vector<Stream<uint16_t>> &, int64_t, const Scan &, int64_t *, float *);
 template int64_t merge(const std::vector<Stream<uint32_t>> &, int64_t, const Scan &, int64_t *, float *);
 
 int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
@@ -186,7 +188,7 @@ int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, 
       t.count = collected;
       at[s] = i;
     }
-    const int64_t found = scan.sum(t.slots, t.values, t.count, start, indices + count, values + count);
+    const int64_t found = scan.sum(t.slots, t.values, t.count, start, t.bits, indices + count, values + count);
     count += without_zeros(found, indices + count, values + count);
     for (int64_t i = first; i < j; ++i) wanted[place_of(among[i])] = 0;
     done = start + tile;

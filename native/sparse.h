@@ -17,7 +17,7 @@ struct Stream {
 };
 
 // Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
-// The output has room for all entries of all streams.  Index: int64_t or uint32_t.
+// The output has room for all entries of all streams.  Index: int64_t, uint32_t, uint16_t.
 template <typename Index>
 int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
               int64_t *indices, float *values);
@@ -25,6 +25,9 @@ int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Sca
 // The same of those entries alone whose index occurs among `m` ascending ones.
 int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
                      int64_t m, const Scan &scan, int64_t *indices, float *values);
+
+// Drops what is zero; returns how many entries are left.
+int64_t without_zeros(int64_t count, int64_t *indices, float *values);
 
 // Writes the positions in `indices` of those that occur in `among`; both ascend; returns how many.
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,

@@ -7,7 +7,6 @@ from typing import final
 
 import torch
 
-from sparsync import kernels
 from sparsync.collectives.base import Collective, Reduced, capped
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.errors import require
@@ -110,18 +109,15 @@ class Budgeted(Collective):
             await comm.work(sum(message.numel() for message in messages))
             share = decode_sum(codec, messages, comm.rank, parcels.own, to_all)
         with comm.stage("pack"):
-            encoded = codec.encode(share)
+            encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
-        messages = await comm.alltoallv([encoded.payload] * ranks, capacities, "allgather", framing)
-        messages[comm.rank] = encoded.payload
+        messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
+        messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            total = decode_undealt(codec, messages, size, k, share)
-        sent = SparseVector(mine.indices, parcels.arriving, size)
-        # what rounding added to the sums of this rank: its residual takes that back
-        owned = kernels.undeal(share.indices, comm.rank, ranks)
-        error = SparseVector(owned, encoded.decoded.values - share.values, size)
-        return Reduced(total, SparseVector.merge([sent, error], within=total.indices))
+            # what rounding added to the sums of this rank is delivered, too: its residual takes it back
+            sent = SparseVector(mine.indices, parcels.arriving, size)
+            return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return how many entries a rank may send one other: of its own, and of the sums it owns.

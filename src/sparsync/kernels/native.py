@@ -51,7 +51,7 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 5  # of the extension's functions: native/module.cpp states the same number
+_INTERFACE: Final = 6  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
@@ -325,29 +325,46 @@ def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
     """Sum messages and the entries of ``rank``, in rank order; None if a message is malformed."""
-    arguments, capacity = (rank, *_entries(indices, values), style, k), max(min(k, style[-1]), 0)
-    return _received(EXTENSION.unpack_and_sum, messages, arguments, capacity)
+    most = max(min(k, style[-1]), 0)
+    room = empty(most, torch.int64), empty(most, torch.float32)
+    given = _raw(messages), rank, *_entries(indices, values), style, k
+    count = _guarded(EXTENSION.unpack_and_sum, *given, _room(room), chosen())
+    return None if count < 0 else (room[0][:count], room[1][:count])
 
 
 def unpack_and_undeal(
-    messages: Sequence[Tensor], style: Style, size: int, k: int
-) -> tuple[Tensor, Tensor] | None:
-    """Join the messages of all owners to a vector of ``size``; None if a message is malformed."""
-    # C++ writes a tile whole, and then drops what ties at its end
-    tile: int = EXTENSION.slots_per_tile
-    capacity = min(size, max(k, 0) + tile, sum(message.numel() for message in messages))
-    return _received(EXTENSION.unpack_and_undeal, messages, (style, size, k), capacity)
+    messages: Sequence[Tensor],
+    style: Style,
+    size: int,
+    k: int,
+    rank: int,
+    sums: Tensor,
+    sent: tuple[Tensor, Tensor],
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Join the messages of all owners to a vector of ``size``; None if a message is malformed.
+
+    Returns its ``k`` largest entries, and what ``rank`` delivered of them: of what it ``sent``, and of
+    what its message differs from its ``sums``.
+    """
+    most = min(size, max(k, 0), sum(message.numel() for message in messages))
+    rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]
+    own = rank, _address("sums", sums), sums.numel()
+    given = _raw(messages), style, size, k, own, _entries(*sent)
+    counts = _guarded(EXTENSION.unpack_and_undeal, *given, *map(_room, rooms), chosen())
+    if counts[0] < 0:
+        return None
+    total, delivered = (
+        (indices[:n], values[:n]) for (indices, values), n in zip(rooms, counts, strict=True)
+    )
+    return total, delivered
 
 
-def _received(
-    kernel: Any, messages: Sequence[Tensor], arguments: tuple[object, ...], capacity: int
-) -> tuple[Tensor, Tensor] | None:
-    messages = [message.contiguous() for message in messages]
-    raw = [(_address("message", m, torch.uint8), m.numel()) for m in messages]
-    indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
-    room = indices.data_ptr(), values.data_ptr(), capacity
-    count = _guarded(kernel, raw, *arguments, room, chosen())
-    return None if count < 0 else (indices[:count], values[:count])
+def _raw(messages: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(_address("message", m, torch.uint8), m.numel()) for m in messages]
+
+
+def _room(pair: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
+    return pair[0].data_ptr(), pair[1].data_ptr(), pair[0].numel()
 
 
 # ---- messages of regions -----------------------------------------------------------------------------
@@ -366,7 +383,7 @@ def cut_messages(
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
     given = *_entries(indices, values), list(boundaries), own, layout
-    ends = [0, *accumulate(_guarded(EXTENSION.cut, *given, out.data_ptr(), room))]
+    ends = [0, *accumulate(_guarded(EXTENSION.cut, *given, out.data_ptr(), room, chosen()))]
     return [out[start:stop] for start, stop in pairwise(ends)]
 
 
@@ -374,7 +391,7 @@ def fold_messages(
     shares: Sequence[Share], layout: Layout, width: int
 ) -> tuple[Tensor, Tensor] | None:
     """Sum shares of a region in their order; None if a message is malformed."""
-    return _unpacked(EXTENSION.fold, shares, layout, width, chosen())
+    return _unpacked(EXTENSION.fold, shares, layout, width)
 
 
 def join_messages(
@@ -385,7 +402,7 @@ def join_messages(
 
 
 def _unpacked(
-    kernel: Any, shares: Sequence[Share], layout: Layout, where: object, *isa: str
+    kernel: Any, shares: Sequence[Share], layout: Layout, where: object
 ) -> tuple[Tensor, Tensor] | None:
     raw: list[tuple[bool, int, int, int]] = []
     shares = [share.contiguous() if isinstance(share, Tensor) else share for share in shares]
@@ -398,8 +415,7 @@ def _unpacked(
             raw.append((False, *_entries(*share)))
             capacity += share[1].numel()
     indices, values = empty(capacity, torch.int64), empty(capacity, torch.float32)
-    room = indices.data_ptr(), values.data_ptr(), capacity
-    count = _guarded(kernel, raw, layout, where, room, *isa)
+    count = _guarded(kernel, raw, layout, where, _room((indices, values)), chosen())
     return None if count < 0 else (indices[:count], values[:count])
 
 

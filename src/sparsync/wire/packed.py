@@ -184,20 +184,30 @@ def decode_sum(
 
 
 def decode_undealt(
-    codec: Codec[SparseVector], messages: Sequence[Tensor], size: int, k: int, like: SparseVector
-) -> SparseVector:
+    codec: Codec[SparseVector],
+    messages: Sequence[Tensor],
+    k: int,
+    rank: int,
+    share: SparseVector,
+    sent: SparseVector,
+) -> tuple[SparseVector, SparseVector]:
     """Join what every owner sent to one vector, and keep its k largest; zeros are not stored.
 
-    ``like`` is any vector of the result's dtype and device.
+    Returns that and what ``rank`` delivered of it: of what it ``sent``, as owners saw it, and of what its
+    own message adds to the ``share`` that it encodes.
     """
-    width, device = -(-size // len(messages)), like.values.device
-    if _in_cpp(codec, like, messages):
-        joined = native.unpack_and_undeal(messages, _style(codec, width), size, k)
+    size, width, device = sent.size, share.size, share.values.device
+    if _in_cpp(codec, share, messages):
+        pair, sums = (sent.indices.contiguous(), sent.values), share.values.contiguous()
+        style = _style(codec, width)
+        joined = native.unpack_and_undeal(messages, style, size, k, rank, sums, pair)
         if joined is not None:
-            return SparseVector(*joined, size)
+            return SparseVector(*joined[0], size), SparseVector(*joined[1], size)
     pieces = []
     for owner, message in enumerate(messages):
         piece = codec.decode(message, width).to(device)
+        if owner == rank:
+            added = piece.values - share.values
         indices = kernels.undeal(piece.indices, owner, len(messages))
         if indices.numel() and int(indices[-1]) >= size:
             raise WireFormatError(
@@ -205,7 +215,9 @@ def decode_undealt(
             )
         stored = piece.values != 0
         pieces.append(SparseVector(indices[stored], piece.values[stored], size))
-    return SparseVector.merge(pieces).top(k)
+    total = SparseVector.merge(pieces).top(k)
+    error = SparseVector(kernels.undeal(share.indices, rank, len(messages)), added, size)
+    return total, SparseVector.merge([sent, error], within=total.indices)
 
 
 def _in_cpp(
@@ -216,7 +228,7 @@ def _in_cpp(
         isinstance(codec, Packed)
         and kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native
-        and all(message.is_cpu and message.dtype == torch.uint8 for message in messages)
+        and all(m.is_cpu and m.dtype == torch.uint8 and m.is_contiguous() for m in messages)
     )
 
 

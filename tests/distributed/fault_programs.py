@@ -22,6 +22,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import reducer_state
 from sparsync.presets import resolve
 from sparsync.testing.cases import digest
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
@@ -231,6 +232,37 @@ def model_raises(member, when):
             train(ddp, range(step, step + 1))
     except (ValueError, SparsyncError) as error:
         said = {**described(error), "kept": equal(before, sync.state_dict())}
+    sync.close()
+    return said
+
+
+def killed_while_exchanging(member):
+    """Train with AdamW; one rank is killed when it has sent its updates to one of the others."""
+    member.join()
+    net, fault = model(), member.fault
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    transport = sparsync.Transport(fault.transport, fault.timeout)
+    sync = sparsync.attach(net, optimizer, transport=transport)  # exchanges on every second step
+    train(net, range(2 * AT + 1), optimizer)
+    if member.is_victim:
+        comm = type(sync.reducer.comm)
+        comm.alltoallv, send = Communicator.alltoallv, comm.start_send
+
+        def last(*given):
+            send(*given)
+            time.sleep(0.2)  # for ZeroMQ's thread
+            member.break_down()
+
+        comm.start_send = last
+    before = sync.state_dict()
+    said = {"error": None}
+    try:
+        train(net, range(2 * AT + 1, 2 * AT + 2), optimizer)
+    except SparsyncError as error:
+        said = described(error)
+        after = sync.state_dict()
+        local = {"steps", "sent", "parameters", "moments"}  # of the step before the exchange
+        said["kept"] = all(equal(before[key], after[key]) for key in before.keys() - local)
     sync.close()
     return said
 

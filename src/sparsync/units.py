@@ -7,11 +7,12 @@ them.  One unit = the whole model is the papers' semantics.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from sparsync.errors import ConfigurationError
 
@@ -20,11 +21,13 @@ __all__ = [
     "Slot",
     "Unit",
     "check_same_parameters",
+    "flatten",
     "local_of",
     "output_parameters",
     "plan_units",
     "replicated_tensors",
     "training",
+    "unflatten",
 ]
 
 
@@ -149,9 +152,21 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this rank, sharing its memory: of a DTensor the local part."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)  # to import DTensor takes 0.4 s
     return tensor if to_local is None else to_local()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors of one dtype, flat; a single one shares its memory."""
+    joined: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the views of a vector that ``tensors`` would be, joined."""
+    return list(_unflatten_dense_tensors(joined, tensors))  # type: ignore[no-untyped-call]
 
 
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:

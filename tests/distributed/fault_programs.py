@@ -239,32 +239,28 @@ def model_raises(member, when):
 def killed_while_exchanging(member):
     """Train with AdamW; one rank is killed when it has sent its updates to one of the others."""
     member.join()
-    net, fault = model(), member.fault
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    transport = sparsync.Transport(fault.transport, fault.timeout)
+    optimizer = torch.optim.AdamW((net := model()).parameters(), lr=0.1)
+    transport = sparsync.Transport(member.fault.transport, member.fault.timeout)
     sync = sparsync.attach(net, optimizer, transport=transport)  # exchanges on every second step
     train(net, range(2 * AT + 1), optimizer)
-    if member.is_victim:
-        comm = type(sync.reducer.comm)
-        comm.alltoallv, send = Communicator.alltoallv, comm.start_send
+    comm = type(sync.reducer.comm)
+    comm.alltoallv, send = Communicator.alltoallv, comm.start_send
 
-        def last(*given):
-            send(*given)
-            time.sleep(0.2)  # for ZeroMQ's thread
-            member.break_down()
+    def last(*given):
+        send(*given)
+        time.sleep(0.2)  # for ZeroMQ's thread
+        member.break_down()
 
-        comm.start_send = last
+    comm.start_send = last if member.is_victim else send
     before = sync.state_dict()
-    said = {"error": None}
     try:
         train(net, range(2 * AT + 1, 2 * AT + 2), optimizer)
+        return {"error": None}
     except SparsyncError as error:
-        said = described(error)
         after = sync.state_dict()
-        local = {"steps", "sent", "parameters", "moments"}  # of the step before the exchange
-        said["kept"] = all(equal(before[key], after[key]) for key in before.keys() - local)
-    sync.close()
-    return said
+        kept = before.keys() - {"steps", "sent", "parameters", "moments"}  # the last step's are new
+        sync.close()
+        return {**described(error), "kept": all(equal(before[key], after[key]) for key in kept)}
 
 
 def full_disk(member, folder, means):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsync.kernels import backend_of, native
-from sparsync.units import local_of
+from sparsync.units import flatten, local_of, unflatten
 
 __all__ = ["correct", "follow", "with_moments"]
 
@@ -88,12 +88,10 @@ def _pass_over(jobs: Iterable[_Job], changed: int, compiled: _Pass, plain: _Pass
 
     def join(given: native.Moments, several: list[tuple[Tensor, ...]]) -> None:
         columns = list(zip(*several, strict=True))
-        joined = [torch.cat([one.reshape(-1) for one in column]) for column in columns]
+        joined = [flatten(column) for column in columns]
         _passed(joined, given, compiled, plain)
         own = columns[changed]
-        pieces = torch.split(joined[changed], [one.numel() for one in own])
-        shaped = [piece.view(one.shape) for piece, one in zip(pieces, own, strict=True)]
-        torch._foreach_copy_(own, shaped)
+        torch._foreach_copy_(own, unflatten(joined[changed], own))
 
     for state, other, given in jobs:
         tensors = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), other

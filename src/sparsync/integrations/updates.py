@@ -40,7 +40,13 @@ from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups, TorchCommunicator
-from sparsync.units import check_same_parameters, local_of, output_parameters, training
+from sparsync.units import (
+    check_same_parameters,
+    local_of,
+    output_parameters,
+    training,
+    unflatten,
+)
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
@@ -233,10 +239,9 @@ class _Model:
         found = list(self._within(span))
         tensors = [tensor for tensor, _ in found]
         if self.node is None:
-            pieces: Sequence[Tensor] = torch.split(values, [tensor.numel() for tensor in tensors])
-        else:
-            rows = self.node.gathered(values)
-            pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
+            return tensors, unflatten(values, tensors)
+        rows = self.node.gathered(values)
+        pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
         return tensors, [its.view(one.shape) for one, its in zip(tensors, pieces, strict=True)]
 
     @torch.no_grad()

@@ -324,6 +324,12 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             )
             for h, delay in ((4, 1), (4, 2), (10, 2))
         },
+        **{
+            f"updates-h{h}-delay{delay}": _updates(
+                {}, **{**OUTER_SETTINGS["updates"], "period": h}, delay=delay
+            )
+            for h, delay in ((3, 1), (4, 0), (4, 1))
+        },
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},
         **{f"{name}-h2": _updates(algorithm=name, period=2) for name in ("allgather", "budgeted")},
         "budgeted-h2-received": Method(

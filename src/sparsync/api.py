@@ -28,7 +28,13 @@ _Program = Callable[[Communicator], Coroutine[Operation, None, Reduced]]
 
 
 def connect(
-    timeout: float = 300.0, *, transport: str = "auto", curve_keys: Path | str | None = None
+    timeout: float = 300.0,
+    *,
+    transport: str = "auto",
+    curve_keys: Path | str | None = None,
+    interface: str | None = None,
+    port_range: tuple[int, int] | None = None,
+    advertise: str | None = None,
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
@@ -39,16 +45,27 @@ def connect(
         transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (sockets
             of its own: ``close`` it) or "mpi" (a communicator of its own: ``close`` it).
         curve_keys: folder with one certificate per rank, for an encrypted zmq.
+        interface: the IP address or name of the interface that zmq binds (default: the one that leads
+            to the other ranks).
+        port_range: first and last port that zmq may bind; a rank takes one for each communicator.
+        advertise: the address at which the other ranks find this one, if a static NAT forwards those
+            ports to it.
 
     Example:
         >>> comm = connect()
         >>> comm.rank, comm.world_size
         (0, 1)
     """
-    check_transport(transport, curve_keys)
+    sockets: dict[str, Any] = {
+        "curve_keys": curve_keys,
+        "interface": interface,
+        "port_range": port_range,
+        "advertise": advertise,
+    }
+    check_transport(transport, sockets)
     if not (dist.is_available() and dist.is_initialized()):
         return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
-    return connect_group(transport=transport, timeout=timeout, curve_keys=curve_keys)
+    return connect_group(transport=transport, timeout=timeout, **sockets)
 
 
 def allreduce(

@@ -1,5 +1,9 @@
 """How ranks of the ZeroMQ transport meet, and what is refused before they do."""
 
+import contextlib
+import os
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +14,8 @@ from sparsync.errors import DeadlineError
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 
 from .zmq_group import exchange, together
+
+PORT = 20_000 + os.getpid() % 10_000  # below those that the system gives out
 
 
 def test_a_store_serves_several_groups():
@@ -31,6 +37,56 @@ def test_only_the_given_interface_is_bound():
             assert endpoint.startswith(f"tcp://{start}")
 
 
+def test_ports_are_of_the_range_and_each_is_taken_once():
+    def program(comm):
+        exchange(comm)
+        return int(comm.mesh.endpoint.rpartition(":")[2])
+
+    taken = together(program, 2, port_range=(PORT, PORT + 20))
+    assert len(set(taken)) == 2 and set(taken) <= set(range(PORT, PORT + 21))
+    with (
+        socket.create_server(("127.0.0.1", PORT + 30)),
+        pytest.raises(ConfigurationError, match=f"no port from {PORT + 30} to {PORT + 30} is free"),
+    ):
+        together(program, 1, port_range=(PORT + 30, PORT + 30))
+
+
+def test_ranks_meet_at_the_address_that_a_nat_forwards():
+    first = PORT + 40
+
+    def forward(listener):
+        """Pass on what comes to 127.0.0.9, as a router does, to the same port of 127.0.0.1."""
+        while True:
+            try:
+                outside, _ = listener.accept()
+            except OSError:
+                return
+            inside = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+            for one, other in ((outside, inside), (inside, outside)):
+                threading.Thread(target=copy, args=(one, other), daemon=True).start()
+
+    def copy(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def program(comm):
+        exchange(comm)
+        return comm.mesh.endpoints
+
+    listeners = [socket.create_server(("127.0.0.9", first + i)) for i in range(2)]
+    for listener in listeners:
+        threading.Thread(target=forward, args=(listener,), daemon=True).start()
+    try:
+        options = {"interface": "127.0.0.1", "port_range": (first, first + 1)}
+        found = together(program, 2, advertise="127.0.0.9", **options)
+    finally:
+        for listener in listeners:
+            listener.close()
+    assert sorted(found[0]) == [f"tcp://127.0.0.9:{first + i}" for i in range(2)]
+
+
 def test_missing_ranks_are_named():
     with pytest.raises(DeadlineError) as caught:
         ZmqCommunicator(1, 4, store=HashStore(), timeout=0.2)
@@ -44,6 +100,8 @@ def test_missing_ranks_are_named():
         ({"store": HashStore(), "interface": "*"}, "which is all of them"),
         ({"store": HashStore(), "interface": "nic7"}, "cannot listen on interface 'nic7'"),
         ({"store": HashStore(), "interface": "192.0.2.1"}, "cannot listen"),
+        ({"store": HashStore(), "port_range": (9, 8)}, "port_range is (9, 8); give the first and"),
+        ({"store": HashStore(), "port_range": 29600}, "port_range is 29600; give"),
         ({"store": HashStore(), "timeout": 0}, "timeout is 0"),
         ({"store": HashStore(), "curve_keys": "/nowhere"}, "/nowhere/rank-0.key is missing"),
         ({"rank": 1, "store": HashStore()}, "rank is 1 of 1"),

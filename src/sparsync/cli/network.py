@@ -102,7 +102,7 @@ class Connection:
                 "--lab and --transport mpi do not go together: MPI's ranks of one machine share "
                 "memory, past the lab's links; choose zmq or torch"
             )
-        check_transport(self.transport or "auto", self.curve_keys)
+        check_transport(self.transport or "auto", {"curve_keys": self.curve_keys})
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             raise ConfigurationError(
                 "transport mpi needs mpi4py and an MPI library: pip install 'sparsync[mpi]' brings "

@@ -85,6 +85,7 @@ class Transport:
         name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
         timeout: seconds that any wait may take before ``backward()`` raises.
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
+        interface, port_range, advertise: of zmq's sockets: see ``sparsync.connect``.
         hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
             as many consecutive ranks as the launcher started on a machine; or a mesh (nodes, ranks of a
             node).
@@ -97,10 +98,19 @@ class Transport:
     curve_keys: Path | str | None = None
     hierarchy: DeviceMesh | str | None = None
     world: dist.ProcessGroup | None = None
+    interface: str | None = None
+    port_range: tuple[int, int] | None = None
+    advertise: str | None = None
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        check_transport(self.name, self.curve_keys)
+        check_transport(self.name, self.sockets)
+
+    @property
+    def sockets(self) -> dict[str, Any]:
+        """The settings that only zmq takes."""
+        names = "curve_keys", "interface", "port_range", "advertise"
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -203,17 +213,17 @@ class Options:
         The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
         settings that must be equal.
         """
-        watched, carried, keys = self.monitoring, self.transport, self.transport.curve_keys
+        watched, carried = self.monitoring, self.transport
         # first of all, and over gloo: ranks that differ here may not even compare the same
         wanted = {
             "the version of sparsync": _version(),
             "the version of torch": torch.__version__,
             "transport": carried.name,
-            "encryption": keys is not None,
+            "encryption": carried.curve_keys is not None,
         }
         run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
         comm = connect_group(
-            group, transport=carried.name, timeout=carried.timeout, curve_keys=keys
+            group, transport=carried.name, timeout=carried.timeout, **carried.sockets
         )
         try:
             reducer = Reducer(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -43,7 +42,7 @@ def connect_group(
     *,
     transport: str = "auto",
     timeout: float = 300.0,
-    curve_keys: Path | str | None = None,
+    **sockets: Any,
 ) -> Communicator:
     """Connect the ranks of a process group; all of them call it.
 
@@ -53,14 +52,13 @@ def connect_group(
             mpiexec's), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
             fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
-        curve_keys: folder with one certificate per rank: zmq encrypts, and refuses ranks without a
-            listed key.
+        sockets: of zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: an unknown transport, or keys for one that does not encrypt.
+        ConfigurationError: an unknown transport, or one that has no sockets of its own to set.
         DeadlineError: names the ranks that did not arrive in time.
     """
-    check_transport(transport, curve_keys)
+    check_transport(transport, sockets)
     over_torch = TorchCommunicator(group, timeout=timeout)
     rank, world_size = over_torch.rank, over_torch.world_size
     if transport == "torch" or world_size == 1:
@@ -70,21 +68,21 @@ def connect_group(
     # pyzmq is imported when it is needed
     from sparsync.transports.zmq import ZmqCommunicator
 
-    return ZmqCommunicator(
-        rank, world_size, store=store_of(group), timeout=timeout, curve_keys=curve_keys
-    )
+    return ZmqCommunicator(rank, world_size, store=store_of(group), timeout=timeout, **sockets)
 
 
-def check_transport(transport: str, curve_keys: Path | str | None) -> None:
-    """Refuse an unknown transport, or keys for one that does not encrypt."""
+def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
+    """Refuse an unknown transport, or settings of zmq's sockets for another one."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
         )
-    if curve_keys is not None and transport in ("torch", "mpi"):
+    given = ", ".join(name for name, value in sockets.items() if value is not None)
+    if given and transport in ("torch", "mpi"):
         other = "gloo" if transport == "torch" else "MPI"
         raise ConfigurationError(
-            f"curve_keys work with transport='zmq'; {other} neither encrypts nor authenticates"
+            f"{given}: for transport='zmq'; {other} chooses its own sockets, and neither encrypts nor "
+            "authenticates"
         )
 
 

@@ -23,7 +23,7 @@ from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["choose_interface", "host_of_rank_0", "meet", "store_of"]
+__all__ = ["check_ports", "choose_interface", "host_of_rank_0", "meet", "store_of"]
 
 _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 256  # of what ranks tell each other over a communicator, e.g. a host's name
@@ -143,6 +143,21 @@ def choose_interface(interface: str | None, meeting: Store | Communicator) -> st
             f"there is no way to the rendezvous host '{host}' ({error}); give interface="
         ) from error
     return "127.0.0.1" if own.startswith("127.") else own
+
+
+def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the range; refuse what is none."""
+    if port_range is None:
+        return None
+    try:
+        first, last = (int(port) for port in port_range)
+    except (TypeError, ValueError):
+        first, last = 0, 0
+    if not 0 < first <= last < 2**16:
+        raise ConfigurationError(
+            f"port_range is {port_range!r}; give the first and the last port, as (29600, 29631)"
+        )
+    return first, last
 
 
 def _host_of(store: Store) -> str | None:

@@ -21,7 +21,7 @@ from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.rendezvous import choose_interface, meet
+from sparsync.transports.rendezvous import check_ports, choose_interface, meet
 from sparsync.transports.zmq import mesh as limits
 from sparsync.transports.zmq.curve import load_curve_keys
 from sparsync.transports.zmq.mesh import Link, Mesh, Parcel
@@ -48,6 +48,10 @@ class ZmqCommunicator(Communicator):
             communicator of the same ranks.
         interface: the IP address or the name of the interface to bind, and no other.  Default:
             ``GLOO_SOCKET_IFNAME``, or the one that leads to the store's host or to rank 0's.
+        port_range: first and last port that may be bound, for firewalls: a rank takes one, and one more
+            for actors.  Default: any that is free.
+        advertise: the address at which the others find this rank, if that is not the interface's: that of
+            a static NAT that forwards ``port_range`` to this machine.
         timeout: seconds that any wait may take before it fails with an error.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption; whoever can reach the port
@@ -76,6 +80,8 @@ class ZmqCommunicator(Communicator):
         *,
         store: Store | Communicator,
         interface: str | None = None,
+        port_range: tuple[int, int] | None = None,
+        advertise: str | None = None,
         timeout: float = 300.0,
         curve_keys: Path | str | None = None,
     ) -> None:
@@ -85,9 +91,15 @@ class ZmqCommunicator(Communicator):
             )
         super().__init__(rank, world_size, torch.device("cpu"))
         self.timeout = check_timeout(timeout)
-        self._interface, self._curve_keys = choose_interface(interface, store), curve_keys
+        interface, port_range = choose_interface(interface, store), check_ports(port_range)
+        self._sockets: dict[str, Any] = {
+            "interface": interface,
+            "port_range": port_range,
+            "advertise": advertise,
+            "curve_keys": curve_keys,
+        }
         keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
-        self.mesh = mesh = Mesh(rank, world_size, self._interface, keys)
+        self.mesh = mesh = Mesh(rank, world_size, keys, interface, port_range, advertise)
         self.dropped, self.lost = mesh.dropped, mesh.lost
         card = {
             "endpoint": mesh.endpoint,
@@ -110,8 +122,7 @@ class ZmqCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
-        options = {"interface": self._interface, "curve_keys": self._curve_keys}
-        return host_over(actor, self, self, **options)
+        return host_over(actor, self, self, **self._sockets)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send without waiting; a CUDA payload is staged through pinned memory."""

@@ -146,8 +146,10 @@ class Mesh:
         self,
         rank: int,
         world_size: int,
-        interface: str,
         keys: CurveKeys | None,
+        interface: str,
+        port_range: tuple[int, int] | None = None,
+        advertise: str | None = None,
     ) -> None:
         self.rank, self.world_size, self.keys = rank, world_size, keys
         self.job, self.endpoints = 0, list[str]()
@@ -169,8 +171,8 @@ class Mesh:
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
         self.context = context
         self.doorkeeper = None if keys is None else Doorkeeper(context, keys.publics)
-        address = f"tcp://[{interface}]:*" if ":" in interface else f"tcp://{interface}:*"
-        self.incoming, self._events = _watched(context, zmq.PULL, address)
+        address = _address(interface)
+        self.incoming, self._events = _watched(context, zmq.PULL, f"{address}:*")
         if keys is not None:  # accept encrypted connections only
             self.incoming.curve_server = True
             self.incoming.curve_secretkey = keys.secret
@@ -180,14 +182,22 @@ class Mesh:
             self, _close, context, sockets, self.links, self.doorkeeper, os.getpid()
         )
         try:
-            self.incoming.bind(address)
+            _bind(self.incoming, address, port_range)
         except zmq.ZMQError as error:
             self.close()
+            if port_range is not None and error.errno == zmq.EADDRINUSE:
+                raise ConfigurationError(
+                    f"no port from {port_range[0]} to {port_range[1]} is free on interface "
+                    f"'{interface}'; give a port_range= with one for every communicator of every rank "
+                    "on this machine"
+                ) from error
             raise ConfigurationError(
                 f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
                 "name of an interface of this machine"
             ) from error
         self.endpoint = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
+        if advertise is not None:
+            self.endpoint = f"{_address(advertise)}:{self.endpoint.rpartition(':')[2]}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
         """Open the links, and tell the other ends who this is."""
@@ -367,6 +377,25 @@ class Mesh:
             self._ranks[descriptor] = source
         else:
             self._ended.add(source)  # it connected, spoke, and left
+
+
+def _address(host: str) -> str:
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
+def _bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | None) -> None:
+    """Bind the first port that is free."""
+    if port_range is None:
+        socket.bind(f"{address}:*")
+        return
+    first, last = port_range
+    for port in range(first, last + 1):
+        try:
+            socket.bind(f"{address}:{port}")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or port == last:
+                raise
 
 
 def _watched(

@@ -150,9 +150,10 @@ def sink_of(log: Any, rank: int) -> Sink:
 
     Args:
         log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
-            in ``name.rank0.jsonl``; an object with ``add_scalar(tag, value, step)``, as TensorBoard's
-            ``SummaryWriter``, whose tags are ``sparsync/threshold`` and the like; or a function of
-            (step, values).
+            in ``name.rank0.jsonl``; TensorBoard's ``SummaryWriter``, or what else has ``add_scalar(tag,
+            value, step)``; a run of Weights & Biases, which gets the numbers with whatever it is given
+            next; a meter of OpenTelemetry, whose gauges have the attribute "rank"; or a function of
+            (step, values).  Names are ``sparsync/threshold`` and the like (``sparsync.threshold``).
         rank: of this process.
 
     Raises:
@@ -170,11 +171,25 @@ def sink_of(log: Any, rank: int) -> Sink:
                 log.add_scalar(f"sparsync/{name}", value, step)
 
         return Sink(scalars, getattr(log, "flush", lambda: None))  # closing it is its owner's
+    if callable(getattr(log, "create_gauge", None)):
+
+        def gauges(_step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():  # the meter keeps one gauge of a name
+                log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
+
+        return Sink(gauges)
+    if callable(getattr(log, "define_metric", None)):  # a step of its own would refuse the user's
+
+        def metrics(step: int, values: Mapping[str, float]) -> None:
+            named = {f"sparsync/{name}": value for name, value in {"step": step, **values}.items()}
+            log.log(named, commit=False)
+
+        return Sink(metrics, lambda: log.log({}))
     if callable(log):
         return Sink(log)
     raise ConfigurationError(
-        f"log is {log!r}; give a path that ends in .jsonl, an object with add_scalar(tag, value, "
-        "step), or a function of (step, values)"
+        f"log is {log!r}; give a path that ends in .jsonl, a SummaryWriter of TensorBoard, a run of "
+        "Weights & Biases, a meter of OpenTelemetry, or a function of (step, values)"
     )
 
 

@@ -155,21 +155,48 @@ class Writer:
         self.flushed += 1
 
 
-def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
-    writer = Writer()
+def three_steps(log):
+    """Let a job of three steps log."""
 
     async def program(comm):
-        reducer = one_unit(comm, sink_of(writer, 0))
+        reducer = one_unit(comm, sink_of(log, 0))
         for step in range(3):
             await reducer.reduce([gradient(0, step)])
         reducer.monitor.close()
 
     simulate(program, 1)
+
+
+def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
+    three_steps(writer := Writer())
     assert {tag for tag, _ in writer.scalars} == {
         f"sparsync/{name}" for name in ALWAYS - {"imbalance"}
     }
     assert {step for _, step in writer.scalars} == {0, 1, 2}
     assert writer.flushed == 1
+
+
+def test_a_run_of_weights_and_biases_gets_the_numbers_with_the_users(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="p") as run:
+        three_steps(run)
+        run.log({"loss": 1.0}, step=7)  # later than all that sparsync has given
+        found = dict(run.summary)
+    assert found["sparsync/step"] == 2 and found["sparsync/residual_norm"] > 0
+
+
+def test_a_meter_of_opentelemetry_has_a_gauge_of_every_number():
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    three_steps(MeterProvider([reader]).get_meter("training"))
+    (scope,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+    found = {metric.name: metric.data.data_points[0] for metric in scope.metrics}
+    assert found.keys() == {f"sparsync.{name}" for name in ALWAYS - {"imbalance"}}
+    assert found["sparsync.residual_norm"].attributes == {"rank": 0}
 
 
 # ---- attach(..., log=...), on one rank of gloo ------------------------------------------------------

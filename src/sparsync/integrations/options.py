@@ -126,8 +126,8 @@ class Monitoring:
             are propagated to it.
         sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
         log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
-            ending in ``.jsonl``, an object with ``add_scalar(tag, value, step)``, as TensorBoard's
-            ``SummaryWriter``, or a function of (step, values).
+            ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
+            of OpenTelemetry, or a function of (step, values).
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
     """
 

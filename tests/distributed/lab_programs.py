@@ -12,8 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sparsync.cli.lab import Lab, _enter, ensure_privileges, local_address, local_traffic
+import sparsync
+from sparsync.cli.lab import (
+    Lab,
+    _enter,
+    _run_command,
+    ensure_privileges,
+    local_address,
+    local_traffic,
+)
 from sparsync.cli.launch import launch
+from sparsync.transports.driver import run
+from tests.unit.zmq_group import forwarded
 
 PORT = 5000
 
@@ -37,6 +47,18 @@ def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
+
+
+def meet_behind_a_router() -> list[str]:
+    """Listen on a port of a range; the others find it at another address, which is forwarded."""
+    own = local_address()
+    outside = f"{own.rpartition('.')[0]}.{100 + dist.get_rank()}"
+    (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}
+    _run_command(f"ip address add {outside}/24 dev {link}")
+    settings = {"interface": own, "port_range": (PORT, PORT), "advertise": outside}
+    with forwarded(outside, own, [PORT]), sparsync.connect(20, transport="zmq", **settings) as comm:
+        total = run(comm.allreduce(torch.ones(3), "sum"))
+        return [*comm.mesh.endpoints, f"{total.tolist()}"]
 
 
 def new_groups_work() -> float:

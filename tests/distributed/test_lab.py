@@ -100,6 +100,12 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
 
 
+def test_ranks_meet_through_a_router_that_forwards_one_port():
+    with Lab(2, "100mbit") as lab:
+        found = launch(programs.meet_behind_a_router, 2, lab=lab, timeout=60.0)
+    assert found == ["tcp://10.77.0.100:5000", "tcp://10.77.0.101:5000", "[2.0, 2.0, 2.0]"]
+
+
 def test_two_labs_do_not_meet():
     with Lab(2, "100mbit") as first, Lab(2, "50mbit") as second:
         with programs.connect(first, 0, 1):

@@ -1,9 +1,7 @@
 """How ranks of the ZeroMQ transport meet, and what is refused before they do."""
 
-import contextlib
 import os
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +11,7 @@ from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 
-from .zmq_group import exchange, together
+from .zmq_group import exchange, forwarded, together
 
 PORT = 20_000 + os.getpid() % 10_000  # below those that the system gives out
 
@@ -52,39 +50,15 @@ def test_ports_are_of_the_range_and_each_is_taken_once():
 
 
 def test_ranks_meet_at_the_address_that_a_nat_forwards():
-    first = PORT + 40
-
-    def forward(listener):
-        """Pass on what comes to 127.0.0.9, as a router does, to the same port of 127.0.0.1."""
-        while True:
-            try:
-                outside, _ = listener.accept()
-            except OSError:
-                return
-            inside = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
-            for one, other in ((outside, inside), (inside, outside)):
-                threading.Thread(target=copy, args=(one, other), daemon=True).start()
-
-    def copy(source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
     def program(comm):
         exchange(comm)
-        return comm.mesh.endpoints
+        return sorted(comm.mesh.endpoints)
 
-    listeners = [socket.create_server(("127.0.0.9", first + i)) for i in range(2)]
-    for listener in listeners:
-        threading.Thread(target=forward, args=(listener,), daemon=True).start()
-    try:
-        options = {"interface": "127.0.0.1", "port_range": (first, first + 1)}
+    ports = range(PORT + 40, PORT + 42)
+    with forwarded("127.0.0.9", "127.0.0.1", ports):
+        options = {"interface": "127.0.0.1", "port_range": (ports[0], ports[-1])}
         found = together(program, 2, advertise="127.0.0.9", **options)
-    finally:
-        for listener in listeners:
-            listener.close()
-    assert sorted(found[0]) == [f"tcp://127.0.0.9:{first + i}" for i in range(2)]
+    assert found == [[f"tcp://127.0.0.9:{port}" for port in ports]] * 2
 
 
 def test_missing_ranks_are_named():

@@ -1,5 +1,7 @@
 """Ranks of the ZeroMQ transport as threads of one process, each with sockets of its own."""
 
+import contextlib
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,6 +32,32 @@ def together(program, world_size, **options):
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(rank, number) for number in range(world_size)]
     return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def forwarded(outside, inside, ports):
+    """Pass on what comes to one address, as a router does, to the same ports of another."""
+
+    def accept(listener):
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = listener.accept()
+                other = socket.create_connection((inside, listener.getsockname()[1]))
+                for ends in ((one, other), (other, one)):
+                    threading.Thread(target=copy, args=ends, daemon=True).start()
+
+    def copy(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    listeners = [socket.create_server((outside, port)) for port in ports]
+    for listener in listeners:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    yield
+    for listener in listeners:
+        listener.close()
 
 
 def message(*values):

@@ -24,6 +24,7 @@ EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of i
 OURS = "updates"  # the one line
 MANY = 5  # methods in a section that is drawn
 PANEL_INCHES = (6.4, 5.6)
+FONT_POINTS = 7
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
 LINEAR_PERCENT = 5.0  # the picture is linear so far around dense, logarithmic beyond
 
@@ -274,34 +275,25 @@ def picture(sections: Sequence[Section], path: Path) -> None:
     figure = Figure(figsize=(width * len(sections), height), layout="constrained")
     axes = figure.subplots(1, len(sections), squeeze=False)[0]
     for axis, section in zip(axes, sections, strict=True):
-        points: list[tuple[float, float]] = []
+        points: dict[tuple[float, float], Entry] = {}
         for key, entry in section.entries.items():
             gaps = [] if entry.diverged else entry.gaps(section.base)
             most = 0.0 if entry.diverged else max(entry.volume(section.timed(key))[:2])
             if gaps and most:  # what never sent anything has no place on a logarithmic axis
                 x, y = most, 100 * fmean(gaps)
-                points.append((x, y))
+                points[x, y] = entry
                 axis.plot(x, y, MARKERS[entry.optimizer], color="black", markersize=4)
-                weight = "bold" if entry.method == OURS else "normal"
-                axis.annotate(
-                    entry.method,
-                    (x, y),
-                    (4, 3),
-                    weight=weight,
-                    textcoords="offset points",
-                    fontsize=7,
-                )
         front = [(x, y) for x, y in sorted(points) if all(b >= y for a, b in points if a <= x)]
         axis.step(*zip(*front, strict=True), where="post", color="#d95f02", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.6, linestyle=(0, (1, 3)))
-        axis.margins(0.08)
         axis.set_xscale("log")
+        axis.set_yscale("symlog", linthresh=LINEAR_PERCENT)
+        axis.margins(0.08)
         left, right = axis.get_xlim()
         steps = [digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5)]
         axis.set_xticks([step for step in steps if left <= step <= right])
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
-        axis.set_yscale("symlog", linthresh=LINEAR_PERCENT)
         low, high = axis.get_ylim()
         axis.set_yticks([tick for tick in TICKS if low <= tick <= high])
         axis.yaxis.set_major_formatter("{x:g}")
@@ -311,11 +303,39 @@ def picture(sections: Sequence[Section], path: Path) -> None:
             ylabel="held-out loss over dense AdamW, %",
         )
         axis.spines[["top", "right"]].set_visible(False)
+        label(axis, points)
     figure.suptitle(
-        "circles: AdamW, squares: Muon; the line joins what no other row beats in both",
+        "circles: AdamW, squares: Muon, triangles: SGD; the line joins what no other row beats in both",
         fontsize="medium",
     )
     figure.savefig(path, dpi=150)
+
+
+def label(axis: Any, points: Mapping[tuple[float, float], Entry]) -> None:
+    """Write every method's name beside its point, at the first place where no other is."""
+    width, height = (72 * inches for inches in PANEL_INCHES)
+    to_points = axis.transScale + axis.transLimits
+    taken: list[tuple[float, float, float, float]] = []
+
+    def free(box: tuple[float, float, float, float]) -> bool:
+        return all(
+            box[2] < left or right < box[0] or box[3] < low or high < box[1]
+            for left, low, right, high in taken
+        )
+
+    ends = {place: to_points.transform(place) * (width, height) for place in points}
+    taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in ends.values()]
+    for place, (x, y) in ends.items():
+        name = points[place].method
+        long = 0.55 * FONT_POINTS * len(name)
+        spots = [(4, 3), (4, -9), (-4 - long, 3), (-4 - long, -9), (-long / 2, 7), (-long / 2, -13)]
+        boxes = {s: (x + s[0], y + s[1], x + s[0] + long, y + s[1] + FONT_POINTS) for s in spots}
+        spot = next((s for s in spots if free(boxes[s])), spots[0])
+        taken.append(boxes[spot])
+        weight = "bold" if name == OURS else "normal"
+        axis.annotate(
+            name, place, spot, weight=weight, textcoords="offset points", fontsize=FONT_POINTS
+        )
 
 
 def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool:

@@ -81,8 +81,8 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
     if given and transport in ("torch", "mpi"):
         other = "gloo" if transport == "torch" else "MPI"
         raise ConfigurationError(
-            f"{given}: for transport='zmq'; {other} chooses its own sockets, and neither encrypts nor "
-            "authenticates"
+            f"{given}: for transport='zmq'; {other} neither encrypts nor authenticates, and chooses its "
+            "own sockets"
         )
 
 

@@ -1,5 +1,9 @@
 """Checkpoints while ranks have weights and moments of their own."""
 
+import threading
+import time
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,6 +71,30 @@ def test_resuming_is_exact(kind, name, folder):
             sync.finish()
             ends.append(flat(net))
     assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("call", ["save", "load", "load_state_dict"])
+def test_checkpoints_wait_for_what_is_under_way(call, folder):
+    """One thread at a time uses a communicator: not this one beside the engine's."""
+    net, optimizer, sync = attached("plain", {"delay": 1, "period": 2, "density": 0.1})
+    with sync, pytest.MonkeyPatch.context() as patch:
+        steps(net, optimizer, range(1))
+        sparsync.save(sync, folder)
+        given, ended, kind = sync.state_dict(), set(), type(sync.reducer.comm)
+        sync._engine.submit(partial(time.sleep, 0.3))  # the exchange begins after that
+        steps(net, optimizer, range(1, 2))
+        (exchange,), native = sync.outer._under_way, kind.irecv
+
+        def irecv(comm, *args):
+            if threading.current_thread() is threading.main_thread():
+                ended.add(exchange.done)
+            return native(comm, *args)
+
+        patch.setattr(kind, "irecv", irecv)
+        calls = {"save": sparsync.save, "load": sparsync.load}
+        calls[call](sync, folder) if call in calls else sync.load_state_dict(given)
+        assert ended == {True}
 
 
 def undelivered(states, name):

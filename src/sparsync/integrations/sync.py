@@ -101,7 +101,9 @@ class Sync(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The replicas, and the parts of this replica where it is divided."""
+        """The replicas, and the parts of this replica where it is divided; no other thread uses them."""
+        if self._engine.running:
+            self._engine.submit(lambda: None).result()  # when what is under way has ended
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     def stats(self) -> dict[str, Any]:

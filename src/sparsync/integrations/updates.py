@@ -581,8 +581,8 @@ class UpdateSync(Sync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
         self.validate(state)
-        run(agree(self.reducer.comm, {"the local step of the saved state": int(state["steps"])}))
         run(self.outer.settle())
+        run(agree(self.reducer.comm, {"the local step of the saved state": int(state["steps"])}))
         self.outer.load_state_dict(state)
         run(self.outer.start(self.reducer, self.outer.memory["shared"]))
         module = self._plain()

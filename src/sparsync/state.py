@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from abc import ABC
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,11 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from sparsync.errors import ConfigurationError
 
-__all__ = ["NoState", "Stateful", "fits", "parse_parts"]
+__all__ = ["NoState", "Stateful", "fits", "packed", "parse_parts", "unpacked"]
 
 _MAX_INT = 2**63 - 1  # of what kernels take
 
@@ -88,3 +91,19 @@ def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tu
             "state that state_dict() returned"
         )
     return tuple(part.parsed_state(its) for part, its in zip(parts, saved, strict=True))
+
+
+# ---- as bytes ------------------------------------------------------------------------------------
+
+
+def packed(value: object) -> bytearray:
+    """Return a value as bytes, for ``unpacked``."""
+    written = io.BytesIO()
+    torch.save(value, written)
+    return bytearray(written.getvalue())
+
+
+def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
+    """Undo ``packed``; refuse all but plain values, tensors and objects of ``classes``."""
+    with torch.serialization.safe_globals(list(classes)):
+        return torch.load(io.BytesIO(raw), weights_only=True)

@@ -8,7 +8,6 @@ shaped links.
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import shutil
@@ -32,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError, require
+from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import check_timeout
 from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
 
@@ -45,8 +45,6 @@ __all__ = [
     "machine",
     "mpiexec_command",
     "on_one_thread",
-    "packed",
-    "unpacked",
 ]
 
 T = TypeVar("T")
@@ -370,19 +368,6 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
         unpacked(one[: int(length)].numpy(), classes)
         for one, length in zip(everyone, lengths, strict=True)
     ]
-
-
-def packed(value: object) -> bytearray:
-    """Return a value as bytes, for ``unpacked``."""
-    written = io.BytesIO()
-    torch.save(value, written)
-    return bytearray(written.getvalue())
-
-
-def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
-    """Undo ``packed``; refuse all but plain values, tensors and objects of ``classes``."""
-    with torch.serialization.safe_globals(list(classes)):
-        return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def machine() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from sparsync.transports.driver import run
 from sparsync.transports.ledger import STAGES, Traffic
 from sparsync.wire.base import Codec
 
-__all__ = ["agree_on_reducer", "reducer_stats", "weights_digest"]
+__all__ = ["agree_on_reducer", "reducer_stats", "set_up_digest", "weights_digest"]
 
 
 def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
@@ -26,8 +26,18 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     Raises:
         PeerError: names what differs and on which ranks.
     """
+    run(agree(reducer.comm, _facts(reducer, settings)))
+
+
+def set_up_digest(reducer: Reducer, **settings: object) -> int:
+    """Return a number in 63 bits that is another one where ``agree_on_reducer`` would refuse."""
+    text = "".join(f"{name}={value};" for name, value in _facts(reducer, settings).items())
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    facts = {
+    return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,
         "its options": reducer.algorithm.options,
@@ -42,7 +52,6 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
             (len(unit.slots), str(unit.dtype), unit.dense, unit.output) for unit in reducer.units
         ],
     }
-    run(agree(reducer.comm, facts))
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:

@@ -59,6 +59,7 @@ class Reducer:
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
+        self.divisor: int | None = None  # of averages; None: the number of ranks
         self.overflows = False  # gradients of the open step count as Inf: all ranks will refuse it
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
@@ -163,8 +164,9 @@ class Reducer:
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
-            if self.comm.world_size > 1 and self.algorithm.average:
-                result.total.divide_(self.comm.world_size)  # not needed any more
+            ranks = self.divisor or self.comm.world_size
+            if ranks > 1 and self.algorithm.average:
+                result.total.divide_(ranks)  # not needed any more
             self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
@@ -189,6 +191,19 @@ class Reducer:
         committed = dict(self._committed)
         self.open()
         self._committed = committed
+
+    def regroup(self) -> None:
+        """Plan the open step for other ranks; what was accumulated for it is exchanged again.
+
+        What collectives remember is of the former ranks, and is forgotten on all.
+        """
+        fresh = [self.algorithm.for_unit(unit)[1].state for unit in self.units]
+        states = [*self._settled[: len(self.units)], *fresh]
+        for part, state in zip([*self.selectors, *self.collectives], states, strict=True):
+            part.state = state
+        if self.corrector:
+            self.corrector.world_size = self.comm.world_size
+        self.open()
 
     def fail(self) -> None:
         """Tell who else must agree to the step, if anybody, that its exchange has failed here."""

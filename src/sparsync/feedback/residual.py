@@ -109,6 +109,26 @@ class Residual:
         delivered.subtract_from_(self.accumulated)
         self.empty = False
 
+    def after(self, delivered: Vector) -> Tensor:
+        """Return what ``retain`` would leave, and change nothing."""
+        if type(delivered) is DenseVector and delivered.values is self.accumulated:
+            return torch.zeros_like(self.accumulated)
+        rest = self.accumulated.clone()
+        delivered.subtract_from_(rest)
+        return rest
+
+    def keep(self) -> None:
+        """Close the open step, of which nothing was delivered: ``residual = accumulated``."""
+        self.empty = self.empty and not self._pieces
+        self._close()
+
+    def add(self, where: slice, values: Tensor) -> None:
+        """Add what another rank did not deliver, between steps."""
+        if self.empty:
+            self.accumulated.zero_()
+        self.accumulated[where] += values
+        self.empty = False
+
     def restore(self) -> None:
         """Undo the open step, bit for bit; the gradients of it are zeroed."""
         for piece in self._pieces:

@@ -21,7 +21,7 @@ from sparsync.units import Unit
 
 __all__ = ["Consensus", "Plan", "Proposal", "UnitPlan", "Use", "channel_of"]
 
-Use = Literal["shares", "xi", "weights", "used", "retry", "drift"]
+Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll"]
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
@@ -64,8 +64,8 @@ class Plan:
         self.shares = self._next = SharesState(self._entries())  # of regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
-        self._dense = Dense()
-        self._dense.overwrites = True  # what is accumulated: all of it is delivered
+        self.dense = Dense()
+        self.dense.overwrites = True  # what is accumulated: all of it is delivered
         self.units: list[UnitPlan] = []  # in the open step
 
     @property
@@ -87,7 +87,7 @@ class Plan:
             zip(self._all, quotas, parts, strict=True)
         ):
             if planned is None or unit.dense:
-                selector, collective = Everything(), self._dense
+                selector, collective = Everything(), self.dense
             elif collective.whole:
                 selector = Everything()
             wanted = selector.collect_from(k, step, torch.promote_types(unit.dtype, torch.float32))

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ def attach(
     exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
     replicate: DeviceMesh | ProcessGroup | None = None,
+    elastic: Any = None,
     compression: Compression | None = None,
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
@@ -69,6 +70,8 @@ def attach(
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
+        elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks come and
+            go (``docs/elastic.md``).  The model is a plain one, and gradients are exchanged.
         compression: units, dense parameters, warm-up, pipelines (``Compression``).
         transport: what carries the messages, time limits, nodes (``Transport``).
         monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
@@ -102,6 +105,12 @@ def attach(
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if why and dist.is_initialized() and dist.get_rank() == 0:
         sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
+    if elastic is not None and (chosen == "updates" or replicate is not None):
+        given_too = "updates" if chosen == "updates" else "replicate="
+        raise ConfigurationError(
+            f"elastic= exchanges gradients between plain modules, not {given_too}; give "
+            "exchange='gradients', and omit replicate="
+        )
     if chosen == "updates":
         from sparsync.integrations.updates import attach_updates, make_outer
 
@@ -120,6 +129,10 @@ def attach(
         compress=given.compress or resolved.compress,
     )
     options = Options(resolved, density, correction, completed, carried, watched)
+    if elastic is not None:
+        from sparsync.elastic.sync import attach_elastic  # torchft is needed for it alone
+
+        return attach_elastic(model, optimizers, options, elastic)
     if replicate is None:
         if given.schedule is not None or carried.world or not given.overlap:
             raise ConfigurationError(

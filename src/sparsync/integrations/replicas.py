@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -130,7 +130,6 @@ class _GradientHook:
             sync.on_gradient(parameter)
 
 
-@final
 class ReplicaSync(Sync):
     """The handle of a model without DDP, which keeps it, as DDP keeps its own.
 
@@ -144,7 +143,7 @@ class ReplicaSync(Sync):
         shards: Sequence[Shard],
         fsdp: Fsdp,
         consensus: PartsConsensus,
-        groups: Groups,
+        groups: Groups | ExitStack,
         options: Options,
         schedule: tuple[int, float] | None,
     ) -> None:

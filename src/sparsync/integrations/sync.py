@@ -75,7 +75,7 @@ class Sync(ABC):
         self,
         model: nn.Module,
         reducer: Reducer,
-        groups: Groups,
+        groups: Groups | ExitStack,
         monitoring: Monitoring,
         ignored: Collection[str] = (),
         consensus: PartsConsensus | None = None,
@@ -290,14 +290,9 @@ class Sync(ABC):
     def _finish(self, this: Step) -> None:
         """Write the averages into the gradients when all jobs have ended, or undo the step."""
         try:
-            try:
-                for job in this.jobs:
-                    job.result()
-            except BaseException:
-                self.reducer.fail()
-                raise
-            averages = self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
-            this.write(averages)
+            averages = self._averages(this)
+            if averages is not None:
+                this.write(averages)
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
@@ -306,6 +301,16 @@ class Sync(ABC):
             raise
         finally:
             self._wait_for_gpu()
+
+    def _averages(self, this: Step) -> list[Vector] | None:
+        """Wait for all jobs, and commit; None: the step was committed without this rank."""
+        try:
+            for job in this.jobs:
+                job.result()
+        except BaseException:
+            self.reducer.fail()
+            raise
+        return self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
 
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for ``_finish`` on the training thread; False: no gradient is to be applied."""
@@ -360,7 +365,7 @@ class Sync(ABC):
             torch.cuda.current_stream(device).synchronize()
 
 
-def _end(engine: Engine, comm: Communicator, groups: Groups) -> None:
+def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then what it used."""
     engine.close()
     comm.close()

@@ -133,6 +133,11 @@ def choose_interface(interface: str | None, meeting: Store | Communicator) -> st
             "interface is not given, and there is no host that would tell; give the IP address or "
             "the name of the interface that leads to the other ranks, as in interface='eth0'"
         )
+    return way_to(host)
+
+
+def way_to(host: str) -> str:
+    """Return the address of this machine that leads to a host."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -21,9 +21,10 @@ from sparsync.cli.bench.cases import (
 )
 from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
 from sparsync.cli.lab import local_traffic
-from sparsync.cli.launch import StartLine, packed, unpacked
+from sparsync.cli.launch import StartLine
 from sparsync.cli.network import Connection, transport_of
 from sparsync.sparse import DenseVector, SparseVector
+from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run
 from sparsync.transports.rendezvous import store_of
 

@@ -56,6 +56,7 @@ class ZmqCommunicator(Communicator):
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption; whoever can reach the port
             and knows the job's number can send, so use it on networks that you trust.
+        changing: the group may change: see ``regroup``.
 
     Attributes:
         dropped: messages that were refused, by reason (malformed, of another job, ...).
@@ -84,6 +85,7 @@ class ZmqCommunicator(Communicator):
         advertise: str | None = None,
         timeout: float = 300.0,
         curve_keys: Path | str | None = None,
+        changing: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -99,7 +101,9 @@ class ZmqCommunicator(Communicator):
             "curve_keys": curve_keys,
         }
         keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
-        self.mesh = mesh = Mesh(rank, world_size, keys, interface, port_range, advertise)
+        self.mesh = mesh = Mesh(
+            rank, world_size, keys, interface, port_range, advertise, changing=changing
+        )
         self.dropped, self.lost = mesh.dropped, mesh.lost
         card = {
             "endpoint": mesh.endpoint,
@@ -119,6 +123,19 @@ class ZmqCommunicator(Communicator):
         twin = copy.copy(self)
         twin.tag = tag
         return twin
+
+    def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
+        """Be a rank of another group from now on; whoever waits in the former one does so for ever.
+
+        Sockets live on: only links to those that are new are opened, and to those that are gone closed.
+        Messages of the new group that came early are kept.  Channels are to be made anew.
+        """
+        self.mesh.regroup(rank, job, endpoints)
+        self.rank, self.world_size = rank, len(endpoints)
+
+    def give_up(self) -> None:
+        """End what others of this group wait for, whomever it is to come from, with an error."""
+        self.mesh.give_up()
 
     def host(self, actor: Actor) -> Host:
         """Run an actor on a thread of its own, over a mesh of its own with the same keys."""

@@ -17,9 +17,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper
-from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header, Mailboxes
+from sparsync.transports.zmq.messages import (
+    APART,
+    GIVE_UP,
+    HEADER_BYTES,
+    HELLO,
+    Header,
+    Mailboxes,
+)
 
-__all__ = ["Link", "Mesh", "Parcel"]
+__all__ = ["Link", "Mesh", "Parcel", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
@@ -37,6 +44,8 @@ HIGH_WATER: Final = (
 )
 MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that announces more is cut off
 MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody asked for them
+MAX_EARLY: Final = 2**26  # bytes of messages of a group that this rank is not in yet
+MOST_MEMBERS: Final = 1024  # of a group that changes
 # payloads up to this many bytes travel in the header's frame: one copy more, but a frame less to pass
 # to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a second frame
 # took 13 us of the caller and 7 us of that thread; the copy 10 us)
@@ -94,8 +103,8 @@ class Link:
     """The outgoing socket to one peer, on which nobody else is accepted."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        self.peer, endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
-        self.socket, self.events = _watched(mesh.context, zmq.PUSH, endpoint)
+        self.peer, self.endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
+        self.socket, self.events = _watched(mesh.context, zmq.PUSH, self.endpoint)
         if keys is not None:
             self.socket.curve_serverkey = keys.publics[peer]
             self.socket.curve_publickey = keys.publics[keys.rank]
@@ -104,7 +113,13 @@ class Link:
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
         self.lost = ""  # why nothing can be sent any more
         self.lost_at = 0.0  # when that was seen, on the monotonic clock
-        self.socket.connect(endpoint)
+        self.socket.connect(self.endpoint)
+
+    def close(self) -> None:
+        """Close at once; what waits is dropped."""
+        self.socket.disable_monitor()
+        self.events.close()
+        self.socket.close(linger=0)
 
     def next_sequence(self, tag: int) -> int:
         """Return the number of the next message of a channel, and count it."""
@@ -150,9 +165,14 @@ class Mesh:
         interface: str,
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
+        *,
+        changing: bool = False,
     ) -> None:
         self.rank, self.world_size, self.keys = rank, world_size, keys
         self.job, self.endpoints = 0, list[str]()
+        # messages of a group that this rank is not in yet; None: its group never changes
+        self._early: deque[tuple[int, list[zmq.Frame]]] | None = deque() if changing else None
+        self._past: set[int] = set()  # jobs of groups that it has left
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
@@ -166,12 +186,13 @@ class Mesh:
         self._looked = self._next_look = 0.0
 
         context: zmq.Context[Any] = zmq.Context()
-        context.max_sockets = 8 + 3 * world_size  # per link: a socket and its monitor's pair
+        # per link: a socket and its monitor's pair
+        context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
         context.linger = 0
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
         self.context = context
         self.doorkeeper = None if keys is None else Doorkeeper(context, keys.publics)
-        address = _address(interface)
+        address = tcp(interface)
         self.incoming, self._events = _watched(context, zmq.PULL, f"{address}:*")
         if keys is not None:  # accept encrypted connections only
             self.incoming.curve_server = True
@@ -182,7 +203,7 @@ class Mesh:
             self, _close, context, sockets, self.links, self.doorkeeper, os.getpid()
         )
         try:
-            _bind(self.incoming, address, port_range)
+            bind(self.incoming, address, port_range)
         except zmq.ZMQError as error:
             self.close()
             if port_range is not None and error.errno == zmq.EADDRINUSE:
@@ -197,17 +218,47 @@ class Mesh:
             ) from error
         self.endpoint = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
         if advertise is not None:
-            self.endpoint = f"{_address(advertise)}:{self.endpoint.rpartition(':')[2]}"
+            self.endpoint = f"{tcp(advertise)}:{self.endpoint.rpartition(':')[2]}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
-        """Open the links, and tell the other ends who this is."""
+        """Open the links that are not open, and tell the other ends who this is."""
         self.job, self.endpoints = job, endpoints
-        hello = Header(HELLO, self.rank, job, 0, 0, 0, 0, 0).pack()
-        nothing = torch.empty(0, dtype=torch.uint8)
+        known = {link.endpoint: link for link in self.links.values() if not link.lost}
+        closing = [link for link in self.links.values() if link.lost]
+        self.links.clear()  # the dictionary stays: at exit, its links are closed
         for shift in range(1, self.world_size):
             peer = (self.rank + shift) % self.world_size
-            self.links[peer] = link = Link(self, peer)
-            link.send(Parcel(hello, nothing))  # a peer may be gone again already
+            link = known.pop(endpoints[peer], None) or Link(self, peer)
+            link.peer = peer
+            link.queue.clear()
+            link.sequences.clear()
+            self.links[peer] = link
+        for link in (*closing, *known.values()):
+            link.close()
+        self._tell_all(HELLO)  # a peer may be gone again already
+
+    def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
+        """Be a rank of another group, over the same incoming socket; the former one's messages go."""
+        for link in self.links.values():
+            link.look()
+        self._past.add(self.job)
+        self.rank, self.world_size, self.mailboxes = rank, len(endpoints), Mailboxes(MAX_UNCLAIMED)
+        for known in (self.lost, self._ranks, self._heard, self._ended):
+            known.clear()
+        self.connect(job, endpoints)
+        early, self._early = self._early or (), deque()
+        for _, frames in early:
+            self._take(frames)  # those of yet another group wait on
+
+    def give_up(self) -> None:
+        """Tell the others that this rank waits for nobody any more, and let them not wait either."""
+        self._tell_all(GIVE_UP)
+
+    def _tell_all(self, flag: int) -> None:
+        header = Header(flag, self.rank, self.job, 0, 0, 0, 0, 0).pack()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for link in self.links.values():
+            link.send(Parcel(header, nothing))
 
     def check_open(self) -> None:
         """Refuse the use of a closed communicator."""
@@ -336,7 +387,12 @@ class Mesh:
         frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
-        if header.job != self.job:
+        if header.job != self.job and self._early is not None and header.job not in self._past:
+            self._early.append((sum(len(part.buffer) for part in frames), frames))
+            while sum(size for size, _ in self._early) > MAX_EARLY:
+                self._early.popleft()
+                self.dropped["of a group that did not come"] += 1
+        elif header.job != self.job:
             self.dropped["of another job"] += 1
         elif header.source >= self.world_size or header.source == self.rank:
             self.dropped["from an unknown rank"] += 1
@@ -345,7 +401,9 @@ class Mesh:
         else:
             if header.source not in self._heard:
                 self._hear(header.source, frame)
-            if header.flags != HELLO:
+            if header.flags == GIVE_UP:
+                self.mailboxes.break_off(f"rank {header.source} has given this step up")
+            elif header.flags != HELLO:
                 apart, inline = header.flags == APART, len(raw) - HEADER_BYTES
                 body = frames[-1].buffer if apart else raw[HEADER_BYTES:]
                 if len(body) != header.length or len(frames) != 1 + apart or (apart and inline):
@@ -379,11 +437,12 @@ class Mesh:
             self._ended.add(source)  # it connected, spoke, and left
 
 
-def _address(host: str) -> str:
+def tcp(host: str) -> str:
+    """Return ZeroMQ's address of a host, without a port."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
 
 
-def _bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | None) -> None:
+def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | None) -> None:
     """Bind the first port that is free."""
     if port_range is None:
         socket.bind(f"{address}:*")

@@ -22,6 +22,7 @@ HEADER_BYTES: Final = LAYOUT.size
 
 HELLO: Final = 1  # flag: a link was opened; nothing follows
 APART: Final = 2  # flag: the payload is a frame of its own
+GIVE_UP: Final = 4  # flag: the sender waits for nobody any more; nothing follows
 TAGS: Final = 2**32  # channels are u32
 
 
@@ -34,7 +35,7 @@ class Header(NamedTuple):
         (48, 3, 16)
     """
 
-    flags: int  # ``HELLO``, ``APART`` or 0: the payload follows the header in the same frame
+    flags: int  # ``HELLO``, ``GIVE_UP``, ``APART`` or 0: the payload follows in the same frame
     source: int  # rank of the sender
     job: int  # number of the group, drawn by rank 0: messages of another job are refused
     tag: int  # channel
@@ -59,7 +60,7 @@ class Header(NamedTuple):
                 f"a frame of {len(frame)} bytes holds no header of {HEADER_BYTES}; not our message"
             )
         magic, version, *rest = LAYOUT.unpack_from(frame)
-        if magic != MAGIC or version != VERSION or rest[0] not in (0, HELLO, APART):
+        if magic != MAGIC or version != VERSION or rest[0] not in (0, HELLO, APART, GIVE_UP):
             raise WireFormatError(
                 f"a frame starts with {bytes(frame[:4]).hex()}, not with {MAGIC.hex()} and version "
                 f"{VERSION}; all ranks need the same version of sparsync"
@@ -96,6 +97,7 @@ class Mailboxes:
         self.limit = limit
         self.unclaimed = 0  # bytes
         self.handed = 0  # messages that met a receive that waited
+        self.broken = ""  # why nothing more is waited for, from whomever
         self._phases: dict[int, str] = {}  # names that this rank has used, for errors
         self._arrived: dict[tuple[int, int], deque[tuple[int, Header, Tensor]]] = {}
         self._waiting: dict[tuple[int | None, int], deque[Claim]] = {}
@@ -142,6 +144,8 @@ class Mailboxes:
             _, header, payload = box.popleft()
             self.unclaimed -= payload.numel()
             self._give(header, payload, claim)
+        elif self.broken:
+            claim.error = PeerError(f"{claim} will not come: {self.broken}")
         else:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
@@ -151,6 +155,12 @@ class Mailboxes:
             while waited == source and waiting:
                 claim = waiting.popleft()
                 claim.error = PeerError(f"{claim} will not come: {reason}")
+
+    def break_off(self, reason: str) -> None:
+        """End every receive with an error, and those to come whose message is not here."""
+        self.broken = self.broken or reason
+        for source in {source for source, _ in self._waiting}:
+            self.fail(source, self.broken)
 
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with the error that it does not fit."""

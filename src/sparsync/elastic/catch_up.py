@@ -1,0 +1,147 @@
+"""How a rank that joins comes to the others' weights while they train on.
+
+It fetches a copy of the state before some step, and keeps the gradients that its optimizer is given from
+that step on, which are the others', too.  When it has both, it repeats these steps with the learning
+rates of the rank that the copy is of; its weights then are the others', bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.elastic.copies import fetch
+from sparsync.errors import PeerError, SparsyncError
+from sparsync.state import packed, unpacked
+
+__all__ = ["CatchUp", "Rates", "load_copy", "make_copy", "rates_of"]
+
+Rates = list[list[dict[str, Any]]]
+"""What the groups of all optimizers have besides their parameters: learning rates, decay, ..."""
+
+Kept = tuple[Tensor, Tensor] | Tensor | None
+"""A gradient: its indices and values if most of it is zero."""
+
+
+def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
+    """Return the present ones."""
+    return [
+        [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]
+        for one in optimizers
+    ]
+
+
+def make_copy(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> memoryview:
+    """Return the state of a model and its optimizers as bytes."""
+    states = {"model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
+    return memoryview(packed(states))
+
+
+def load_copy(
+    raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Take over what ``make_copy`` returned."""
+    states = unpacked(raw)
+    model.load_state_dict(states["model"])
+    for one, state in zip(optimizers, states["optimizers"], strict=True):
+        one.load_state_dict(state)
+
+
+@final
+class CatchUp:
+    """One fetch, and what has come since.
+
+    Args:
+        donor: name of the rank whose copy is fetched from ``endpoint``.
+        timeout: seconds without a piece after which it is given up.
+        since: the first step whose gradients will be kept.
+    """
+
+    def __init__(self, donor: str, endpoint: str, timeout: float, since: int) -> None:
+        self.donor = donor
+        self._log: dict[int, list[list[Kept]]] = {}  # by step, gradients of all optimizers
+        self._copy: tuple[int, bytearray] | None = None
+        self._error: SparsyncError | None = None
+        self._stopped = False
+
+        def work() -> None:
+            try:
+                self._copy = fetch(endpoint, timeout, since, lambda: self._stopped)
+            except SparsyncError as error:
+                self._error = error
+
+        threading.Thread(target=work, name="sparsync-catch-up", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """The copy is here.
+
+        Raises:
+            PeerError: it does not come.
+        """
+        if self._error is not None:
+            raise PeerError(f"{self._error}; another rank is asked") from self._error
+        return self._copy is not None
+
+    def stop(self) -> None:
+        """Fetch no more."""
+        self._stopped = True
+
+    @torch.no_grad()
+    def keep(self, step: int, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the gradients that an optimizer, the ``number``-th, is given, and take them from it."""
+        here: list[Kept] = []
+        for parameter in _parameters(optimizer):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                here.append(None)
+                continue
+            flat = gradient.reshape(-1)
+            at = flat.nonzero().flatten()
+            few = 3 * at.numel() < flat.numel()
+            here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
+        of_step = self._log.setdefault(step, [])
+        of_step += [[]] * (number + 1 - len(of_step))
+        of_step[number] = here
+
+    @torch.no_grad()
+    def arrive(
+        self,
+        step: int,
+        rates: Mapping[int, Rates],
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Bring the weights to what they are before the optimizers' step ``step``."""
+        assert self._copy is not None
+        begin, raw = self._copy
+        gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
+        load_copy(raw, model, optimizers)
+        for done in range(begin, step):
+            if done not in rates:
+                continue  # no optimizer has stepped
+            for one, groups, kept in zip(optimizers, rates[done], self._log[done], strict=True):
+                for group, its in zip(one.param_groups, groups, strict=True):
+                    group.update(its)
+                for parameter, gradient in zip(_parameters(one), kept, strict=True):
+                    parameter.grad = _whole(gradient, parameter)
+                one.step()
+        for one, own in zip(optimizers, gradients, strict=True):
+            for parameter, gradient in zip(_parameters(one), own, strict=True):
+                parameter.grad = gradient
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _whole(kept: Kept, like: Tensor) -> Tensor | None:
+    if not isinstance(kept, tuple):
+        return None if kept is None else kept.view(like.shape)
+    whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    whole.view(-1)[kept[0].long()] = kept[1]
+    return whole

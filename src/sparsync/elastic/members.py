@@ -1,0 +1,361 @@
+"""The ranks that take a step together, and what becomes of it when they change.
+
+::
+
+    exchange --everything is here--> prepared --all others' votes are here--> committed
+
+A rank commits once it knows that all are prepared.  If anything fails before, it gives the step up, which
+ends what the others wait for, and whoever is left meets in a new group, where the roll is called:
+
+* somebody has committed: then all were prepared, and those that still are commit, too;
+* nobody has: all exchange what they have accumulated once more, in the new group.
+
+So a step is applied by all that are left or by none, its gradients count once, and residuals are those of
+the ranks that took part.  Who died between its vote and the roll takes its residual along, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import CheckpointError, ConfigurationError
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.shares import SharesState
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.groups import Subgroup
+from sparsync.transports.ledger import Ledger, Raw
+
+__all__ = ["Entry", "Members", "Verdict", "judge"]
+
+_PAST: Final = 32  # changes of the group that a rank may have missed
+_MEASURED: Final = 10  # steps between measurements of the residual's norm
+
+
+class Entry(NamedTuple):
+    """What a rank says of itself when the roll is called."""
+
+    step: int  # the open one
+    history: (
+        int  # the attempt that committed the last one; before the first a digest of the weights
+    )
+    prepared: int  # the attempt whose exchange of the open step is complete here; 0: none is
+    behind: int  # 1: its weights are being fetched
+    leaves: int  # 1: its residual is dealt in the next step; 2: it was, and it leaves after the next one
+    set_up: int  # a digest of everything that must be equal on all ranks
+
+
+class Verdict(NamedTuple):
+    """What the roll came to, the same on all ranks.
+
+    Attributes:
+        step: the one that is exchanged next.
+        current: ranks whose weights are those of that step, once ``commits`` have committed.
+        commits: ranks that are to commit the step before.
+        stale: ranks that have missed steps, or come from another past: they begin to fetch weights.
+        donor: the first current rank, from which they are fetched.
+        there: the first rank that has committed the step before, if it may be behind.
+    """
+
+    step: int
+    current: frozenset[int]
+    commits: frozenset[int]
+    stale: frozenset[int]
+    donor: int
+    there: int
+
+
+def judge(entries: Sequence[Entry]) -> Verdict:
+    """Say who goes on, who commits first, and who is stale.
+
+    The furthest step holds that a rank with whole weights can go on with; of several pasts that led there
+    (before the first step: of several weights) that of most ranks, and of as many that of the lowest.
+
+    Raises:
+        CheckpointError: those that had the weights are gone; a rank with fresh ones does not begin again.
+
+    Example:
+        >>> fresh, ahead = Entry(0, 77, 0, 0, 0, 5), Entry(5, 9, 0, 0, 0, 5)
+        >>> verdict = judge([fresh, ahead, Entry(4, 8, 9, 0, 0, 5)])
+        >>> verdict.step, sorted(verdict.current), sorted(verdict.commits), sorted(verdict.stale)
+        (5, [1, 2], [2], [0])
+    """
+    verdicts = []
+    for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
+        there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
+        commits = {
+            rank
+            for rank, entry in enumerate(entries)
+            if entry.step == step - 1 and entry.prepared and entry.prepared == history
+        }
+        current = {rank for rank in there | commits if not entries[rank].behind}
+        stale = set(range(len(entries))) - there - commits
+        sets = frozenset(current), frozenset(commits), frozenset(stale)
+        if current:
+            verdicts.append(Verdict(step, *sets, min(current), min(there)))
+    chosen = max(verdicts, key=lambda v: (v.step, len(v.current), -v.donor), default=None)
+    furthest = max(entry.step for entry in entries)
+    if chosen is None or chosen.step < furthest - 1:
+        raise CheckpointError(
+            f"the ranks that had the weights of step {furthest} are gone, and those that are left "
+            f"({len(entries)}) do not have them; load a checkpoint"
+        )
+    return chosen
+
+
+@final
+class Members:
+    """A rank among those that take the open step.
+
+    Args:
+        start: digest of the weights before the first step.
+        set_up: digest of everything that must be equal on all ranks.
+
+    Attributes:
+        attempt: number of the present group, > 0.
+        behind: this rank's weights are being fetched; its gradients count for nothing until then.
+        donor: rank they are fetched from.
+        ready: it has weights and all averages since, and is not behind from the next step on.
+        first: the lowest rank whose weights are current.
+        leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
+            one more, to which it contributes nothing: when that is committed, all have the first.
+        left: it has.
+        counts: this rank's gradient counts in the open step.
+        deals: its residual is dealt in the open step.
+        newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
+    """
+
+    def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
+        self.reducer, self._set_up = reducer, set_up
+        reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
+        self.attempt, self.behind, self.leaving, self.ready, self.left = (
+            0,
+            False,
+            False,
+            False,
+            False,
+        )
+        self.donor, self.first, self.newcomers = 0, 0, dict[int, int]()
+        # (step, attempt) since which steps were committed by it; the first is of the weights alone
+        self._past, self._prepared = [(-1, start)], 0
+        self.counts, self.deals = True, False
+        self._spent = False  # the residual was dealt
+        # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
+        # leave, its donor, and the norm of its residual some steps ago
+        self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
+        self._norm = 0.0
+        self._names: tuple[Hashable, ...] = ()  # of the group's ranks
+        self._dealt: list[tuple[int, slice, Tensor]] = []  # of ranks that leave with the open step
+        self._events: list[dict[str, Any]] = []
+
+    @property
+    def fetching(self) -> bool:
+        """Whether some rank is behind in the open step."""
+        return bool(((self._present[:, 0] == 0) & (self._present[:, 1] == 0)).any())
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    async def vote(self) -> None:
+        """Say that all of the open step is here, and wait until all others say so.
+
+        With the vote goes who contributes to the next step, and whose last it will be.
+
+        Raises:
+            CommunicationError: somebody's vote did not come.
+        """
+        self._prepared = self.attempt
+        leaves = 2 if self.deals or self._spent else int(self.leaving)
+        counts = (not self.behind or self.ready) and leaves < 2
+        if self.reducer.step % _MEASURED == 0:
+            kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
+            self._norm = math.hypot(*map(float, kept))
+        mine = torch.tensor([counts, leaves, self.donor, self._norm], dtype=torch.float64)
+        rows = await self.reducer.channel("vote").allgather(mine, "vote")
+        self._next = torch.stack(rows)
+        new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
+        self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
+
+    def committed(self, step: int, *, still: bool) -> bool:
+        """Go on to the step after ``step``, with the same group (``still``) or that of the last roll.
+
+        Returns:
+            Whether this rank has caught up: its gradients count from the next step on.
+        """
+        arrived = still and self.behind and self.ready
+        if arrived:
+            self.behind = self.ready = False
+        self.left = self._spent
+        if self.deals:
+            self._spent = True
+            for residual in self.reducer.residuals:
+                residual.load(None)
+        self._receive()
+        if self._past[-1][1] != self._prepared:
+            self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
+        self._prepared = 0
+        if still:
+            self._count(self._next)
+        else:
+            self.go_on()
+        return arrived
+
+    def _receive(self) -> None:
+        """Add what those that leave have dealt to this rank."""
+        for unit, where, values in self._dealt:
+            self.reducer.residuals[unit].add(where, values)
+        self._dealt = []
+
+    async def end(self) -> None:
+        """Return when all that count are at the end; who has not committed its last step will fail."""
+        if self.counts:
+            counting = self._present[:, 0].nonzero().flatten().tolist()
+            await Subgroup(self.reducer.channel("vote"), counting).barrier()
+
+    def _count(self, rows: Tensor) -> None:
+        """Take note of who contributes to the open step, and whose last it is."""
+        counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
+        self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
+        self.reducer.divisor = max(int(rows[:, 0].sum()), 1)
+
+    async def deal(self) -> None:
+        """Deal what those that leave did not deliver to those that stay, element by element in turn.
+
+        Cost: n elements sent by each that leaves.
+        """
+        comm = self.reducer.channel("roll")
+        leaves = self._present[:, 1].tolist()
+        stay = [rank for rank, when in enumerate(leaves) if not when]
+        self._dealt = []
+        for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
+            for unit, residual in enumerate(self.reducer.residuals):
+                if leaver == comm.rank:
+                    rest = residual.after(self.reducer.reduced[unit].delivered)
+                    for turn, rank in enumerate(stay):
+                        raw = rest[turn :: len(stay)].contiguous().cpu().view(torch.uint8)
+                        await comm.isend(raw, rank, "deal", Raw("value"))
+                elif comm.rank in stay:
+                    where = slice(stay.index(comm.rank), None, len(stay))
+                    own = residual.accumulated[where]
+                    nbytes = own.numel() * own.itemsize
+                    raw = await comm.irecv(leaver, nbytes, "deal", Raw("value"))
+                    values = raw.clone().view(own.dtype).to(own.device)
+                    self._dealt.append((unit, where, values))
+
+    # ---- a change ----------------------------------------------------------------------------------
+
+    async def call_the_roll(self, attempt: int, names: Sequence[Hashable]) -> Verdict:
+        """Find out, in a new group of ranks with these names, who goes on with which step.
+
+        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.
+
+        Raises:
+            CommunicationError: somebody is gone again: meet once more.
+            CheckpointError: see ``judge``.
+            ConfigurationError: this rank is set up otherwise than those that go on.
+        """
+        reducer, self.attempt = self.reducer, attempt
+        comm = _uncounted(reducer.channel("roll"))
+        history = self._past[-1][1]
+        leaves = 2 if self._spent else int(self.leaving)
+        mine = Entry(reducer.step, history, self._prepared, int(self.behind), leaves, self._set_up)
+        told = await comm.allgather(torch.tensor(mine, dtype=torch.int64), "roll")
+        entries = [Entry(*row.tolist()) for row in told]
+        verdict = judge(entries)
+        self.first = verdict.donor
+        if entries[comm.rank].set_up != entries[verdict.donor].set_up:
+            raise ConfigurationError(
+                f"rank {comm.rank} is set up otherwise than rank {verdict.donor} and those that go on "
+                "with it: another model, algorithm, density or version; attach alike on all ranks"
+            )
+        self._note(tuple(names), verdict)
+        await self._brief(comm, verdict, {rank: entries[rank].step for rank in verdict.stale})
+        rows = [
+            (rank in verdict.current and entry.leaves < 2, entry.leaves, verdict.donor, 0)
+            for rank, entry in enumerate(entries)
+        ]
+        self._next = torch.tensor(rows, dtype=torch.float64)
+        self.newcomers = {}
+        if comm.rank not in verdict.commits:
+            self._prepared = 0
+            self.go_on()
+        return verdict
+
+    def go_on(self) -> None:
+        """Plan the open step for the group whose roll was called."""
+        self._dealt = []
+        self._count(self._next)
+        self.reducer.regroup()
+
+    async def _brief(self, comm: Communicator, verdict: Verdict, stale: Mapping[int, int]) -> None:
+        """Tell those that are stale, whose open steps are given, what the state of the exchange is."""
+        reducer, shares = self.reducer, self.reducer.plan.shares
+        if comm.rank == verdict.there:
+            key = -1 if shares.key is None else shares.key
+            past = [number for pair in self._past for number in pair]
+            past += past[-2:] * (_PAST - len(self._past))
+            for rank, step in sorted(stale.items()):
+                runs = [attempt for since, attempt in self._past if since <= step < verdict.step]
+                by = runs[-1] if runs else 0
+                numbers = [verdict.step, by, *past, reducer.skipped, key, *shares.quotas]
+                raw = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+                await comm.isend(raw, rank, "brief", Raw("control"))
+        elif comm.rank in stale:
+            nbytes = 8 * (4 + 2 * _PAST + len(reducer.units))
+            raw = await comm.irecv(verdict.there, nbytes, "brief", Raw("control"))
+            step, by, *rest = raw.clone().view(torch.int64).tolist()
+            past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
+            applied = self._prepared != 0 and self._prepared == by  # by others, meanwhile
+            for unit, residual in enumerate(reducer.residuals):
+                if applied:
+                    residual.retain(reducer.reduced[unit].delivered)
+                else:
+                    residual.keep()
+            if applied:
+                self._receive()
+            pairs = zip(past[::2], past[1::2], strict=True)
+            self.behind, self._past = True, list(dict.fromkeys(pairs))
+            reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
+            reducer.step, reducer.skipped = step, skipped
+            reducer.comm.ledger.begin_step(step)
+
+    def _note(self, names: tuple[Hashable, ...], verdict: Verdict) -> None:
+        """Keep who came and who went, for ``state``."""
+        rows = zip(
+            self._names, self._present.tolist(), strict=len(self._names) == len(self._present)
+        )
+        gone = {name: row for name, row in rows if name not in names}
+        event = {
+            "when": time.time(),
+            "step": verdict.step,
+            "ranks": len(names),
+            "came": len(set(names) - set(self._names)),
+            "left": sum(1 for row in gone.values() if row[1] == 2),
+            "died": sum(1 for row in gone.values() if row[1] != 2),
+            "lost_norm": math.hypot(*(row[3] for row in gone.values() if row[1] != 2)),
+        }
+        self._events, self._names = [*self._events[-999:], event], names
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers: who is there, and what has changed.
+
+        "changes" has for each the step, the ranks from then on, and how many of them came, left and died;
+        "lost_norm" is the norm of the residuals that died with them, as measured at most 10 steps before.
+        """
+        return {
+            "ranks": len(self._present),
+            "contributors": int(self._present[:, 0].sum()),
+            "behind": self.behind,
+            "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
+            "changes": [dict(event) for event in self._events],
+        }
+
+
+def _uncounted(comm: Communicator) -> Communicator:
+    """Return a channel whose messages are of no step: ranks may be at different ones."""
+    comm.ledger = Ledger()
+    return comm

@@ -154,6 +154,11 @@ class Members:
         self._events: list[dict[str, Any]] = []
 
     @property
+    def contributors(self) -> int:
+        """How many ranks' gradients are in the averages of the open step."""
+        return int(self._present[:, 0].sum())
+
+    @property
     def fetching(self) -> bool:
         """Whether some rank is behind in the open step."""
         return bool(((self._present[:, 0] == 0) & (self._present[:, 1] == 0)).any())
@@ -220,7 +225,7 @@ class Members:
         """Take note of who contributes to the open step, and whose last it is."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
-        self.reducer.divisor = max(int(rows[:, 0].sum()), 1)
+        self.reducer.divisor = max(self.contributors, 1)
 
     async def deal(self) -> None:
         """Deal what those that leave did not deliver to those that stay, element by element in turn.
@@ -348,7 +353,7 @@ class Members:
         """
         return {
             "ranks": len(self._present),
-            "contributors": int(self._present[:, 0].sum()),
+            "contributors": self.contributors,
             "behind": self.behind,
             "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
             "changes": [dict(event) for event in self._events],

@@ -121,6 +121,7 @@ class ElasticSync(ReplicaSync):
         self.members = Members(reducer, start, set_up_digest(reducer, nonfinite=self._nonfinite))
         self._compared = True  # the roll does
         self._asked = self._met = self._missed = self._sigterm = False
+        self._last_step = (0, 0, False)
         self._carried: dict[str, Any] = {}
         self._catch_up: CatchUp | None = None
         self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
@@ -166,6 +167,11 @@ class ElasticSync(ReplicaSync):
     def left(self) -> bool:
         """Whether this rank has left, and is to end."""
         return self.members.left
+
+    @property
+    def last_step(self) -> tuple[int, int, bool]:
+        """The number of the group that exchanged the last step, its contributors, and if this is one."""
+        return self._last_step
 
     def carry(self, **named: Any) -> None:
         """Name what a rank that joins takes over, too, as ``scheduler=scheduler``.
@@ -345,6 +351,7 @@ class ElasticSync(ReplicaSync):
             raise
         finally:
             self._met = met
+            self._last_step = members.attempt, members.contributors, members.counts
             if members.committed(step, still=not met):
                 assert self._extras is not None
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
 from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.errors import ConfigurationError
 from sparsync.presets import presets
 
 __all__ = ["command", "train"]
@@ -51,6 +54,15 @@ def command(
         ),
     ] = "budgeted",
     *,
+    elastic: Annotated[
+        bool,
+        Option(
+            "--elastic", help="Ranks come and go: without faults first, then with those of --kill."
+        ),
+    ] = False,
+    kill: Annotated[
+        str, Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none.")
+    ] = "none",
     json: Json = None,
     plot: Plot = None,
     **fields: Any,
@@ -64,6 +76,9 @@ def command(
     if leads():
         check_outputs(json, plot)
     settings.connection().prepare()
+    if elastic or kill != "none":
+        _elastic(settings, algorithm, kill, json, plot)
+        return
     results = train(settings, names(algorithm))
     if results is None:
         return
@@ -71,3 +86,18 @@ def command(
     if plot is not None:
         write_plot(results, plot)
     Console().print(comparison(results), highlight=False)
+
+
+def _elastic(
+    settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
+) -> None:
+    """Train while ranks are killed."""
+    if find_spec("torchft") is None:
+        raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
+    from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot
+
+    result = train_elastic(settings, algorithm, kill)
+    write_json(json, result)
+    if plot is not None:
+        write_elastic_plot(result, plot)
+    Console().print(table(result), highlight=False)

@@ -1,0 +1,429 @@
+"""``sparsync train --elastic``: train while ranks are killed at random and started again.
+
+Trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, kills some of
+them with SIGKILL, and hears from all of them what they have applied, and when.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from sparsync.cli.lab import Lab, Seat, local_address
+from sparsync.cli.output import Columns, drawing, progress
+from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads.base import Draw, Evaluation, outputs_of
+from sparsync.cli.workloads.delays import parse_delay
+from sparsync.errors import ConfigurationError, PeerError, SparsyncError
+from sparsync.feedback.agreement import weights_digest
+
+__all__ = ["ElasticResult", "check_kill", "table", "train_elastic", "write_elastic_plot"]
+
+_LOOPBACK = "127.0.0.1"
+_SILENT = 120.0  # seconds without a word from any rank after which a run is given up
+_HEARTBEAT = 800  # milliseconds without one after which the lighthouse takes a rank for dead
+_TIMEOUT = 5.0  # seconds that a message of an exchange may take
+
+
+class Applied(NamedTuple):
+    """A step, as one rank has applied it."""
+
+    when: float
+    step: int
+    attempt: int  # number of the group that has exchanged it
+    contributors: int
+    counts: bool  # this rank's gradient is in it
+    loss: float
+
+
+class Ended(NamedTuple):
+    """What a rank says at its end."""
+
+    evaluation: Evaluation
+    weights: str
+    lost_norm: float
+
+
+@dataclass(frozen=True)
+class ElasticResult:
+    """A run with faults, over one without; seconds, and None where nothing was killed."""
+
+    algorithm: str
+    ranks: int
+    steps: int
+    kills: int
+    recovered: int  # after which the others have gone on, and the killed one has contributed again
+    survivor_seconds_median: float | None  # from a kill to a step that those left have applied
+    survivor_seconds_max: float | None
+    return_seconds_median: float | None  # from a start to the first contribution
+    return_seconds_max: float | None
+    throughput_of_fault_free: float  # contributions per second, over those without faults
+    throughput_of_present: float  # the same, over the share of ranks that were alive
+    participation_mean: float  # contributions per step and rank
+    lost_norm: float  # of the residuals that were lost with the killed ranks
+    replicas_equal: bool
+    eval_loss: float
+    eval_loss_fault_free: float
+    seconds: float
+    seconds_fault_free: float
+    loss: list[float]  # of every step, the mean over those that contributed
+    present: list[int]  # ranks that contributed to every step
+
+
+def check_kill(text: str) -> float:
+    """Return the mean seconds between kills of "random:SECONDS"; 0: none.
+
+    Example:
+        >>> check_kill("random:30")
+        30.0
+    """
+    kind, _, seconds = text.partition(":")
+    with suppress(ValueError):
+        if text == "none" or (kind == "random" and float(seconds) > 0):
+            return 0.0 if text == "none" else float(seconds)
+    raise ConfigurationError(f"kill is {text!r}; give none, or random:SECONDS, as random:30")
+
+
+def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
+    """Train without faults, then with them.
+
+    Raises:
+        PeerError: nobody has said anything for two minutes, or a rank has failed.
+    """
+    mean = check_kill(kill)
+    if parse_delay(settings.delay).kind != "none" or settings.space != "gradient":
+        raise ConfigurationError("--delay and --space do not go with --elastic; leave them out")
+    with progress(keep=True) as row:
+        with row("without faults") as bar:
+            free = _Run(settings, algorithm, 0.0).play(bar)
+        with row(f"kill {kill}") as bar:
+            faulty = _Run(settings, algorithm, mean).play(bar)
+    return faulty.over(free)
+
+
+def write_elastic_plot(result: ElasticResult, path: Path) -> None:
+    """Draw the loss, and how many ranks contributed, over steps."""
+    title = f"{result.ranks} ranks, {result.kills} killed: held-out loss {result.eval_loss:.3f}"
+    title += f", without faults {result.eval_loss_fault_free:.3f}"
+    with drawing(path, (8.0, 4.2), title) as axis:
+        steps = range(1, 1 + len(result.loss))
+        axis.plot(steps, result.loss, color="#1b6ca8", linewidth=0.8)
+        axis.set_ylabel("training loss", color="#1b6ca8")
+        axis.set_xlabel("step")
+        other = axis.twinx()
+        other.step(steps, result.present, color="black", where="post")
+        other.set_ylim(0, result.ranks + 0.5)
+        other.set_ylabel("ranks that contribute")
+
+
+def table(result: ElasticResult) -> Columns:
+    """Return the figures as one row of a table."""
+    shown = {k: v for k, v in asdict(result).items() if not isinstance(v, list)}
+    rows = [
+        {"": k.replace("_", " "), "value": f"{v:.4g}" if isinstance(v, float) else str(v)}
+        for k, v in shown.items()
+    ]
+    return Columns.of(rows)
+
+
+# ---- the parent ------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One training, and what is heard of it."""
+
+    def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
+        self.settings, self.algorithm, self.mean = settings, algorithm, mean
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
+        self.random = random.Random(settings.seed)
+        self.pipes: dict[int, Connection] = {}
+        self.processes: dict[int, Any] = {}
+        self.applied: dict[int, dict[int, Applied]] = {}  # by step, then by rank
+        self.starts: list[tuple[float, int]] = []
+        self.kills: list[tuple[float, int]] = []
+        self.ended: dict[int, Ended] = {}
+        self.seconds = 0.0
+
+    def play(self, bar: Any) -> _Run:
+        """Train to the end."""
+        lab = self.settings.lab
+        ranks = self.settings.ranks
+        with (
+            Lab(ranks + 1, lab) if lab else nullcontext() as network,
+            self._lighthouse(network) as address,
+        ):
+            try:
+                self._play(network, address, bar)
+            finally:
+                for process in self.processes.values():
+                    process.kill()
+                for process in self.processes.values():
+                    process.join()
+        return self
+
+    @contextmanager
+    def _lighthouse(self, lab: Lab | None) -> Iterator[str]:
+        """Run torchft's lighthouse, in the lab on a link of its own."""
+        mine, theirs = self.context.Pipe()
+        seat = None if lab is None else lab.seat(self.settings.ranks)
+        process = self.context.Process(target=_be_lighthouse, args=(theirs, seat), daemon=True)
+        process.start()
+        try:
+            yield mine.recv()
+        finally:
+            process.kill()
+            process.join()
+
+    def _start(self, rank: int, lab: Lab | None, address: str) -> None:
+        self.pipes[rank], theirs = self.context.Pipe(duplex=False)
+        seat = None if lab is None else lab.seat(rank)
+        call = theirs, rank, self.settings, self.algorithm, address, seat
+        self.starts.append((time.time(), rank))
+        self.processes[rank] = self.context.Process(target=_be_rank, args=call, daemon=True)
+        self.processes[rank].start()
+        theirs.close()
+
+    def _play(self, lab: Lab | None, address: str, bar: Any) -> None:
+        for rank in range(self.settings.ranks):
+            self._start(rank, lab, address)
+        heard, furthest, due = time.monotonic(), 0, float("inf")
+        while len(self.ended) < self.settings.ranks:
+            ready = wait(list(self.pipes.values()), timeout=0.1)
+            for rank, pipe in list(self.pipes.items()):
+                if pipe in ready and self._hear(rank, pipe):
+                    heard = time.monotonic()
+            now = max(self.applied, default=0)
+            for _ in range(furthest, now):
+                bar(self.settings.steps, f"loss {self._loss(now):.3f}, {len(self.kills)} killed")
+            if furthest == 0 < now and self.mean:
+                due = time.monotonic() + self._pause()
+            furthest = now
+            if time.monotonic() > heard + _SILENT:
+                raise PeerError(
+                    f"step {furthest}: no rank has said anything for {_SILENT:g} s; what ranks and "
+                    "torchft's servers wrote is above"
+                )
+            if time.monotonic() > due and furthest < 0.9 * self.settings.steps:
+                due = time.monotonic() + self._pause()
+                self._kill(lab, address)
+        moments = [one.when for one, _ in self._every()]
+        self.seconds = max(moments) - min(moments)
+
+    def _pause(self) -> float:
+        return self.random.expovariate(1 / self.mean)
+
+    def _kill(self, lab: Lab | None, address: str) -> None:
+        """Kill a rank that contributes, if others do, too, and start it again."""
+        counted = {rank for step in sorted(self.applied)[-3:-1] for rank in self._counted(step)}
+        living = sorted(counted - self.ended.keys())
+        if len(living) < 2:
+            return
+        rank = self.random.choice(living)
+        self.processes[rank].kill()
+        self.kills.append((time.time(), rank))
+        self.processes[rank].join()
+        while self._hear(rank, self.pipes[rank]):
+            pass  # what it had said before
+        self._start(rank, lab, address)
+
+    def _hear(self, rank: int, pipe: Connection) -> bool:
+        """Take what a rank says; False: it has ended."""
+        try:
+            said = pipe.recv()
+        except (EOFError, ConnectionError):
+            self.pipes.pop(rank, None)
+            return False
+        if isinstance(said, str):
+            raise PeerError(f"rank {rank}: {said}")
+        if isinstance(said, Ended):
+            self.ended[rank] = said
+        else:
+            self.applied.setdefault(said.step, {})[rank] = said
+        return True
+
+    # ---- the figures -------------------------------------------------------------------------------
+
+    def over(self, free: _Run) -> ElasticResult:
+        """Return this run's figures."""
+        every, ranks, steps = self._every(), self.settings.ranks, sorted(self.applied)
+        survivors, returns = [], []
+        for when, victim in self.kills:
+            others = [one for one, rank in every if rank != victim]
+            before = [one.attempt for one in others if one.when <= when][-1]
+            later = [one.when for one in others if one.when > when and one.attempt != before]
+            survivors += [later[0] - when] if later else []
+        for when, started in self.starts[ranks:]:
+            later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
+            returns += [later[0] - when] if later else []
+        contributors = [self._contributors(step) for step in steps]
+        rate, free_rate = (
+            sum(map(run._contributors, run.applied)) / run.seconds for run in (self, free)
+        )
+        return ElasticResult(
+            algorithm=self.algorithm,
+            ranks=ranks,
+            steps=len(steps),
+            kills=len(self.kills),
+            recovered=min(len(survivors), len(returns)),
+            survivor_seconds_median=median(survivors) if survivors else None,
+            survivor_seconds_max=max(survivors, default=None),
+            return_seconds_median=median(returns) if returns else None,
+            return_seconds_max=max(returns, default=None),
+            throughput_of_fault_free=rate / free_rate,
+            throughput_of_present=rate / free_rate / self._present(),
+            participation_mean=fmean(contributors) / ranks,
+            lost_norm=max(ended.lost_norm for ended in self.ended.values()),
+            replicas_equal=len({ended.weights for ended in self.ended.values()}) == 1,
+            eval_loss=self._held_out(),
+            eval_loss_fault_free=free._held_out(),
+            seconds=self.seconds,
+            seconds_fault_free=free.seconds,
+            loss=list(map(self._loss, steps)),
+            present=contributors,
+        )
+
+    def _every(self) -> list[tuple[Applied, int]]:
+        """Return all that was applied, and by whom, in the order of time."""
+        return sorted((one, rank) for ones in self.applied.values() for rank, one in ones.items())
+
+    def _counted(self, step: int) -> dict[int, Applied]:
+        return {rank: one for rank, one in self.applied[step].items() if one.counts}
+
+    def _contributors(self, step: int) -> int:
+        return max(one.contributors for one in self.applied[step].values())
+
+    def _loss(self, step: int) -> float:
+        ones = self._counted(step) or self.applied[step]
+        return fmean(one.loss for one in ones.values())
+
+    def _held_out(self) -> float:
+        return Evaluation.total(ended.evaluation for ended in self.ended.values()).loss
+
+    def _present(self) -> float:
+        """Return the share of ranks that were not away, from a kill to the next contribution."""
+        every, away = self._every(), 0.0
+        end = every[-1][0].when
+        for when, victim in self.kills:
+            back = [o.when for o, rank in every if rank == victim and o.counts and o.when > when]
+            away += min(back, default=end) - when
+        return 1 - away / (self.settings.ranks * self.seconds)
+
+
+# ---- the processes ---------------------------------------------------------------------------------
+
+
+def _be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
+    from torchft.coordination import LighthouseServer  # for this command alone
+
+    _hush()
+    if seat is not None:
+        seat.enter()
+    host = local_address() or _LOOPBACK
+    server = LighthouseServer(
+        bind=f"{host}:0",
+        min_replicas=1,
+        join_timeout_ms=60_000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=_HEARTBEAT,
+    )
+    port = server.address().rpartition(":")[2]
+    pipe.send(f"http://{host}:{port}")
+    with suppress(EOFError):
+        pipe.recv()
+
+
+def _be_rank(
+    pipe: Connection,
+    rank: int,
+    settings: TrainSettings,
+    algorithm: str,
+    lighthouse: str,
+    seat: Seat | None,
+) -> None:
+    """Train, and say so; an error ends this rank, and the run."""
+    _hush()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    if seat is not None:
+        seat.enter()
+    try:
+        _train(pipe, rank, settings, algorithm, lighthouse)
+    except SparsyncError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    os._exit(0)  # torchft's servers would hold the process
+
+
+def _hush() -> None:
+    """Let torchft's servers write their lines nowhere: each step has some; Python's stderr stays."""
+    sys.stderr = os.fdopen(os.dup(2), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    logging.getLogger("torchft").setLevel(logging.ERROR)
+
+
+def _train(
+    pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
+) -> None:
+    import torchft  # for this command alone
+
+    import sparsync
+    from sparsync.elastic import ElasticGroup
+    from sparsync.elastic.sync import ElasticSync
+
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=ElasticGroup(timeout=_TIMEOUT, interface=local_address() or _LOOPBACK),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        timeout=timedelta(seconds=_TIMEOUT),
+        rank=0,
+        world_size=1,
+        store_addr=_LOOPBACK,
+        store_port=store.port,
+        replica_id=str(rank),
+        hostname=_LOOPBACK,
+        init_sync=False,
+    )
+    workload = settings.make_workload()
+    model = workload.make_model(settings.seed)
+    optimizers = settings.make_optimizers(model)
+    sync = sparsync.attach(
+        model, optimizers, algorithm, settings.density, exchange="gradients", elastic=manager
+    )
+    assert isinstance(sync, ElasticSync)
+    while sync.steps < settings.steps:
+        step = sync.steps
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step)
+        draw = Draw(settings.seed, step, rank, settings.ranks, settings.batch_size)
+        inputs, targets = workload.batch(draw)
+        loss = workload.loss(outputs_of(model, inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if settings.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+        if sync.steps > step:
+            pipe.send(Applied(time.time(), sync.steps, *sync.last_step, loss.item()))
+    sync.finish()
+    state = sync.stats()["elastic"]
+    evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
+    pipe.send(Ended(evaluation, weights_digest(model.parameters()), state["lost_norm"]))

@@ -36,7 +36,7 @@ __all__ = ["ElasticResult", "check_kill", "table", "train_elastic", "write_elast
 
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a word from any rank after which a run is given up
-_HEARTBEAT = 800  # milliseconds without one after which the lighthouse takes a rank for dead
+_HEARTBEAT = 400  # milliseconds without one after which the lighthouse takes a rank for dead
 _TIMEOUT = 5.0  # seconds that a message of an exchange may take
 
 
@@ -384,7 +384,12 @@ def _train(
     from sparsync.elastic import ElasticGroup
     from sparsync.elastic.sync import ElasticSync
 
+    workload = settings.make_workload()
+    model = workload.make_model(settings.seed)
+    optimizers = settings.make_optimizers(model)
+    workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    # last of all: from its first heartbeat on, the next quorum waits for a rank
     store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=ElasticGroup(timeout=_TIMEOUT, interface=local_address() or _LOOPBACK),
@@ -398,11 +403,9 @@ def _train(
         store_port=store.port,
         replica_id=str(rank),
         hostname=_LOOPBACK,
+        heartbeat_interval=timedelta(milliseconds=50),
         init_sync=False,
     )
-    workload = settings.make_workload()
-    model = workload.make_model(settings.seed)
-    optimizers = settings.make_optimizers(model)
     sync = sparsync.attach(
         model, optimizers, algorithm, settings.density, exchange="gradients", elastic=manager
     )

@@ -7,6 +7,7 @@ happens next (an arrival, a member's next move, a death, a birth) is drawn at ra
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -16,6 +17,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Finished, Operation, Task, run
+from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import plan_units
 
 GIVE_UP, DEATH = "give up", "death"
@@ -213,13 +215,19 @@ class Member:
         self.left = members.left
 
 
+@cache
+def prepared(name):
+    """Return a preset that delivers sums; some look at the machine before."""
+    return replace(run(resolve(name).on(SoloCommunicator())), average=False)
+
+
 class World:
     """The members, their messages, and who is asked for a quorum."""
 
     def __init__(self, seed, algorithm, ranks=4, size=48, steps=8, change=0.004, leaving=0.03):
         self.ranks = ranks
         self.rng, self.size, self.steps, self.density = random.Random(seed), size, steps, 0.1
-        self.algorithm = replace(run(resolve(algorithm).on(Ends(self, -1))), average=False)
+        self.algorithm = prepared(algorithm)
         self.units = plan_units([("w", torch.zeros(size))])
         self.change, self.leaving = change, leaving  # per message or move; per step
         self.generator = torch.Generator().manual_seed(seed)
@@ -238,7 +246,7 @@ class World:
     # ---- what happens ------------------------------------------------------------------------------
 
     def run(self):
-        """Play until all members are at the end."""
+        """Play until all members are at the end; return how often the group has changed."""
         rng = self.rng
         while self.grant() or self.tasks:
             ready = [n for n, task in self.tasks.items() if task.ended or task.waits_for.done]
@@ -264,6 +272,7 @@ class World:
                     self.over = self.over or not self.members[number].left
                     self.changes += self.members[number].left
                     self.kill(number, last_words=True)
+        return self.changes
 
     def bear(self, weights):
         member = Member(self, self.born, weights)
@@ -321,10 +330,18 @@ class World:
         """Keep the account of a member's part in an attempt, should it be committed."""
         reduced, members = member.reducer.reduced[0], member.members
         rest = member.reducer.residuals[0].after(reduced.delivered)
+        rounded = torch.zeros(self.size) if reduced.lost is None else reduced.lost.to_dense()
         gained = torch.zeros(self.size)
         for _, where, values in members._dealt:
             gained[where] += values
-        account = accumulated, reduced.total.to_dense().clone(), rest, gained, members.deals
+        account = (
+            accumulated,
+            reduced.total.to_dense().clone(),
+            rest,
+            gained,
+            members.deals,
+            rounded,
+        )
         key = member.reducer.step, members.attempt
         self.accounts.setdefault(key, {})[member.number] = account
 
@@ -340,13 +357,13 @@ class World:
         self.attempts[step] = attempt, [*by, member.number]
         accounts = self.accounts[step, attempt]
         assert set(accounts) == set(self.groups[attempt]), "somebody had not prepared"
-        acc, totals, rests, gains, lasts = zip(*accounts.values(), strict=True)
+        acc, totals, rests, gains, lasts, lost = zip(*accounts.values(), strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals), "totals differ"
-        near(sum(acc), totals[0] + sum(rests), "the law")
+        near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")
         left = [rest for rest, last in zip(rests, lasts, strict=True) if last]
         if len(left) < len(rests):
             near(sum(gains), sum(left, torch.zeros(self.size)), "a residual was lost by leaving")
-        _, _, rest, gained, last = accounts[member.number]
+        _, _, rest, gained, last, _ = accounts[member.number]
         near(member.before, gained if last else rest + gained, "a residual is wrong")
         if not member.members.behind:
             known = self.weights.setdefault(step + 1, member.weights)

@@ -1,0 +1,85 @@
+"""Groups that change: no step is lost, none counts twice, whoever dies, comes or leaves, and whenever."""
+
+import pytest
+
+from sparsync.elastic.members import Entry, judge
+from sparsync.errors import CheckpointError
+from sparsync.presets import PRESETS
+
+from .changing_world import World
+
+FRESH = Entry(0, 77, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_is_lost_and_nothing_counts_twice(name):
+    assert sum(World(seed, name).run() for seed in range(12)) > 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_is_lost_in_many_more_orders(name):
+    assert sum(World(seed, name, steps=5).run() for seed in range(12, 600)) > 600
+
+
+def test_residuals_are_dealt_by_those_that_leave():
+    worlds = [World(seed, "budgeted", change=0, leaving=0.15) for seed in range(20)]
+    assert sum(world.run() for world in worlds) > 20
+
+
+@pytest.mark.parametrize(
+    ("entries", "step", "current", "commits", "stale"),
+    [
+        ([FRESH, FRESH], 0, {0, 1}, set(), set()),
+        ([FRESH._replace(history=5), FRESH, FRESH], 0, {1, 2}, set(), {0}),
+        ([FRESH._replace(history=5), FRESH], 0, {0}, set(), {1}),
+        ([FRESH, FRESH._replace(step=9, history=3)], 9, {1}, set(), {0}),
+        # one has committed what the other has prepared; one had it prepared in a group before
+        ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
+        ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
+        # the one that has committed is behind: what it knows counts, its weights do not
+        ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
+        ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
+    ],
+)
+def test_the_furthest_step_with_whole_weights_holds(entries, step, current, commits, stale):
+    verdict = judge(entries)
+    found = verdict.step, set(verdict.current), set(verdict.commits), set(verdict.stale)
+    assert found == (step, current, commits, stale)
+    assert verdict.donor == min(current)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[Entry(5, 3, 0, 1, 0, 1)], [Entry(5, 3, 0, 1, 0, 1), FRESH], [FRESH._replace(behind=1)]],
+)
+def test_fresh_weights_do_not_take_the_place_of_lost_ones(entries):
+    with pytest.raises(CheckpointError, match=r"the ranks that had the weights of step . are gone"):
+        judge(entries)
+
+
+def test_a_rank_that_is_set_up_otherwise_is_told_so():
+    world = World(3, "budgeted", ranks=3, change=0, leaving=0)
+    world.members[1].members._set_up = 5
+    with pytest.raises(
+        ValueError, match=r"is set up otherwise than rank . and those that go on with it"
+    ):
+        world.run()
+
+
+def test_what_has_changed_is_told():
+    world = World(2, "budgeted", change=0.01)
+    everyone = list(world.members.values())
+    assert world.run() >= 3
+    died = 0
+    for member in everyone:
+        state = member.members.state()
+        changes, ranks = state["changes"], 0
+        for change in changes:
+            ranks += change["came"] - change["left"] - change["died"]
+            died += change["died"]
+            assert change["ranks"] == ranks
+            assert (change["lost_norm"] > 0) <= (change["died"] > 0)
+        assert state["lost_norm"] >= max((change["lost_norm"] for change in changes), default=0)
+    assert died > 0

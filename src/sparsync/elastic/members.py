@@ -176,7 +176,7 @@ class Members:
         self._prepared = self.attempt
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self.ready) and leaves < 2
-        if self.reducer.step % _MEASURED == 0:
+        if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))
         mine = torch.tensor([counts, leaves, self.donor, self._norm], dtype=torch.float64)
@@ -294,6 +294,7 @@ class Members:
         """Plan the open step for the group whose roll was called."""
         self._dealt = []
         self._count(self._next)
+        self._norm = 0.0  # the next vote tells the new group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict, stale: Mapping[int, int]) -> None:

@@ -1,0 +1,185 @@
+"""Replicas under torchft's lighthouse: killed, stopped, ended, started again, and equal bit for bit."""
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import wait
+
+import pytest
+
+pytest.importorskip("torchft")
+from torchft.coordination import LighthouseServer
+
+from .elastic_jobs import train
+
+pytestmark = [pytest.mark.gloo, pytest.mark.alone, pytest.mark.timeout(120)]
+
+SECONDS = 60.0
+
+
+class Job:
+    """Replicas, their lighthouse, and what they have said."""
+
+    def __init__(self, replicas, timeout=3.0):
+        self.context = multiprocessing.get_context("forkserver")
+        self.until, self.timeout = self.context.Value("i", 10**6), timeout
+        self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
+        self.port = 0
+        self.light()
+        for number in range(replicas):
+            self.start(number)
+
+    def light(self):
+        """Start a lighthouse, where the last one was."""
+        self.lighthouse = LighthouseServer(
+            bind=f"127.0.0.1:{self.port}",
+            min_replicas=1,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=500,
+        )  # its lines go to pytest, which shows them if a test fails
+        self.port = int(self.lighthouse.address().rpartition(":")[2])
+
+    def start(self, number, seed=0):
+        self.pipes[number], theirs = self.context.Pipe(duplex=False)
+        address = f"http://127.0.0.1:{self.port}"
+        call = theirs, number, address, self.until, self.timeout, seed
+        self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
+        self.processes[number].start()
+        theirs.close()
+
+    def kill(self, number, sort=signal.SIGKILL):
+        os.kill(self.processes[number].pid, sort)
+        return time.time()
+
+    def hear(self, seconds=0.1):
+        """Take what replicas say; all that apply a step have the same weights and rate after it."""
+        ready = wait(list(self.pipes.values()), timeout=seconds)
+        for number, pipe in [(n, p) for n, p in self.pipes.items() if p in ready]:
+            try:
+                said = pipe.recv()
+            except (EOFError, ConnectionError):
+                del self.pipes[number]
+                continue
+            if isinstance(said, dict):
+                self.ends[number] = said
+                continue
+            when, step, contributors, counts, weights = said
+            known = self.steps.setdefault(step, {})
+            known[number] = when, contributors, counts
+            if weights is not None:
+                assert known.setdefault("weights", weights) == weights, f"replicas differ at {step}"
+
+    def wait_for(self, what):
+        deadline = time.monotonic() + SECONDS
+        while not what():
+            assert time.monotonic() < deadline, "nothing happened"
+            self.hear()
+
+    def contributed(self, number, since):
+        """Whether a replica's gradient was counted after a moment."""
+        found = [ones[number] for ones in self.steps.values() if number in ones]
+        return any(when > since and counts for when, _, counts in found)
+
+    def all_contribute(self, numbers, since=0.0):
+        self.wait_for(lambda: all(self.contributed(number, since) for number in numbers))
+
+    def finish(self):
+        """Let all come to an end, together; return what they say of the changes."""
+        self.until.value = max(self.steps) + 15
+        self.wait_for(lambda: not self.pipes)
+        return self.ends
+
+    def close(self):
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.lighthouse.shutdown()
+
+
+@pytest.fixture
+def job():
+    jobs = []
+
+    def make(*args, **options):
+        jobs.append(Job(*args, **options))
+        return jobs[-1]
+
+    yield make
+    for one in jobs:
+        one.close()
+
+
+def test_a_killed_replica_returns_while_the_others_go_on(job):
+    run = job(3)
+    run.all_contribute([0, 1, 2])
+    killed = run.kill(1)
+    run.all_contribute([0, 2], since=killed + 0.3)
+    run.start(1)
+    run.all_contribute([1], since=killed)
+    changes = run.finish()[0]["changes"]
+    assert sum(c["came"] for c in changes) == 4
+    assert [c["lost_norm"] > 0 for c in changes if c["died"]] == [True], changes
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_asked_to_end_leaves_its_residual(job):
+    run = job(3)
+    run.all_contribute([0, 1, 2])
+    asked = run.kill(2, signal.SIGTERM)
+    run.wait_for(lambda: 2 not in run.pipes)
+    run.processes[2].join(10)
+    assert run.processes[2].exitcode == -signal.SIGTERM
+    run.all_contribute([0, 1], since=asked + 0.5)
+    ends = run.finish()
+    changes = ends[0]["changes"]
+    assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (1, 0)
+    assert ends[0]["lost_norm"] == 0
+
+
+@pytest.mark.slow
+def test_a_replica_that_stood_still_comes_back_with_its_residual(job):
+    run = job(3)
+    run.all_contribute([0, 1, 2])
+    stopped = run.kill(1, signal.SIGSTOP)
+    run.all_contribute([0, 2], since=stopped + 5)
+    awake = run.kill(1, signal.SIGCONT)
+    run.all_contribute([1], since=awake)
+    run.finish()
+
+
+@pytest.mark.slow
+def test_one_is_left_and_two_join_at_once(job):
+    run = job(3)
+    run.all_contribute([0, 1, 2])
+    killed = run.kill(1)
+    run.kill(2)
+    run.all_contribute([0], since=killed + 1)
+    for number in (1, 2):
+        run.start(number, seed=number)  # other weights: they take those of the one that is left
+    run.all_contribute([1, 2], since=killed)
+    changes = run.finish()[0]["changes"]
+    assert sum(c["died"] for c in changes) == 2 and sum(c["came"] for c in changes) == 5
+
+
+@pytest.mark.slow
+def test_training_waits_for_a_lighthouse_that_is_started_again(job):
+    run = job(2)
+    run.all_contribute([0, 1])
+    run.lighthouse.shutdown()
+    time.sleep(2)
+    gone = time.time()
+    run.hear()
+    run.light()
+    run.all_contribute([0, 1], since=gone)
+    ends = run.finish()
+    assert ends[0]["lost_norm"] == 0
+
+
+@pytest.mark.slow
+def test_most_weights_hold_at_the_start(job):
+    run = job(2)
+    run.start(2, seed=5)
+    run.all_contribute([0, 1, 2])
+    run.finish()

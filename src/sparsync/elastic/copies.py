@@ -1,4 +1,4 @@
-"""Copies of a rank's state for those that join: sent in pieces beside training, and without loss.
+"""Copies of a rank's state for those that join: sent in pieces while training goes on, without loss.
 
 Of the four bytes of a float, the one with the exponent is compressed:
 the others are noise.

@@ -38,7 +38,7 @@ class Quorum(NamedTuple):
 
 @final
 class ElasticGroup(ProcessGroup):
-    """What ``torchft.Manager`` is given as ``pg``; ``attach(elastic=manager)`` then uses it.
+    """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
     A member's handle has its addresses.  A change of the quorum is noted here, and made when the exchange
     of a step begins, on the thread that owns the sockets.  It is for sparsync's exchanges: torchft's

@@ -38,7 +38,7 @@ _MEASURED: Final = 10  # steps between measurements of the residual's norm
 
 
 class Entry(NamedTuple):
-    """What a rank says of itself when the roll is called."""
+    """A rank's answer when the roll is called."""
 
     step: int  # the open one
     history: (
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the roll came to, the same on all ranks.
+    """The result of a roll, the same on all ranks.
 
     Attributes:
         step: the one that is exchanged next.

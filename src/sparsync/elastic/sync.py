@@ -71,7 +71,7 @@ def attach_elastic(
         "Monitoring(sentinel=...)": watched.sentinel is not None,
     }.items():
         if there:
-            raise ConfigurationError(f"{what} does not go with elastic=; omit one of them")
+            raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
     if not optimizers:
         raise ConfigurationError(
             "elastic= needs the optimizer, whose state a rank that joins takes over; give it, too"
@@ -292,7 +292,7 @@ class ElasticSync(ReplicaSync):
     def _begin_step(self) -> None:
         """Wait for the quorum before the first gradient is accumulated."""
         if self.left:
-            raise PeerError("this rank has left; end, or start it anew")
+            raise PeerError("this rank has left; end it, or start another one")
         if self._before is None:
             self._before = self.reducer.step, self.reducer.comm.ledger.total()
         self._engine.submit(self._ready).result()

@@ -23,7 +23,7 @@ from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["check_ports", "choose_interface", "host_of_rank_0", "meet", "store_of"]
+__all__ = ["check_ports", "choose_interface", "host_of_rank_0", "meet", "store_of", "way_to"]
 
 _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 256  # of what ranks tell each other over a communicator, e.g. a host's name

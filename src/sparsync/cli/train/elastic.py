@@ -32,7 +32,15 @@ from sparsync.cli.workloads.delays import parse_delay
 from sparsync.errors import ConfigurationError, PeerError, SparsyncError
 from sparsync.feedback.agreement import weights_digest
 
-__all__ = ["ElasticResult", "check_kill", "table", "train_elastic", "write_elastic_plot"]
+__all__ = [
+    "Applied",
+    "ElasticResult",
+    "Ended",
+    "check_kill",
+    "table",
+    "train_elastic",
+    "write_elastic_plot",
+]
 
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a word from any rank after which a run is given up
@@ -52,7 +60,7 @@ class Applied(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What a rank says at its end."""
+    """A rank's last word."""
 
     evaluation: Evaluation
     weights: str
@@ -107,7 +115,7 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
     """
     mean = check_kill(kill)
     if parse_delay(settings.delay).kind != "none" or settings.space != "gradient":
-        raise ConfigurationError("--delay and --space do not go with --elastic; leave them out")
+        raise ConfigurationError("--delay and --space are not for --elastic; leave them out")
     with progress(keep=True) as row:
         with row("without faults") as bar:
             free = _Run(settings, algorithm, 0.0).play(bar)

@@ -128,7 +128,7 @@ class ZmqCommunicator(Communicator):
         """Be a rank of another group from now on; whoever waits in the former one does so for ever.
 
         Sockets live on: only links to those that are new are opened, and to those that are gone closed.
-        Messages of the new group that came early are kept.  Channels are to be made anew.
+        Messages of the new group that came early are kept.  Make channels again.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)

@@ -1,0 +1,110 @@
+"""Ranks are killed at random and started again: what the others lose, and how soon the killed are back.
+
+Every row is ``sparsync train --elastic``, which trains twice, first without faults.  Writes
+``benchmarks/elastic.md`` and a picture.
+
+    python benchmarks/elastic.py                 # about 50 minutes; --quick: 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DIGITS = "--workload digits --optimizer sgd --lr-decay"
+LARGE = "--workload bytes --width 416 --optimizer sgd --ranks 4"
+ROWS = {
+    "4 ranks, no slow link, a kill every 10 s": f"{DIGITS} --ranks 4 --steps 1500 --kill random:10",
+    "8 ranks, no slow link, a kill every 10 s": f"{DIGITS} --ranks 8 --steps 800 --kill random:10",
+    "8 ranks, no slow link, a kill a minute": f"{DIGITS} --ranks 8 --steps 6000 --kill random:60",
+    "4 ranks, 8.6 M parameters, 100 Mbit/s, a kill a minute": (
+        f"{LARGE} --steps 300 --lab 100mbit --kill random:60"
+    ),
+    "4 ranks, 8.6 M parameters, 10 Mbit/s, a kill every two minutes": (
+        f"{LARGE} --steps 150 --lab 10mbit --kill random:120"
+    ),
+}
+COLUMNS = {
+    "kills": "kills",
+    "recovered": "recovered",
+    "survivors go on after, s: median": "survivor_seconds_median",
+    "most": "survivor_seconds_max",
+    "killed ones contribute after, s: median": "return_seconds_median",
+    "at most": "return_seconds_max",
+    "throughput over fault-free": "throughput_of_fault_free",
+    "of the ranks present": "throughput_of_present",
+    "participation": "participation_mean",
+    "lost norm": "lost_norm",
+    "replicas equal": "replicas_equal",
+    "held-out loss": "eval_loss",
+    "fault-free": "eval_loss_fault_free",
+}
+
+
+def main() -> None:
+    """Run the rows, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="the first row alone")
+    parser.add_argument("--rows", help="numbers of the rows to run, from 1 on, with commas")
+    args = parser.parse_args()
+    chosen = [int(number) - 1 for number in args.rows.split(",")] if args.rows else range(len(ROWS))
+    for number in [0] if args.quick else chosen:
+        name, options = list(ROWS.items())[number]
+        found = _run(options, HERE / "elastic" / "ranks.png" if number == 2 else None)
+        print(f"{name}: {found['kills']} kills, {found['recovered']} recovered", flush=True)
+        _keep(name, found)
+    _write()
+
+
+def _run(options: str, plot: Path | None) -> dict[str, object]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [sys.executable, "-m", "sparsync", "train", "--elastic", *options.split()]
+        command += ["--json", out.name, *(["--plot", str(plot)] if plot else [])]
+        if plot is not None:
+            plot.parent.mkdir(exist_ok=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, object] = json.loads(Path(out.name).read_text())
+    return found
+
+
+def _keep(name: str, found: dict[str, object]) -> None:
+    path = HERE / "elastic" / "results.json"
+    path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[name] = {key: value for key, value in found.items() if not isinstance(value, list)}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def _write() -> None:
+    known = json.loads((HERE / "elastic" / "results.json").read_text())
+    names = [name for name in ROWS if name in known]
+    lines = [
+        "# Ranks that are killed and started again",
+        "",
+        "`python benchmarks/elastic.py`: each run over one without faults, on this machine, in the same "
+        "session; `budgeted`, density 1 %, SGD. A rank is killed by SIGKILL at random, and its process "
+        "started again at once. Survivors go on: from the kill to a step that another group has applied. "
+        "Lost norm: of the residuals that died.",
+        "",
+        f"| | {' | '.join(names)} |",
+        f"|---|{'---:|' * len(names)}",
+    ]
+    for column, key in COLUMNS.items():
+        cells = [_cell(known[name][key]) for name in names]
+        lines.append(f"| {column} | {' | '.join(cells)} |")
+    (HERE / "elastic.md").write_text("\n".join(lines) + "\n")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

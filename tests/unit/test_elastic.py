@@ -1,0 +1,110 @@
+"""What elastic training refuses, in one line, before anything is connected."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sparsync
+from sparsync.cli.train.elastic import ElasticResult, check_kill, write_elastic_plot
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.correction import Correction
+
+pytest.importorskip("torchft")
+from sparsync.elastic import ElasticGroup
+from sparsync.elastic.group import group_of
+
+
+@pytest.fixture
+def manager():
+    group = ElasticGroup(interface="127.0.0.1")
+    yield SimpleNamespace(_pg=group, start_quorum=lambda **_: None)
+    group.shutdown()
+
+
+@pytest.fixture
+def net():
+    return torch.nn.Linear(4, 2)
+
+
+def attached(net, manager, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
+    return sparsync.attach(net, optimizer, elastic=manager, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"correction": Correction(momentum=0.9)}, r"correction= is not for elastic="),
+        ({"transport": sparsync.Transport("torch")}, r"Transport\('torch'\) is not for elastic="),
+        (
+            {"transport": sparsync.Transport(hierarchy="node")},
+            r"hierarchy=...\) is not for elastic=",
+        ),
+        ({"monitoring": sparsync.Monitoring(sentinel=sparsync.Sentinel(5))}, "sentinel"),
+        (
+            {"exchange": "updates"},
+            "elastic= exchanges gradients between plain modules, not updates",
+        ),
+        ({"replicate": object()}, r"not replicate=; give exchange='gradients'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(net, manager, options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        attached(net, manager, **options)
+
+
+def test_adamw_needs_to_be_asked_for(net, manager):
+    with pytest.raises(ConfigurationError, match="give exchange='gradients'"):
+        attached(net, manager, torch.optim.AdamW(net.parameters()))
+    with pytest.raises(ConfigurationError, match="needs the optimizer"):
+        sparsync.attach(net, exchange="gradients", elastic=manager)
+
+
+def test_only_a_manager_with_the_right_group_will_do(net):
+    with pytest.raises(
+        ConfigurationError, match=r"elastic is str; give a torchft.Manager whose pg"
+    ):
+        attached(net, "manager")
+
+
+def test_a_group_tells_its_addresses_and_takes_those_of_others(manager):
+    group = group_of(manager)
+    mine = group.get_reconfigure_handle()
+    assert json.loads(mine)["exchange"].startswith("tcp://127.0.0.1:")
+    other = json.dumps(
+        {"name": "b", "exchange": "tcp://127.0.0.1:1", "copies": "tcp://127.0.0.1:2"}
+    )
+    group.reconfigure(SimpleNamespace(uuid=3, handles=[other, mine]))
+    first = group.quorum
+    assert (first.rank, first.names[0], group.size()) == (1, "b", 2)
+    group.reconfigure(SimpleNamespace(uuid=4, handles=[other, mine]))
+    assert first.number != group.quorum.number > 0
+    with pytest.raises(ConfigurationError, match="another kind of process group"):
+        group.reconfigure(SimpleNamespace(uuid=4, handles=["{}", mine]))
+    with pytest.raises(ConfigurationError, match=r"carries sparsync's exchanges alone"):
+        group.allreduce([torch.zeros(1)], None)
+
+
+def test_what_is_carried_has_a_state(net, manager):
+    with attached(net, manager) as sync:
+        with pytest.raises(ConfigurationError, match="epoch is int; give what has state_dict"):
+            sync.carry(epoch=3)
+        assert (sync.steps, sync.left, sync.stats()["elastic"]["ranks"]) == (0, False, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["random", "random:", "random:0", "random:-3", "often", "random:x"]
+)
+def test_kills_are_written_in_one_way(text):
+    with pytest.raises(ConfigurationError, match=r"give none, or random:SECONDS"):
+        check_kill(text)
+    assert (check_kill("none"), check_kill("random:0.5")) == (0.0, 0.5)
+
+
+def test_the_picture_shows_loss_and_ranks(tmp_path):
+    figures = {name: 1 for name in ElasticResult.__dataclass_fields__}
+    result = ElasticResult(**{**figures, "loss": [2.0, 1.0], "present": [4, 3]})
+    write_elastic_plot(result, tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").stat().st_size > 5000

@@ -5,6 +5,7 @@ happens next (an arrival, a member's next move, a death, a birth) is drawn at ra
 """
 
 import random
+import sys
 from collections import defaultdict, deque
 from dataclasses import replace
 from functools import cache
@@ -12,7 +13,7 @@ from functools import cache
 import torch
 
 from sparsync.elastic.members import Members
-from sparsync.errors import CommunicationError, PeerError
+from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
 from sparsync.transports.communicator import Communicator
@@ -169,6 +170,8 @@ class Member:
         before = torch.zeros(world.size) if residual.empty else residual.accumulated.clone()
         near(before, self.before, "a gradient was lost, or counted twice")
         self.before = accumulated = before + gradient  # of which nothing is delivered yet
+        if members.counts and world.rng.random() < world.broken:
+            gradient[3] = torch.nan
         reducer.accumulate(0, 0, gradient)
         while True:
             try:
@@ -185,7 +188,7 @@ class Member:
                 if self.ends.rank in verdict.stale:
                     return
                 self.met = False
-        self.commit(step)
+        self.commit(step, before)
 
     def fetch(self, step):
         """Copy the weights of this step, if anybody has them, and some time later be ready."""
@@ -194,10 +197,14 @@ class Member:
         elif self.copied is not None and self.world.rng.random() < 0.4:
             self.members.ready = True
 
-    def commit(self, step):
-        reducer, members = self.reducer, self.members
-        (average,) = (average.to_dense().clone() for average in reducer.commit())
-        arrived = members.committed(step, still=not self.met)
+    def commit(self, step, before):
+        reducer, members, applied = self.reducer, self.members, True
+        try:
+            (average,) = (average.to_dense().clone() for average in reducer.commit())
+        except NonFiniteGradientError:
+            reducer.skip()
+            applied, average = False, torch.zeros(self.world.size)
+        arrived = members.committed(step, still=not self.met, applied=applied)
         if members.behind or arrived:
             self.log.append(average)
         else:
@@ -211,7 +218,9 @@ class Member:
         self.before = (
             torch.zeros(self.world.size) if residual.empty else residual.accumulated.clone()
         )
-        self.world.committed(self, step)
+        if not applied:
+            near(self.before, before, "a refused step has changed a residual")
+        self.world.committed(self, step, applied=applied)
         self.left = members.left
 
 
@@ -224,12 +233,15 @@ def prepared(name):
 class World:
     """The members, their messages, and who is asked for a quorum."""
 
-    def __init__(self, seed, algorithm, ranks=4, size=48, steps=8, change=0.004, leaving=0.03):
+    def __init__(
+        self, seed, algorithm, ranks=4, size=48, steps=8, change=0.004, leaving=0.03, broken=0.01
+    ):
         self.ranks = ranks
         self.rng, self.size, self.steps, self.density = random.Random(seed), size, steps, 0.1
         self.algorithm = prepared(algorithm)
         self.units = plan_units([("w", torch.zeros(size))])
         self.change, self.leaving = change, leaving  # per message or move; per step
+        self.broken = broken  # gradients that hold NaN, of all
         self.generator = torch.Generator().manual_seed(seed)
         self.links = defaultdict(deque)  # (source, destination) -> what is under way
         self.members, self.tasks, self.born, self.changes = {}, {}, 0, 0
@@ -345,7 +357,7 @@ class World:
         key = member.reducer.step, members.attempt
         self.accounts.setdefault(key, {})[member.number] = account
 
-    def committed(self, member, step):
+    def committed(self, member, step, *, applied):
         """A step is committed by one group; all of it was prepared; nothing is lost in it."""
         attempt = member.members._past[-1][1]
         former, by = self.attempts.get(step, (attempt, []))
@@ -357,6 +369,11 @@ class World:
         self.attempts[step] = attempt, [*by, member.number]
         accounts = self.accounts[step, attempt]
         assert set(accounts) == set(self.groups[attempt]), "somebody had not prepared"
+        if not applied:
+            self.weights[step + 1] = (
+                member.weights if not member.members.behind else self.weights[step]
+            )
+            return
         acc, totals, rests, gains, lasts, lost = zip(*accounts.values(), strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals), "totals differ"
         near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")
@@ -373,3 +390,10 @@ class World:
 def near(found, expected, what):
     """Gradients are whole numbers, and so are residuals, unless values are quantised."""
     assert torch.allclose(found, expected, atol=2e-2, rtol=1e-5), what
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    changes = sum(World(seed, name, steps=6).run() for seed in range(first, last))
+    print(f"{name}: {last - first} orders, {changes} changes of the group, no violation")

@@ -17,10 +17,10 @@ def test_nothing_is_lost_and_nothing_counts_twice(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_is_lost_in_many_more_orders(name):
-    assert sum(World(seed, name, steps=5).run() for seed in range(12, 600)) > 600
+    """As many as one likes: ``python -m tests.unit.changing_world PRESET FIRST LAST``."""
+    assert sum(World(seed, name).run() for seed in range(12, 72)) > 72
 
 
 def test_residuals_are_dealt_by_those_that_leave():

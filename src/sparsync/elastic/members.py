@@ -27,6 +27,7 @@ from torch import Tensor
 from sparsync.errors import CheckpointError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
+from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Ledger, Raw
@@ -133,14 +134,8 @@ class Members:
     def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
         self.reducer, self._set_up = reducer, set_up
         reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
-        self.attempt, self.behind, self.leaving, self.ready, self.left = (
-            0,
-            False,
-            False,
-            False,
-            False,
-        )
-        self.donor, self.first, self.newcomers = 0, 0, dict[int, int]()
+        self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
+        self.behind = self.ready = self.leaving = self.left = False
         # (step, attempt) since which steps were committed by it; the first is of the weights alone
         self._past, self._prepared = [(-1, start)], 0
         self.counts, self.deals = True, False
@@ -185,12 +180,18 @@ class Members:
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
 
-    def committed(self, step: int, *, still: bool) -> bool:
+    def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Go on to the step after ``step``, with the same group (``still``) or that of the last roll.
+
+        Where all refuse the step together, as of NaN, it is not ``applied``: nobody leaves with it.
 
         Returns:
             Whether this rank has caught up: its gradients count from the next step on.
         """
+        if not applied:
+            self._dealt, self.deals = [], False
+            if still:
+                self._next[self._present[:, 1] == 1, :2] = 1.0
         arrived = still and self.behind and self.ready
         if arrived:
             self.behind = self.ready = False
@@ -317,7 +318,13 @@ class Members:
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
             applied = self._prepared != 0 and self._prepared == by  # by others, meanwhile
             for unit, residual in enumerate(reducer.residuals):
-                if applied:
+                dtype = residual.accumulated.dtype
+                whole = (
+                    reducer.reduced[unit].total if applied else DenseVector(residual.accumulated)
+                )
+                if whole.first_nonfinite(dtype) is not None:
+                    residual.restore()  # NaN or Inf: all have refused the step
+                elif applied:
                     residual.retain(reducer.reduced[unit].delivered)
                 else:
                     residual.keep()

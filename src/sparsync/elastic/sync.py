@@ -28,7 +28,6 @@ from sparsync.errors import (
     CommunicationError,
     ConfigurationError,
     DeadlineError,
-    NonFiniteGradientError,
     PeerError,
 )
 from sparsync.feedback.agreement import set_up_digest, weights_digest
@@ -120,7 +119,7 @@ class ElasticSync(ReplicaSync):
         start = int.from_bytes(digest, "little") >> 1
         self.members = Members(reducer, start, set_up_digest(reducer, nonfinite=self._nonfinite))
         self._compared = True  # the roll does
-        self._asked = self._met = self._missed = self._sigterm = False
+        self._asked = self._met = self._missed = self._exchanged = self._sigterm = False
         self._last_step = (0, 0, False)
         self._carried: dict[str, Any] = {}
         self._catch_up: CatchUp | None = None
@@ -318,11 +317,24 @@ class ElasticSync(ReplicaSync):
             gradient.zero_()
         super()._accumulate(run, gradient, parameters)
 
+    def _finish(self, this: Step) -> None:
+        """Exchange and commit, then go on to the next step with whoever is there."""
+        members, step, skipped = self.members, self.reducer.step, self.reducer.skipped
+        self._exchanged = False
+        try:
+            super()._finish(this)
+        finally:
+            if self._exchanged:
+                applied = self.reducer.skipped == skipped
+                self._last_step = members.attempt, members.contributors, members.counts
+                if not members.committed(step, still=not self._met, applied=applied):
+                    self._extras = None
+                self._count()
+
     def _averages(self, this: Step) -> list[Vector] | None:
         """Exchange until a group has all of the step, then commit; None: others did without this rank."""
         assert isinstance(this, ReplicaStep)
-        reducer, members, step = self.reducer, self.members, self.reducer.step
-        met, failure = False, None
+        reducer, met, failure = self.reducer, False, None
         try:
             for job in this.jobs:
                 job.result()
@@ -344,19 +356,8 @@ class ElasticSync(ReplicaSync):
                 run(self._agree())
             except CommunicationError as error:
                 failure = error
-        try:
-            return reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
-        except NonFiniteGradientError:
-            self._met = met
-            raise
-        finally:
-            self._met = met
-            self._last_step = members.attempt, members.contributors, members.counts
-            if members.committed(step, still=not met):
-                assert self._extras is not None
-            else:
-                self._extras = None
-            self._count()
+        self._met, self._exchanged = met, True
+        return reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
 
     async def _agree(self) -> None:
         """Vote, and hand over to those whose gradients count from the next step on."""

@@ -2,14 +2,11 @@
 
 import os
 import time
-from datetime import timedelta
 
 import torch
-import torchft
-from torch.distributed import TCPStore
 
 import sparsync
-from sparsync.elastic import ElasticGroup
+from sparsync.elastic import make_manager
 from sparsync.feedback.agreement import weights_digest
 
 STEPS = 4000  # of which tests use as many as they need
@@ -19,23 +16,8 @@ def train(pipe, number, lighthouse, until, timeout, seed):
     """Train to step ``until.value``; tell of every step what was applied."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers write lines at every step
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=ElasticGroup(interface="127.0.0.1", timeout=timeout),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=1,
-        timeout=timedelta(seconds=timeout),
-        quorum_timeout=timedelta(seconds=10),
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=str(number),
-        hostname="127.0.0.1",
-        heartbeat_interval=timedelta(milliseconds=50),
-        init_sync=False,
+    manager = make_manager(
+        1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface="127.0.0.1"
     )
     torch.manual_seed(seed)
     model = torch.nn.Sequential(

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import uuid
+from datetime import timedelta
 from typing import Any, NamedTuple, final
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from sparsync.elastic.copies import CopyServer
 from sparsync.errors import ConfigurationError
@@ -16,6 +17,7 @@ from sparsync.transports.rendezvous import choose_interface, way_to
 from sparsync.transports.zmq import ZmqCommunicator
 
 try:
+    from torchft.manager import Manager
     from torchft.process_group import ProcessGroup
     from torchft.work import _DummyWork as Done
 except ImportError as error:
@@ -23,7 +25,9 @@ except ImportError as error:
         "elastic training is built on torchft; pip install 'sparsync[elastic]'"
     ) from error
 
-__all__ = ["ElasticGroup", "Quorum", "group_of"]
+__all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
+
+_BEAT = timedelta(milliseconds=50)  # between heartbeats
 
 
 class Quorum(NamedTuple):
@@ -49,10 +53,11 @@ class ElasticGroup(ProcessGroup):
             after that.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one
             that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
-        port_range, advertise: see ``sparsync.connect``; a rank takes two ports.
+        port_range: first and last port that may be bound; a rank takes two of them.
+        advertise: the address at which others find this rank, if that is not the interface's.
 
     Example:
-        >>> manager = torchft.Manager(pg=ElasticGroup(), min_replica_size=2, ...)  # doctest: +SKIP
+        >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
         >>> sync = sparsync.attach(model, optimizer, elastic=manager)  # doctest: +SKIP
     """
 
@@ -83,6 +88,7 @@ class ElasticGroup(ProcessGroup):
         )
         self.copies = CopyServer(interface, port_range, advertise)
         self.quorum: Quorum | None = None
+        self.store: Any = None  # of its manager, for as long as that lives
 
     def get_reconfigure_handle(self) -> str:
         """Return this member's addresses."""
@@ -128,6 +134,54 @@ class ElasticGroup(ProcessGroup):
         """Close the sockets."""
         self.copies.close()
         self.comm.close()
+
+
+def make_manager(
+    min_replicas: int,
+    *,
+    lighthouse: str | None = None,
+    name: str = "",
+    timeout: float = 10.0,
+    **sockets: Any,
+) -> Any:
+    """Return a ``torchft.Manager`` of a rank of its own; make it last, after model and data.
+
+    From its first heartbeat on, the others' next quorum waits for this rank.
+
+    Args:
+        min_replicas: ranks below which training waits.
+        lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
+        name: of this rank in torchft's logs.
+        timeout: seconds that a message of an exchange may take.
+        **sockets: ``interface``, ``port_range`` and ``advertise`` of ``ElasticGroup``.
+    """
+    if lighthouse is not None:
+        os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    if not os.environ.get("TORCHFT_LIGHTHOUSE"):
+        raise ConfigurationError(
+            "there is no lighthouse; give lighthouse=, or set TORCHFT_LIGHTHOUSE to its address, as in "
+            "http://HOST:29510"
+        )
+    group = ElasticGroup(timeout=timeout, **sockets)
+    own = "127.0.0.1"  # a replica of one process has nobody to meet in its store
+    group.store = store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    seconds = timedelta(seconds=timeout)
+    return Manager(
+        pg=group,
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=min_replicas,
+        timeout=seconds,
+        connect_timeout=seconds,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        replica_id=name,
+        hostname=group.comm.mesh.endpoint.partition("://")[2].rpartition(":")[0],
+        heartbeat_interval=_BEAT,
+        init_sync=False,  # the roll compares the weights
+    )
 
 
 def group_of(manager: Any) -> ElasticGroup:

@@ -15,14 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat, local_address
 from sparsync.cli.output import Columns, drawing, progress
@@ -386,33 +384,18 @@ def _hush() -> None:
 def _train(
     pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
 ) -> None:
-    import torchft  # for this command alone
-
     import sparsync
-    from sparsync.elastic import ElasticGroup
+    from sparsync.elastic import make_manager  # torchft is needed for this command alone
     from sparsync.elastic.sync import ElasticSync
 
     workload = settings.make_workload()
     model = workload.make_model(settings.seed)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
-    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
     # last of all: from its first heartbeat on, the next quorum waits for a rank
-    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=ElasticGroup(timeout=_TIMEOUT, interface=local_address() or _LOOPBACK),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=1,
-        timeout=timedelta(seconds=_TIMEOUT),
-        rank=0,
-        world_size=1,
-        store_addr=_LOOPBACK,
-        store_port=store.port,
-        replica_id=str(rank),
-        hostname=_LOOPBACK,
-        heartbeat_interval=timedelta(milliseconds=50),
-        init_sync=False,
+    own = local_address() or _LOOPBACK
+    manager = make_manager(
+        1, lighthouse=lighthouse, name=str(rank), timeout=_TIMEOUT, interface=own
     )
     sync = sparsync.attach(
         model, optimizers, algorithm, settings.density, exchange="gradients", elastic=manager

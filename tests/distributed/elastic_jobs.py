@@ -6,18 +6,22 @@ import time
 import torch
 
 import sparsync
+from sparsync.cli.lab import local_address
 from sparsync.elastic import make_manager
 from sparsync.feedback.agreement import weights_digest
 
 STEPS = 4000  # of which tests use as many as they need
 
 
-def train(pipe, number, lighthouse, until, timeout, seed):
+def train(pipe, number, lighthouse, until, timeout, seed, seat):
     """Train to step ``until.value``; tell of every step what was applied."""
     torch.set_num_threads(1)
+    if seat is not None:
+        seat.enter()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers write lines at every step
+    own = local_address() or "127.0.0.1"
     manager = make_manager(
-        1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface="127.0.0.1"
+        1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface=own
     )
     torch.manual_seed(seed)
     model = torch.nn.Sequential(

@@ -11,7 +11,11 @@ import pytest
 pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
 
+from sparsync.cli.lab import Lab
+from sparsync.cli.train.elastic import be_lighthouse
+
 from .elastic_jobs import train
+from .test_lab import IN_THE_LAB
 
 pytestmark = [pytest.mark.gloo, pytest.mark.alone, pytest.mark.timeout(120)]
 
@@ -21,12 +25,19 @@ SECONDS = 60.0
 class Job:
     """Replicas, their lighthouse, and what they have said."""
 
-    def __init__(self, replicas, timeout=3.0):
+    def __init__(self, replicas, timeout=3.0, lab=None):
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
-        self.port = 0
-        self.light()
+        self.lab, self.port, self.lighthouse = lab, 0, None
+        if lab is None:
+            self.light()
+        else:  # on a link of its own
+            self.light_pipe, theirs = self.context.Pipe()  # it ends with this
+            call = theirs, lab.seat(replicas)
+            self.processes["lighthouse"] = self.context.Process(target=be_lighthouse, args=call)
+            self.processes["lighthouse"].start()
+            self.address = self.light_pipe.recv()
         for number in range(replicas):
             self.start(number)
 
@@ -40,11 +51,12 @@ class Job:
             heartbeat_timeout_ms=500,
         )  # its lines go to pytest, which shows them if a test fails
         self.port = int(self.lighthouse.address().rpartition(":")[2])
+        self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self, number, seed=0):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
-        address = f"http://127.0.0.1:{self.port}"
-        call = theirs, number, address, self.until, self.timeout, seed
+        seat = None if self.lab is None else self.lab.seat(number)
+        call = theirs, number, self.address, self.until, self.timeout, seed, seat
         self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
         self.processes[number].start()
         theirs.close()
@@ -95,7 +107,8 @@ class Job:
         for process in self.processes.values():
             process.kill()
             process.join()
-        self.lighthouse.shutdown()
+        if self.lighthouse is not None:
+            self.lighthouse.shutdown()
 
 
 @pytest.fixture
@@ -183,3 +196,24 @@ def test_most_weights_hold_at_the_start(job):
     run.start(2, seed=5)
     run.all_contribute([0, 1, 2])
     run.finish()
+
+
+@IN_THE_LAB
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [[1], [1, 2]])
+def test_of_a_group_that_is_cut_in_two_one_half_trains_on(job, cut):
+    """That of the lighthouse; the others wait, and come back when the link does."""
+    with Lab(5, "100mbit") as lab:
+        run = job(4, lab=lab)
+        everyone, there = range(4), [number for number in range(4) if number not in cut]
+        run.all_contribute(everyone)
+        for number in cut:
+            lab._run(lab._bridge, f"ip link set rank{number} down")
+        gone = time.time()
+        run.all_contribute(there, since=gone + 20)
+        for number in cut:
+            lab._run(lab._bridge, f"ip link set rank{number} up")
+        whens = [ones[n][0] for ones in run.steps.values() for n in cut if n in ones]
+        assert max(whens) < gone + 1, "a rank has trained on alone"
+        run.all_contribute(everyone, since=time.time())
+        run.finish()

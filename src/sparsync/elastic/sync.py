@@ -158,11 +158,6 @@ class ElasticSync(ReplicaSync):
     # ---- for the user ------------------------------------------------------------------------------
 
     @property
-    def steps(self) -> int:
-        """Steps that have been applied, by whomever: a rank that joins begins with the others' number."""
-        return self.reducer.step
-
-    @property
     def left(self) -> bool:
         """Whether this rank has left, and is to end."""
         return self.members.left

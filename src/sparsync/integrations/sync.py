@@ -106,6 +106,24 @@ class Sync(ABC):
             self._engine.submit(lambda: None).result()  # when what is under way has ended
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
+    @property
+    def steps(self) -> int:
+        """Exchanges that are done; a rank that joins others begins with their number."""
+        return self.reducer.step
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left the others, with ``elastic=``, and is to end."""
+        return False
+
+    def carry(self, **_named: Any) -> None:
+        """With ``elastic=``, name what a rank that joins takes over, too."""
+        raise ConfigurationError("carry() is for elastic=, with which ranks come and go; omit it")
+
+    def leave(self) -> None:
+        """With ``elastic=``, leave the others."""
+        raise ConfigurationError("leave() is for elastic=, with which ranks come and go; close()")
+
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: steps, skipped steps, bytes per step and phase, residual norms.
 

@@ -34,6 +34,7 @@ __all__ = [
     "Applied",
     "ElasticResult",
     "Ended",
+    "be_lighthouse",
     "check_kill",
     "table",
     "train_elastic",
@@ -188,7 +189,7 @@ class _Run:
         """Run torchft's lighthouse, in the lab on a link of its own."""
         mine, theirs = self.context.Pipe()
         seat = None if lab is None else lab.seat(self.settings.ranks)
-        process = self.context.Process(target=_be_lighthouse, args=(theirs, seat), daemon=True)
+        process = self.context.Process(target=be_lighthouse, args=(theirs, seat), daemon=True)
         process.start()
         try:
             yield mine.recv()
@@ -334,7 +335,8 @@ class _Run:
 # ---- the processes ---------------------------------------------------------------------------------
 
 
-def _be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
+def be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
+    """Be torchft's lighthouse, tell its address, and serve until this process is killed."""
     from torchft.coordination import LighthouseServer  # for this command alone
 
     _hush()

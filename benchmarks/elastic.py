@@ -25,6 +25,9 @@ ROWS = {
     "4 ranks, 8.6 M parameters, 100 Mbit/s, a kill a minute": (
         f"{LARGE} --steps 300 --lab 100mbit --kill random:60"
     ),
+    "4 ranks, 8.6 M parameters, 100 Mbit/s, a kill a minute, AdamW, updates": (
+        f"{LARGE.replace('sgd', 'adamw')} --algorithm updates --steps 300 --lab 100mbit --kill random:60"
+    ),
     "4 ranks, 8.6 M parameters, 10 Mbit/s, a kill every two minutes": (
         f"{LARGE} --steps 150 --lab 10mbit --kill random:120"
     ),
@@ -87,8 +90,9 @@ def _write() -> None:
         "# Ranks that are killed and started again",
         "",
         "`python benchmarks/elastic.py`: each run over one without faults, on this machine, in the same "
-        "session; `budgeted`, density 1 %, SGD. A rank is killed by SIGKILL at random, and its process "
-        "started again at once. Survivors go on: from the kill to a step that another group has applied. "
+        "session; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
+        "its process started again at once. Survivors go on: from the kill to a step that another group "
+        "has applied. Of updates, these are local steps. "
         "Lost norm: of the residuals that died.",
         "",
         f"| | {' | '.join(names)} |",

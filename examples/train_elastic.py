@@ -28,14 +28,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(INPUTS, 128), nn.Tanh(), nn.Linear(128, OUTPUTS))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     data = torch.Generator().manual_seed(os.getpid())  # every rank has samples of its own
 
     manager = make_manager(
         options.min_replicas, lighthouse=options.lighthouse, interface=options.interface
     )
-    with sparsync.attach(model, optimizer, density=0.05, elastic=manager) as sync:
+    with sparsync.attach(model, optimizer, elastic=manager) as sync:
         sync.carry(scheduler=scheduler)
         while sync.steps < options.steps and not sync.left:
             inputs = torch.randn(BATCH, INPUTS, generator=data)

@@ -1,4 +1,4 @@
-"""A replica of the tests of elastic training: a small model, SGD with momentum, clipping, a schedule."""
+"""A replica of the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
 
 import os
 import time
@@ -6,6 +6,8 @@ import time
 import torch
 
 import sparsync
+from sparsync.averaging import OuterStep
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.cli.lab import local_address
 from sparsync.elastic import make_manager
 from sparsync.feedback.agreement import weights_digest
@@ -13,8 +15,11 @@ from sparsync.feedback.agreement import weights_digest
 STEPS = 4000  # of which tests use as many as they need
 
 
-def train(pipe, number, lighthouse, until, timeout, seed, seat):
-    """Train to step ``until.value``; tell of every step what was applied."""
+def train(pipe, number, lighthouse, until, timeout, seed, seat, outer):
+    """Train to step ``until.value``; tell of every step what was applied.
+
+    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.
+    """
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
@@ -27,25 +32,36 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat):
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1, bias=False)
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if outer is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    sync = sparsync.attach(model, optimizer, density=0.1, elastic=manager)
+    if outer is None:
+        sync = sparsync.attach(model, optimizer, density=0.1, elastic=manager)
+    else:
+        settings = {**OUTER_SETTINGS["updates"], **outer}
+        sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)
     sync.carry(scheduler=scheduler)
     data = torch.Generator().manual_seed(number)
     while sync.steps < until.value and not sync.left:
         optimizer.zero_grad()
         inputs = torch.randn(8, 20, generator=data)
         step = sync.steps
-        torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).tanh()).backward()
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).tanh())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         if sync.steps > step:
             _, contributors, counts = sync.last_step
             rate = optimizer.param_groups[0]["lr"]
-            now = (weights_digest(model.parameters()), rate) if not sync.members.behind else None
+            weights = model.parameters() if outer is None else [sync.outer.memory["shared"]]
+            now = (weights_digest(weights), rate) if not sync.attendance.members.behind else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
     sync.finish()
-    pipe.send(sync.stats()["elastic"])
+    behind = sync.attendance.members.behind
+    weights = None if behind else weights_digest(model.parameters())
+    pipe.send({**sync.stats()["elastic"], "weights": weights, "loss": loss.item()})
     os._exit(0)

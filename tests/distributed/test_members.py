@@ -25,7 +25,8 @@ SECONDS = 60.0
 class Job:
     """Replicas, their lighthouse, and what they have said."""
 
-    def __init__(self, replicas, timeout=3.0, lab=None):
+    def __init__(self, replicas, timeout=3.0, lab=None, outer=None):
+        self.outer = outer  # settings of exchanges of updates; None: of gradients
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
@@ -56,7 +57,7 @@ class Job:
     def start(self, number, seed=0):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
-        call = theirs, number, self.address, self.until, self.timeout, seed, seat
+        call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer
         self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
         self.processes[number].start()
         theirs.close()
@@ -101,6 +102,8 @@ class Job:
         """Let all come to an end, together; return what they say of the changes."""
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
+        weights = {end["weights"] for end in self.ends.values()} - {None}
+        assert len(weights) == 1, "replicas differ at the end"
         return self.ends
 
     def close(self):
@@ -124,8 +127,17 @@ def job():
         one.close()
 
 
-def test_a_killed_replica_returns_while_the_others_go_on(job):
-    run = job(3)
+KINDS = pytest.mark.parametrize(
+    "outer",
+    [None, {}, {"delay": 1, "period": 3, "momentum": 0.5, "outer_lr": 0.7}],
+    ids=["gradients", "updates", "updates with delay and momentum"],
+)
+BOTH = pytest.mark.parametrize("outer", [None, {}], ids=["gradients", "updates"])
+
+
+@KINDS
+def test_a_killed_replica_returns_while_the_others_go_on(job, outer):
+    run = job(3, outer=outer)
     run.all_contribute([0, 1, 2])
     killed = run.kill(1)
     run.all_contribute([0, 2], since=killed + 0.3)
@@ -137,8 +149,9 @@ def test_a_killed_replica_returns_while_the_others_go_on(job):
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_asked_to_end_leaves_its_residual(job):
-    run = job(3)
+@BOTH
+def test_a_replica_that_is_asked_to_end_leaves_its_residual(job, outer):
+    run = job(3, outer=outer)
     run.all_contribute([0, 1, 2])
     asked = run.kill(2, signal.SIGTERM)
     run.wait_for(lambda: 2 not in run.pipes)
@@ -152,8 +165,9 @@ def test_a_replica_that_is_asked_to_end_leaves_its_residual(job):
 
 
 @pytest.mark.slow
-def test_a_replica_that_stood_still_comes_back_with_its_residual(job):
-    run = job(3)
+@BOTH
+def test_a_replica_that_stood_still_comes_back_with_its_residual(job, outer):
+    run = job(3, outer=outer)
     run.all_contribute([0, 1, 2])
     stopped = run.kill(1, signal.SIGSTOP)
     run.all_contribute([0, 2], since=stopped + 5)
@@ -163,8 +177,9 @@ def test_a_replica_that_stood_still_comes_back_with_its_residual(job):
 
 
 @pytest.mark.slow
-def test_one_is_left_and_two_join_at_once(job):
-    run = job(3)
+@BOTH
+def test_one_is_left_and_two_join_at_once(job, outer):
+    run = job(3, outer=outer)
     run.all_contribute([0, 1, 2])
     killed = run.kill(1)
     run.kill(2)

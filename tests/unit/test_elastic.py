@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sparsync
+from sparsync.averaging import AdaptivePeriod, OuterStep
 from sparsync.cli.train.elastic import ElasticResult, check_kill, write_elastic_plot
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
@@ -43,11 +44,9 @@ def attached(net, manager, optimizer=None, **options):
             r"hierarchy=...\) is not for elastic=",
         ),
         ({"monitoring": sparsync.Monitoring(sentinel=sparsync.Sentinel(5))}, "sentinel"),
-        (
-            {"exchange": "updates"},
-            "elastic= exchanges gradients between plain modules, not updates",
-        ),
-        ({"replicate": object()}, r"not replicate=; give exchange='gradients'"),
+        ({"replicate": object()}, r"whole on every rank; omit replicate="),
+        ({"algorithm": "streaming-diloco"}, r"fragments=10 is not for elastic="),
+        ({"algorithm": "demo"}, r"sign=True is not for elastic="),
     ],
 )
 def test_what_does_not_fit_is_refused(net, manager, options, words):
@@ -55,11 +54,15 @@ def test_what_does_not_fit_is_refused(net, manager, options, words):
         attached(net, manager, **options)
 
 
-def test_adamw_needs_to_be_asked_for(net, manager):
-    with pytest.raises(ConfigurationError, match="give exchange='gradients'"):
-        attached(net, manager, torch.optim.AdamW(net.parameters()))
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_the_optimizer_is_needed(net, manager, exchange):
     with pytest.raises(ConfigurationError, match="needs the optimizer"):
-        sparsync.attach(net, exchange="gradients", elastic=manager)
+        sparsync.attach(net, exchange=exchange, elastic=manager)
+
+
+def test_a_period_that_changes_is_refused(net, manager):
+    with pytest.raises(ConfigurationError, match="an AdaptivePeriod is not for elastic="):
+        attached(net, manager, algorithm=OuterStep(period=AdaptivePeriod(0.01)))
 
 
 def test_only_a_manager_with_the_right_group_will_do(net):

@@ -145,6 +145,8 @@ class Exchange:
         room: `[4, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
+        last: it delivers all that is left.
+        counts: this rank's changes are in the average.
         carried: the exchange to await, once.
     """
 
@@ -161,10 +163,12 @@ class Exchange:
     room: Tensor | None = None
     lr: float = 1.0
     drift: float = 0.0
+    last: bool = False
+    counts: bool = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
-        passing = ("carried", "room")
+        passing = ("carried", "room", "last", "counts")  # settled, the last two have no use
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 

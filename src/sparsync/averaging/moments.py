@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, local_of, unflatten
 
-__all__ = ["correct", "follow", "with_moments"]
+__all__ = ["correct", "drop_broken", "follow", "with_moments"]
 
 
 _RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
@@ -68,6 +68,19 @@ def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
             given = (*factors, -float(group["lr"]) / unbiased, ranks > 1)
             jobs.append((state, local_of(parameter), given))
     _pass_over(jobs, 2, native.correct_, _correct)
+
+
+def drop_broken(
+    optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
+) -> None:
+    """Drop optimizers' states of parameters where they are not finite; on all parts, or on none."""
+    states = [state for one in optimizers for state in one.state.values()]
+    tensors = [[local_of(v) for v in s.values() if isinstance(v, Tensor)] for s in states]
+    broken = [not all(bool(torch.isfinite(v).all()) for v in values) for values in tensors]
+    everything = on_any_part(any(broken))
+    for state, here in zip(states, broken, strict=True):
+        if here or everything:
+            state.clear()
 
 
 def _factors(

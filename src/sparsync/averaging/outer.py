@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights, rotate_
-from sparsync.averaging.period import AdaptivePeriod, warm_exchanges
+from sparsync.averaging.moments import drop_broken
+from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -26,7 +26,7 @@ from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
-from sparsync.units import Slot, Unit, local_of, output_parameters
+from sparsync.units import Slot, Unit, output_parameters
 
 __all__ = ["OuterState", "OuterStep"]
 
@@ -178,6 +178,8 @@ class OuterStep(Averager):
         self.state = OuterState()
         # whether something is so on another part of the replica; here there is none
         self.on_any_part: Callable[[bool], bool] = lambda _here: False
+        # in place of ``_reduce``: exchanges changes, which become averages; False: all refuse them
+        self.reduce: Callable[[Exchange, list[Tensor], range], Awaitable[bool]] | None = None
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
@@ -279,14 +281,35 @@ class OuterStep(Averager):
         """
         await self.land(weights, step)
         for part in self._due(step):
-            delay = 0 if step < self.warmup_steps else self.delay
-            room, rows = self._room(part)
-            began = weights.read(self.layout.fragments[part].span, rows[0])
-            exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
-            exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
-            exchange.carried = weights.carry(partial(self._exchange, exchange))
-            self._under_way.append(exchange)
+            self._begin(weights, part, step, 0 if step < self.warmup_steps else self.delay)
         await self.land(weights, step)
+
+    def _begin(
+        self, weights: Weights, part: int, step: int, delay: int = 0, *, last: bool = False
+    ) -> None:
+        """Begin the exchange of a fragment."""
+        room, rows = self._room(part)
+        began = weights.read(self.layout.fragments[part].span, rows[0])
+        exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
+        exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
+        exchange.last = last
+        exchange.carried = weights.carry(partial(self._exchange, exchange))
+        self._under_way.append(exchange)
+
+    async def conclude_with(self, weights: Weights) -> None:
+        """Exchange the one fragment by the reducer, as that has planned it, and without momentum."""
+        await self.land(weights)
+        self._begin(weights, 0, self.steps, last=True)
+        await self.land(weights)
+
+    def go_on_from(self, step: int) -> None:
+        """Count on from the others' local step, before which they have exchanged."""
+        self.steps, self._sent = step, [step - 1] * len(self._sent)
+
+    def repeat(self, deltas: Sequence[Tensor], momentum: float) -> None:
+        """Apply averages to the shared weights as others have; there is one fragment."""
+        average, span = self._whole(0, deltas), self.layout.fragments[0].span
+        self.memory["shared"] = self._stepped(average, span, momentum, 1.0, average)
 
     async def land(self, weights: Weights, step: float = math.inf) -> None:
         """Apply the exchanges under way that end by local step ``step``, in order."""
@@ -311,7 +334,7 @@ class OuterStep(Averager):
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
-        self._heal()
+        drop_broken(self.optimizers, self.on_any_part)
         if self.state.refused > 1:
             raise NonFiniteGradientError(
                 f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
@@ -441,7 +464,9 @@ class OuterStep(Averager):
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         ahead = rows[2].copy_(moved) if self.tracking else None
-        distance = None if self._rule is None else self._distance(moved)
+        distance = (
+            None if self._rule is None else share_of(moved, self.memory["shared"], self.layout.end)
+        )
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             rotate_(delta, self.dct)
@@ -451,21 +476,18 @@ class OuterStep(Averager):
                 delta.sub_(kept, alpha=1 - self.residual_decay)
         try:
             if distance is not None:
-                exchange.drift = await self._over_ranks(distance)
-            await reducer.reduce(deltas, units=fragment.units)  # in place: they become averages
-        except NonFiniteGradientError:
-            reducer.skip()
-            exchange.done = exchange.refused = True
-            return
+                exchange.drift = await drift_of(distance, reducer)
+            applied = await (self.reduce or self._reduce)(exchange, deltas, fragment.units)
         except BaseException:
             reducer.refuse()
             raise
-        momentum = 1 - 1 / reducer.comm.world_size if self.momentum is None else self.momentum
-        for delta in deltas:
-            rotate_(delta, self.dct, back=True)
-        average = self.layout.joined(part, deltas)
-        exchange.ahead = None if ahead is None else ahead.sub_(average)
+        if not applied:
+            exchange.done = exchange.refused = True
+            return
+        average = self._whole(part, deltas)
+        exchange.ahead = None if ahead is None or not exchange.counts else ahead.sub_(average)
         here = average if exchange.late else self.memory["shared"][fragment.span]
+        momentum = self.momentum_of(exchange)
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         base, free = exchange.shared, rows[3 if exchange.late else 0]
         if self.residual == "weights":
@@ -473,22 +495,26 @@ class OuterStep(Averager):
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
         exchange.done = True
 
-    def _distance(self, moved: Tensor) -> float:
-        """Return the square of how far this rank has gone, as a share of the shared weights."""
-        end, shared = self.layout.end, self.memory["shared"]
-        far, whole = (float(torch.linalg.vector_norm(v[:end])) for v in (moved, shared))
-        share = far / max(whole, sys.float_info.min) if far else 0.0
-        return share * share  # which may be Inf
-
-    async def _over_ranks(self, square: float) -> float:
-        """Return the root of the mean over ranks, the same on all of them."""
-        mine, channel = torch.tensor([square], dtype=torch.float64), self.reducer.channel("drift")
+    async def _reduce(self, _exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
+        """Exchange and apply changes, which become averages."""
         try:
-            everyone = await channel.allgather(mine, "drift")
-        except BaseException:
-            self.reducer.fail()
-            raise
-        return math.sqrt(sum(map(float, everyone)) / len(everyone))
+            await self.reducer.reduce(deltas, units=units)
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            return False
+        return True
+
+    def momentum_of(self, exchange: Exchange) -> float:
+        """Return the outer momentum of an exchange."""
+        if exchange.last:
+            return 0.0
+        return 1 - 1 / self.reducer.comm.world_size if self.momentum is None else self.momentum
+
+    def _whole(self, part: int, deltas: Sequence[Tensor]) -> Tensor:
+        """Return the fragment of which the units' changes are given; they are used up."""
+        for delta in deltas:
+            rotate_(delta, self.dct, back=True)
+        return self.layout.joined(part, deltas)
 
     def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return memory for an exchange, and the rows of it that a fragment needs.
@@ -557,16 +583,6 @@ class OuterStep(Averager):
         if self.outer_lr != 1:
             gradient.mul_(self.outer_lr)
         return torch.sub(self.memory["shared"][span], average, out=out)
-
-    def _heal(self) -> None:
-        """Drop the optimizer's state of parameters where it is not finite; on all parts, or on none."""
-        states = [state for one in self.optimizers for state in one.state.values()]
-        tensors = [[local_of(v) for v in s.values() if isinstance(v, Tensor)] for s in states]
-        broken = [not all(bool(torch.isfinite(v).all()) for v in values) for values in tensors]
-        everything = self.on_any_part(any(broken))
-        for state, here in zip(states, broken, strict=True):
-            if here or everything:
-                state.clear()
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from sparsync.errors import require
+import torch
+from torch import Tensor
 
-__all__ = ["AdaptivePeriod", "warm_exchanges"]
+from sparsync.errors import require
+from sparsync.feedback.reducer import Reducer
+
+__all__ = ["AdaptivePeriod", "drift_of", "share_of", "warm_exchanges"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,21 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
             last = step
             ends.append(step)
     return tuple(ends)
+
+
+def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
+    """Return the square of how far a rank has gone, as a share of the shared weights, which end there."""
+    far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
+    share = far / max(whole, sys.float_info.min) if far else 0.0
+    return share * share  # which may be Inf
+
+
+async def drift_of(square: float, reducer: Reducer) -> float:
+    """Return the root of the mean of all ranks' squares, the same on all of them."""
+    mine = torch.tensor([square], dtype=torch.float64)
+    try:
+        everyone = await reducer.channel("drift").allgather(mine, "drift")
+    except BaseException:
+        reducer.fail()
+        raise
+    return math.sqrt(sum(map(float, everyone)) / len(everyone))

@@ -1,8 +1,10 @@
 """How a rank that joins comes to the others' weights while they train on.
 
-It fetches a copy of the state before some step, and keeps the gradients that its optimizer is given from
-that step on, which are the others', too.  When it has both, it repeats these steps with the learning
-rates of the rank that the copy is of; its weights then are the others', bit for bit.
+It fetches a copy of the state before some step, and keeps all averages from that step on.  When it has
+both, it applies them to the copy as the others have; its weights then are theirs, bit for bit.
+
+Where gradients are exchanged, it keeps those that its optimizer is given, and repeats the optimizer's
+steps with the learning rates of the rank that the copy is of.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from sparsync.elastic.copies import fetch
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.state import packed, unpacked
 
-__all__ = ["CatchUp", "Rates", "load_copy", "make_copy", "rates_of"]
+__all__ = ["CatchUp", "Rates", "keep_gradients", "load_copy", "make_copy", "rates_of", "repeat"]
 
 Rates = list[list[dict[str, Any]]]
 """What the groups of all optimizers have besides their parameters: learning rates, decay, ..."""
@@ -58,19 +60,23 @@ class CatchUp:
     Args:
         donor: name of the rank whose copy is fetched from ``endpoint``.
         timeout: seconds without a piece after which it is given up.
-        since: the first step whose gradients will be kept.
+        since: the first step whose averages will be kept.
+
+    Attributes:
+        copy: when it is here: the step before which it was made, and its bytes.
+        log: by step, what it takes to apply that step's averages.
     """
 
     def __init__(self, donor: str, endpoint: str, timeout: float, since: int) -> None:
         self.donor = donor
-        self._log: dict[int, list[list[Kept]]] = {}  # by step, gradients of all optimizers
-        self._copy: tuple[int, bytearray] | None = None
+        self.log: dict[int, Any] = {}
+        self.copy: tuple[int, bytearray] | None = None
         self._error: SparsyncError | None = None
         self._stopped = False
 
         def work() -> None:
             try:
-                self._copy = fetch(endpoint, timeout, since, lambda: self._stopped)
+                self.copy = fetch(endpoint, timeout, since, lambda: self._stopped)
             except SparsyncError as error:
                 self._error = error
 
@@ -85,54 +91,58 @@ class CatchUp:
         """
         if self._error is not None:
             raise PeerError(f"{self._error}; another rank is asked") from self._error
-        return self._copy is not None
+        return self.copy is not None
 
     def stop(self) -> None:
         """Fetch no more."""
         self._stopped = True
 
-    @torch.no_grad()
-    def keep(self, step: int, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients that an optimizer, the ``number``-th, is given, and take them from it."""
-        here: list[Kept] = []
-        for parameter in _parameters(optimizer):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                here.append(None)
-                continue
-            flat = gradient.reshape(-1)
-            at = flat.nonzero().flatten()
-            few = 3 * at.numel() < flat.numel()
-            here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
-        of_step = self._log.setdefault(step, [])
-        of_step += [[]] * (number + 1 - len(of_step))
-        of_step[number] = here
 
-    @torch.no_grad()
-    def arrive(
-        self,
-        step: int,
-        rates: Mapping[int, Rates],
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Bring the weights to what they are before the optimizers' step ``step``."""
-        assert self._copy is not None
-        begin, raw = self._copy
-        gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
-        load_copy(raw, model, optimizers)
-        for done in range(begin, step):
-            if done not in rates:
-                continue  # no optimizer has stepped
-            for one, groups, kept in zip(optimizers, rates[done], self._log[done], strict=True):
-                for group, its in zip(one.param_groups, groups, strict=True):
-                    group.update(its)
-                for parameter, gradient in zip(_parameters(one), kept, strict=True):
-                    parameter.grad = _whole(gradient, parameter)
-                one.step()
-        for one, own in zip(optimizers, gradients, strict=True):
-            for parameter, gradient in zip(_parameters(one), own, strict=True):
-                parameter.grad = gradient
+@torch.no_grad()
+def keep_gradients(
+    catch_up: CatchUp, step: int, number: int, optimizer: torch.optim.Optimizer
+) -> None:
+    """Keep the gradients that an optimizer, the ``number``-th, is given, and take them from it."""
+    here: list[Kept] = []
+    for parameter in _parameters(optimizer):
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            here.append(None)
+            continue
+        flat = gradient.reshape(-1)
+        at = flat.nonzero().flatten()
+        few = 3 * at.numel() < flat.numel()
+        here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
+    of_step = catch_up.log.setdefault(step, [])
+    of_step += [[]] * (number + 1 - len(of_step))
+    of_step[number] = here
+
+
+@torch.no_grad()
+def repeat(
+    catch_up: CatchUp,
+    step: int,
+    rates: Mapping[int, Rates],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Bring the weights to what they are before the optimizers' step ``step``."""
+    assert catch_up.copy is not None
+    begin, raw = catch_up.copy
+    gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
+    load_copy(raw, model, optimizers)
+    for done in range(begin, step):
+        if done not in rates:
+            continue  # no optimizer has stepped
+        for one, groups, kept in zip(optimizers, rates[done], catch_up.log[done], strict=True):
+            for group, its in zip(one.param_groups, groups, strict=True):
+                group.update(its)
+            for parameter, gradient in zip(_parameters(one), kept, strict=True):
+                parameter.grad = _whole(gradient, parameter)
+            one.step()
+    for one, own in zip(optimizers, gradients, strict=True):
+        for parameter, gradient in zip(_parameters(one), own, strict=True):
+            parameter.grad = gradient
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

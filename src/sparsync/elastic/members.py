@@ -49,6 +49,7 @@ class Entry(NamedTuple):
     behind: int  # 1: its weights are being fetched
     leaves: int  # 1: its residual is dealt in the next step; 2: it was, and it leaves after the next one
     set_up: int  # a digest of everything that must be equal on all ranks
+    clock: int = 0  # where its training is, for those that are stale
 
 
 class Verdict(NamedTuple):
@@ -128,6 +129,7 @@ class Members:
         left: it has.
         counts: this rank's gradient counts in the open step.
         deals: its residual is dealt in the open step.
+        clock: a number that says where training is; that of the others once this rank was stale.
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
     """
 
@@ -138,7 +140,7 @@ class Members:
         self.behind = self.ready = self.leaving = self.left = False
         # (step, attempt) since which steps were committed by it; the first is of the weights alone
         self._past, self._prepared = [(-1, start)], 0
-        self.counts, self.deals = True, False
+        self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # the residual was dealt
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
         # leave, its donor, and the norm of its residual some steps ago
@@ -268,7 +270,8 @@ class Members:
         comm = _uncounted(reducer.channel("roll"))
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
-        mine = Entry(reducer.step, history, self._prepared, int(self.behind), leaves, self._set_up)
+        prepared, behind = self._prepared, int(self.behind)
+        mine = Entry(reducer.step, history, prepared, behind, leaves, self._set_up, self.clock)
         told = await comm.allgather(torch.tensor(mine, dtype=torch.int64), "roll")
         entries = [Entry(*row.tolist()) for row in told]
         verdict = judge(entries)
@@ -278,6 +281,10 @@ class Members:
                 f"rank {comm.rank} is set up otherwise than rank {verdict.donor} and those that go on "
                 "with it: another model, algorithm, density or version; attach alike on all ranks"
             )
+        if comm.rank in verdict.stale:
+            first = entries[verdict.there]
+            alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
+            self.clock = max(entry.clock for entry in alike)
         self._note(tuple(names), verdict)
         await self._brief(comm, verdict, {rank: entries[rank].step for rank in verdict.stale})
         rows = [

@@ -17,7 +17,7 @@ from sparsync.transports.driver import run
 from sparsync.transports.ledger import STAGES, Traffic
 from sparsync.wire.base import Codec
 
-__all__ = ["agree_on_reducer", "reducer_stats", "set_up_digest", "weights_digest"]
+__all__ = ["agree_on_reducer", "number_of", "reducer_stats", "set_up_digest", "weights_digest"]
 
 
 def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
@@ -32,6 +32,11 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
 def set_up_digest(reducer: Reducer, **settings: object) -> int:
     """Return a number in 63 bits that is another one where ``agree_on_reducer`` would refuse."""
     text = "".join(f"{name}={value};" for name, value in _facts(reducer, settings).items())
+    return number_of(text)
+
+
+def number_of(text: str) -> int:
+    """Return a number in 63 bits that is another one for another text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

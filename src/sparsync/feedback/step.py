@@ -66,6 +66,7 @@ class Plan:
         self._dividing: Sharing | None = None  # in the open step
         self.dense = Dense()
         self.dense.overwrites = True  # what is accumulated: all of it is delivered
+        self.everything = False  # the next step to be opened is dense, whatever its density
         self.units: list[UnitPlan] = []  # in the open step
 
     @property
@@ -76,6 +77,8 @@ class Plan:
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
         """Plan a step, once: what it costs does not grow with the number of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
+        if self.everything:
+            planned = None
         quotas, sharing = self.shares.quotas, self._sharing
         if planned is not None and planned != self.density:
             quotas, sharing = tuple(unit.entries(planned) for unit in self._all), None

@@ -71,7 +71,7 @@ def attach(
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
         elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks come and
-            go (``docs/elastic.md``).  The model is a plain one, and gradients are exchanged.
+            go (``docs/elastic.md``).  The model is a plain one.
         compression: units, dense parameters, warm-up, pipelines (``Compression``).
         transport: what carries the messages, time limits, nodes (``Transport``).
         monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
@@ -105,17 +105,19 @@ def attach(
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if why and dist.is_initialized() and dist.get_rank() == 0:
         sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
-    if elastic is not None and (chosen == "updates" or replicate is not None):
-        given_too = "updates" if chosen == "updates" else "replicate="
+    if elastic is not None and replicate is not None:
         raise ConfigurationError(
-            f"elastic= exchanges gradients between plain modules, not {given_too}; give "
-            "exchange='gradients', and omit replicate="
+            "elastic= is for plain modules, whole on every rank; omit replicate="
         )
     if chosen == "updates":
         from sparsync.integrations.updates import attach_updates, make_outer
 
         outer = make_outer(algorithm, density, given)
         options = Options(outer.chosen, outer.density, None, given, carried, watched)
+        if elastic is not None:
+            from sparsync.elastic.updates import attach_elastic_updates
+
+            return attach_elastic_updates(model, optimizers, outer, options, elastic)
         return attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.cli.lab import Lab, Seat, local_address
 from sparsync.cli.output import Columns, drawing, progress
 from sparsync.cli.train.settings import TrainSettings
@@ -388,7 +389,7 @@ def _train(
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is needed for this command alone
-    from sparsync.elastic.sync import ElasticSync
+    from sparsync.elastic.attendance import ElasticHandle
 
     workload = settings.make_workload()
     model = workload.make_model(settings.seed)
@@ -399,10 +400,11 @@ def _train(
     manager = make_manager(
         1, lighthouse=lighthouse, name=str(rank), timeout=_TIMEOUT, interface=own
     )
+    exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"
     sync = sparsync.attach(
-        model, optimizers, algorithm, settings.density, exchange="gradients", elastic=manager
+        model, optimizers, algorithm, settings.density, exchange=exchange, elastic=manager
     )
-    assert isinstance(sync, ElasticSync)
+    assert isinstance(sync, ElasticHandle)
     while sync.steps < settings.steps:
         step = sync.steps
         for optimizer in optimizers:

@@ -1,0 +1,340 @@
+"""How a rank takes part in a group that changes: it asks for quorums, meets, fetches and recovers.
+
+torchft's manager says who is there; ``members`` says what becomes of the open step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Final, final
+
+import torch
+
+from sparsync.elastic.catch_up import CatchUp
+from sparsync.elastic.group import Quorum, group_of
+from sparsync.elastic.members import Members, Verdict
+from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.feedback.agreement import set_up_digest
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.options import Options
+from sparsync.integrations.sync import Sync
+from sparsync.state import packed, unpacked
+from sparsync.transports.driver import Operation, run
+from sparsync.transports.ledger import Raw
+
+__all__ = ["Attendance", "ElasticHandle", "check_options"]
+
+_PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
+_PAUSE: Final = 0.2  # seconds between questions for one
+_EXTRAS: Final = 2**26  # bytes of the schedulers and the like that a rank takes over
+
+
+def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse what is not for ranks that come and go.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    carried = options.transport
+    for what, there in {
+        "correction=": options.correction is not None,
+        "Compression(schedule=...)": options.compression.schedule is not None,
+        "Transport(hierarchy=...)": carried.hierarchy is not None,
+        "Transport(world=...)": carried.world is not None,
+        f"Transport('{carried.name}')": carried.name not in ("auto", "zmq"),
+        "Transport(curve_keys=...)": carried.curve_keys is not None,
+        "Monitoring(sentinel=...)": options.monitoring.sentinel is not None,
+    }.items():
+        if there:
+            raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
+    if not optimizers:
+        raise ConfigurationError(
+            "elastic= needs the optimizer, whose state a rank that joins takes over; give it, too"
+        )
+
+
+@final
+class Attendance:
+    """One rank's part in the quorums of a ``torchft.Manager``.
+
+    Args:
+        start: digest of the weights before the first step.
+        settings: further ones that must be equal on all ranks.
+
+    Attributes:
+        met: the roll was called for the open step already.
+        catch_up: what this rank fetches, while it is behind.
+        offered: a copy of this rank's state is being served.
+        extras: what the donor has told when this rank caught up in the open step.
+        last_step: the number of the group that exchanged the last step, its contributors, and if this
+            rank is one.
+    """
+
+    def __init__(self, manager: Any, reducer: Reducer, start: int, **settings: object) -> None:
+        self.manager, self.group, self.reducer = manager, group_of(manager), reducer
+        self.members = Members(reducer, start, set_up_digest(reducer, **settings))
+        self.met = self.offered = self._asked = False
+        self.catch_up: CatchUp | None = None
+        self.extras: dict[str, Any] | None = None
+        self.last_step = (0, 0, False)
+
+    # ---- quorums -----------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Ask for a quorum, and do not wait, unless the open step has one."""
+        if not self._asked and not self.met:
+            with suppress(Exception):  # it is asked for again when it is needed
+                self.manager.start_quorum(allow_heal=False)
+                self._asked = True
+
+    def ready(self) -> None:
+        """Wait for the open step's quorum; if it is another one than before, meet."""
+        if not self.met:
+            quorum = self._quorum()
+            if quorum.number != self.members.attempt:
+                self._meet(quorum)
+        self.met = False
+        if self.catch_up is not None and self.members.behind:
+            try:
+                self.members.ready = self.catch_up.done
+            except PeerError:
+                assert self.group.quorum is not None
+                self._fetch(self.group.quorum, self.members.first)
+
+    def persist(
+        self,
+        failure: CommunicationError,
+        attempt: Callable[[], Coroutine[Operation, None, None]],
+        missed: Callable[[], bool],
+    ) -> bool:
+        """Exchange the open step again until a group has all of it.
+
+        ``missed`` is called when the others have gone on without this rank, and says if ``attempt`` can
+        take part in their step.
+
+        Returns:
+            Whether the step can be committed.
+        """
+        failed: CommunicationError | None = failure
+        while failed is not None:
+            verdict = self.recover(failed)
+            failed, self.met = None, False
+            if self.reducer.comm.rank in verdict.stale and not missed():
+                self.met = True
+                return False
+            if self.reducer.comm.rank in verdict.commits:
+                self.met = True
+                return True
+            try:
+                run(attempt())
+            except CommunicationError as error:
+                failed = error
+        return True
+
+    def recover(self, error: CommunicationError) -> Verdict:
+        """Give the exchange up, and meet whoever is left."""
+        return self._meet(self._again(error))
+
+    def end(self) -> None:
+        """Wait until all ranks have applied the last step."""
+        while not self.members.left:
+            try:
+                run(self.members.end())
+                return
+            except CommunicationError as error:
+                self.recover(error)
+                self.met = True
+
+    def _quorum(self) -> Quorum:
+        """Wait for a quorum.
+
+        Raises:
+            DeadlineError: none for ten minutes.
+        """
+        until, said = time.monotonic() + _PATIENCE, False
+        while True:
+            try:
+                if not self._asked:
+                    self.manager.start_quorum(allow_heal=False)
+                self._asked = False
+                self.manager.wait_quorum()
+                if self.group.quorum is not None and self.manager.errored() is None:
+                    return self.group.quorum
+                reason = str(self.manager.errored()).splitlines()[0]
+            except Exception as error:  # whatever torchft and its server raise
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                self.manager._quorum_future = None  # else the error comes back for ever
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"step {self.reducer.step}: there was no quorum for {_PATIENCE:g} s ({reason}); is "
+                    "the lighthouse there, and are as many ranks as it wants?"
+                )
+            if not said:
+                said = True
+                sys.stderr.write(
+                    f"sparsync: step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
+                    "nothing is lost\n"
+                )
+            time.sleep(_PAUSE)
+
+    def _again(self, error: CommunicationError) -> Quorum:
+        """Give the exchange up, let the others do so, too, and return the next quorum."""
+        self.group.comm.give_up()
+        with suppress(Exception):  # it counts failures, and asks for another quorum
+            self.manager.report_error(error)
+            self.manager.should_commit()
+        self._asked = False
+        return self._quorum()
+
+    def _meet(self, quorum: Quorum) -> Verdict:
+        """Call the roll of a quorum, or of the next one that holds."""
+        while True:
+            self.group.comm.regroup(quorum.rank, quorum.number, quorum.endpoints)
+            try:
+                verdict = run(self.members.call_the_roll(quorum.number, quorum.names))
+                break
+            except CommunicationError as error:
+                quorum = self._again(error)
+        stale = quorum.rank in verdict.stale
+        known = self.catch_up is not None and self.catch_up.donor in quorum.names
+        if stale or (self.members.behind and not known):
+            self._fetch(quorum, verdict.donor)
+        if known and self.catch_up is not None:
+            self.members.donor = quorum.names.index(self.catch_up.donor)
+        return verdict
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
+        """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
+        members, comm = self.members, self.reducer.channel("roll")
+        await members.deal()
+        await members.vote()
+        if self.offered and not members.fetching:
+            self.group.copies.drop()
+            self.offered = False
+        for rank, donor in members.newcomers.items():
+            framing = Raw("control", variable=True)
+            if donor == comm.rank:
+                raw = torch.frombuffer(packed(told()), dtype=torch.uint8)
+                await comm.isend(raw, rank, "extras", framing)
+            elif rank == comm.rank:
+                raw = await comm.irecv(donor, _EXTRAS, "extras", framing)
+                self.extras = unpacked(raw.numpy())
+
+    def close(self, step: int, *, applied: bool) -> bool:
+        """Go on to the step after ``step``; tell whether this rank has caught up with it."""
+        members = self.members
+        self.last_step = members.attempt, members.contributors, members.counts
+        arrived = members.committed(step, still=not self.met, applied=applied)
+        if not arrived:
+            self.extras = None
+        with suppress(Exception):  # torchft's manager counts the step, and no more
+            self.manager.should_commit()
+            batches = self.manager.batches_committed()
+            self.manager.load_state_dict({"step": self.reducer.step, "batches_committed": batches})
+        return arrived
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def offer(self, copy: Callable[[], memoryview]) -> None:
+        """Serve a copy of the state before the open step, if a rank wants one and this has it."""
+        if self.group.copies.wanted.is_set() and not self.members.behind:
+            self.offered = True
+            self.group.copies.offer(self.reducer.step, copy())
+
+    def _fetch(self, quorum: Quorum, donor: int) -> None:
+        """Begin to fetch a copy of the donor's state."""
+        if self.catch_up is not None:
+            self.catch_up.stop()
+        endpoint, timeout = quorum.copies[donor], self.group.comm.timeout
+        self.catch_up = CatchUp(quorum.names[donor], endpoint, timeout, self.reducer.step)
+        self.members.donor, self.members.ready = donor, False
+
+
+class ElasticHandle(Sync):
+    """The handle of a model whose ranks come and go, whatever they exchange."""
+
+    attendance: Attendance
+
+    def _attend(self, attendance: Attendance) -> None:
+        """Take part from now on; watch for SIGTERM until ``close``."""
+        self.attendance, self._sigterm = attendance, False
+        self._carried: dict[str, Any] = {}
+        self.on_close.callback(attendance.group.copies.close)
+        me = weakref.ref(self)
+        if threading.current_thread() is threading.main_thread():
+
+            def leave(*_: Any) -> None:
+                if (sync := me()) is not None:
+                    sync._sigterm = True
+                    sync.leave()
+
+            self._former = signal.signal(signal.SIGTERM, leave)
+            self.on_close.callback(signal.signal, signal.SIGTERM, self._former)
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left, and is to end."""
+        return self.attendance.members.left
+
+    @property
+    def last_step(self) -> tuple[int, int, bool]:
+        """The number of the group that exchanged the last step, its contributors, and if this is one."""
+        return self.attendance.last_step
+
+    def carry(self, **named: Any) -> None:
+        """Name what a rank that joins takes over, too, as ``scheduler=scheduler``.
+
+        Anything with ``state_dict()`` and ``load_state_dict()``, small, and of plain values and tensors.
+        """
+        for name, one in named.items():
+            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                raise ConfigurationError(
+                    f"{name} is {type(one).__name__}; give what has state_dict() and load_state_dict()"
+                )
+        self._carried |= named
+
+    def leave(self) -> None:
+        """Leave after the next two steps, in which the residual is dealt to the others; see ``left``.
+
+        SIGTERM calls it, and ends the process when it has left.
+        """
+        self.attendance.members.leaving = True
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers; "elastic" has the present members, changes, and what was lost."""
+        return {**super().stats(), "elastic": self.attendance.members.state()}
+
+    def _check_here(self) -> None:
+        """Refuse another step of a rank that has left."""
+        if self.left:
+            raise PeerError("this rank has left; end it, or start another one")
+
+    def _told(self) -> dict[str, Any]:
+        """Return the states that a rank takes over when it has caught up."""
+        return {f"carried {name}": one.state_dict() for name, one in self._carried.items()}
+
+    def _take_over(
+        self, extras: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Take over learning rates and the like, and the states that ``_told`` returned."""
+        for one, groups in zip(optimizers, extras["present"], strict=True):
+            for group, its in zip(one.param_groups, groups, strict=True):
+                group.update(its)
+        for name, one in self._carried.items():
+            if f"carried {name}" in extras:
+                one.load_state_dict(extras[f"carried {name}"])
+
+    def _end_of_leaving(self) -> None:
+        """End the process if it was SIGTERM that asked for it."""
+        if self._sigterm:
+            signal.signal(signal.SIGTERM, self._former)
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,294 @@
+"""``attach(model, optimizer, elastic=manager)``: updates exchanged by whoever is there.
+
+Before every exchange torchft's manager is asked for a quorum; between exchanges ranks need nobody.  A
+rank that joins takes part in the exchange that the others are in, with no changes of its own, and counts
+local steps as they do; once it has caught up with the shared weights, it goes on from these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.fragments import Begin, Exchange
+from sparsync.averaging.outer import OuterStep
+from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
+from sparsync.elastic.catch_up import rates_of
+from sparsync.elastic.group import group_of
+from sparsync.errors import (
+    CommunicationError,
+    ConfigurationError,
+    NonFiniteGradientError,
+    PeerError,
+)
+from sparsync.feedback.agreement import number_of, weights_digest
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.options import Options
+from sparsync.integrations.updates import UpdateSync
+from sparsync.integrations.weights import ModelWeights, trained_of
+from sparsync.monitoring import sink_of
+from sparsync.state import packed, unpacked
+from sparsync.transports.driver import run, together
+from sparsync.units import output_parameters
+
+__all__ = ["ElasticUpdates", "attach_elastic_updates"]
+
+_LOCAL, _LAST, _OVER = range(
+    3
+)  # an exchange after a local step; one that delivers all; none any more
+_PHASES: Final = 3
+_EVERYTHING: Final = slice(0, None)
+
+
+def attach_elastic_updates(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: OuterStep,
+    options: Options,
+    manager: Any,
+) -> ElasticUpdates:
+    """Exchange updates with the ranks of the present quorum; see ``attach``."""
+    check_options(options, optimizers)
+    for what, there in {
+        "DistributedDataParallel": isinstance(model, nn.parallel.DistributedDataParallel),
+        "an AdaptivePeriod": outer.period_rule != "fixed",
+        f"fragments={outer.fragments}": outer.fragments > 1,
+        "sign=True": outer.sign,
+        "a model of shards": any(hasattr(p, "to_local") for p in model.parameters()),
+    }.items():
+        if there:
+            raise ConfigurationError(
+                f"{what} is not for elastic=, where a plain module, whole on every rank, is exchanged at "
+                "once and after equal numbers of steps; omit one of them"
+            )
+    group, trained = group_of(manager), trained_of(model)
+    weights = ModelWeights(model, trained, buffers=True)
+    output = output_parameters(model) if outer.chosen.output else ()
+    units = outer.plan(weights.read(_EVERYTHING), trained, output)
+    log = options.monitoring.log
+    reducer = Reducer(
+        group.comm,
+        units,
+        run(options.algorithm.on(group.comm)),
+        options.density,
+        options.compression.warmup(),
+        xi_period=options.monitoring.xi_period,
+        sink=None if log is None else sink_of(log, 0),
+    )
+    run(outer.start(reducer, weights.read(_EVERYTHING)))
+    sync = ElasticUpdates(model, weights, outer, reducer, options, manager)
+    sync.watch(None, optimizers)
+    return sync
+
+
+@final
+class ElasticUpdates(ElasticHandle, UpdateSync):
+    """The handle of a model whose ranks take local steps, and come and go."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: ModelWeights,
+        outer: OuterStep,
+        reducer: Reducer,
+        options: Options,
+        manager: Any,
+    ) -> None:
+        super().__init__(model, weights, outer, reducer, ExitStack(), options, None, {})
+        start, settings = number_of(self._shared_weights()), outer.settings()
+        self._attend(Attendance(manager, reducer, start, nonfinite=self._nonfinite, **settings))
+        self._phase, self._began_at = _LOCAL, 0
+        # of the donor, when this rank has caught up: what it tells, and its optimizers' states
+        self._arrival: tuple[dict[str, Any], list[Any]] | None = None
+        me = weakref.ref(self)
+
+        def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
+            sync = me()
+            assert sync is not None
+            return sync._reduce(exchange, deltas, units)
+
+        outer.reduce = reduce
+
+    @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others goes on with their number."""
+        return self.outer.steps
+
+    # ---- on the training thread --------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        super()._before_forward()
+        if not self.attendance.members.attempt:
+            self._join()
+        elif self.outer.is_due(self.outer.steps):
+            self.attendance.ask()
+
+    def _join(self) -> None:
+        """Meet the others; if they are further, take part in the exchange that they are in."""
+        attendance = self.attendance
+        self._engine.submit(attendance.ready).result()
+        attendance.met = True
+        if not attendance.members.behind:
+            return
+        steps, phase = divmod(attendance.members.clock, _PHASES)
+        self.outer.go_on_from(steps)
+        self._began_at = steps
+        if phase == _LOCAL:
+            self.step()
+        elif phase == _LAST:
+            self._conclude()
+        self._phase = phase
+
+    def step(self) -> None:
+        """Count a local step; begin and end exchanges.  The optimizer's hook calls it.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
+            PeerError: this rank has left.
+        """
+        self._check_here()
+        self._phase = _LOCAL
+        super().step()
+        self._after_exchange()
+
+    def finish(self) -> None:
+        """Exchange all that is left, make replicas equal, and wait until all have done so."""
+        self._check_own("finish()")
+        run(self.outer.land(self._weights))
+        self._after_exchange()
+        if not self.left and self._phase == _LOCAL:
+            self._conclude()
+        self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
+        self._engine.submit(self.attendance.end).result()
+        if not self.left:
+            self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+
+    def _conclude(self) -> None:
+        """Exchange all that is left."""
+        self._phase = _LAST
+        run(self.outer.conclude_with(self._weights))
+        self._after_exchange()
+
+    def _carry(self, exchange: Begin) -> Awaitable[None]:
+        attendance = self.attendance
+        self._began_at = self.outer.steps
+        attendance.members.clock = self._began_at * _PHASES + self._phase
+        attendance.offer(self._copy)
+        return super()._carry(exchange)
+
+    def _after_exchange(self) -> None:
+        """Go on with the ranks that there are, and from where they are."""
+        members, outer = self.attendance.members, self.outer
+        self._weights.ranks = max(members.contributors, 1) if outer.noise_correction else 1
+        steps, phase = divmod(members.clock, _PHASES)
+        if steps != self._began_at:  # this rank was stale
+            outer.go_on_from(outer.steps + steps - self._began_at)
+            self._began_at, self._phase = steps, phase
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            extras, states = arrival
+            for one, state in zip(outer.optimizers, states, strict=True):
+                one.load_state_dict(state)
+            self._take_over(extras, outer.optimizers)
+        if self.left:
+            self._end_of_leaving()
+
+    # ---- an exchange, on the engine's thread -------------------------------------------------------
+
+    async def _reduce(self, exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
+        """Exchange until a group has all of it; False: all refuse it."""
+        attendance, reducer, members = self.attendance, self.reducer, self.attendance.members
+        attendance.ready()
+        self._accumulate_all(deltas)
+
+        async def attempt() -> None:
+            await together([reducer.exchange(unit) for unit in units])
+            await attendance.agree(self._told)
+
+        def missed() -> bool:
+            self._accumulate_all(deltas)
+            return True
+
+        try:
+            await attempt()
+        except CommunicationError as error:
+            attendance.persist(error, attempt, missed)
+        step, reducer.plan.everything = reducer.step, False
+        exchange.counts = members.counts
+        try:
+            averages = reducer.commit()
+        except NonFiniteGradientError:
+            reducer.skip()
+            attendance.close(step, applied=False)
+            return False
+        for average, delta in zip(averages, deltas, strict=True):
+            average.write_to_(delta)
+        if members.behind and attendance.catch_up is not None:
+            kept = [delta.clone() for delta in deltas]
+            attendance.catch_up.log[step] = kept, self.outer.momentum_of(exchange)
+        if attendance.close(step, applied=True):
+            self._arrive(step)
+            exchange.late = False  # the local steps meanwhile were from other weights
+        return True
+
+    def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
+        """Accumulate this rank's changes, or nothing where its weights are not the others'."""
+        members, reducer = self.attendance.members, self.reducer
+        phase = members.clock % _PHASES
+        if phase == _OVER:
+            raise PeerError(f"step {reducer.step}: the others have ended while this rank was away")
+        if reducer.plan.everything != (phase == _LAST):
+            reducer.plan.everything = phase == _LAST
+            reducer.open()
+        for unit, delta in enumerate(deltas):
+            if not members.counts:
+                delta.zero_()
+            reducer.accumulate(unit, 0, delta)
+
+    def _arrive(self, step: int) -> None:
+        """Bring the shared weights to what they are before the averages of ``step`` are applied."""
+        attendance, outer = self.attendance, self.outer
+        extras, catch_up = attendance.extras, attendance.catch_up
+        assert extras is not None and catch_up is not None and catch_up.copy is not None
+        attendance.extras = attendance.catch_up = None
+        begin, raw = catch_up.copy
+        state = unpacked(raw)
+        outer.memory = dict(state["memory"])
+        for done in range(begin, step):
+            if done in catch_up.log:
+                outer.repeat(*catch_up.log[done])
+        if self._shared_weights() != extras["weights"]:
+            raise PeerError(
+                f"step {step}: the shared weights that this rank has caught up with are not those of the "
+                "others; has one of them another processor, or another build of torch?"
+            )
+        self._arrival = extras, state["optimizers"]
+
+    def _copy(self) -> memoryview:
+        """Return the shared weights before the open exchange, and this rank's moments in 16 bits."""
+        states = [_narrow(one.state_dict()) for one in self.outer.optimizers]
+        return memoryview(packed({"memory": self.outer.memory, "optimizers": states}))
+
+    def _told(self) -> dict[str, Any]:
+        present = rates_of(self.outer.optimizers)
+        return {**super()._told(), "present": present, "weights": self._shared_weights()}
+
+    def _shared_weights(self) -> str:
+        return weights_digest([self.outer.memory["shared"]])
+
+
+def _narrow(state: Any) -> Any:
+    """Return a state whose vectors have 16 bits: moments are each rank's own, and equal nowhere."""
+    if isinstance(state, Tensor):
+        wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1
+        return state.to(torch.bfloat16) if wide else state
+    if isinstance(state, Mapping):
+        return {key: _narrow(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(_narrow, state))
+    return state

@@ -1,0 +1,147 @@
+"""A model as one vector, for exchanges of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.binding import saved_buffers
+from sparsync.averaging.fragments import Begin
+from sparsync.averaging.moments import follow, with_moments
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.hierarchy import Node
+from sparsync.units import local_of, unflatten
+
+__all__ = ["ModelWeights", "trained_of"]
+
+
+def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the parameters whose updates are exchanged, by name.
+
+    Raises:
+        ConfigurationError: one is complex, or has no values yet.
+    """
+    trained = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+    for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"'{name}' is {parameter.dtype}; make a parameter of its torch.view_as_real"
+            )
+        if parameter.device.type == "meta" or isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
+                "before attach"
+            )
+    return trained
+
+
+@final
+class ModelWeights:
+    """A model as one vector: its trained parameters, then its floating-point buffers.
+
+    float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
+    to write, all ranks of the node call together and gather each other's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Mapping[str, Tensor],
+        buffers: bool,
+        node: Node | None = None,
+    ) -> None:
+        self._module, self.trained, self.node = module, dict(trained), node
+        self._divisor = 1 if node is None else node.comm.world_size
+        saved = saved_buffers(module) if buffers else {}
+        self.buffers = [name for name, buffer in saved.items() if buffer.is_floating_point()]
+        self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
+        tensors = self._tensors()
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
+        self.ranks = 1  # over which the noise of second moments is averaged away
+        self.carrier: Callable[[Begin], Awaitable[None]]
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what the vector is made of; modules replace their buffers."""
+        buffers = dict(self._module.named_buffers()) if self.buffers else {}
+        return [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
+
+    def reshard(self) -> None:
+        """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
+        for owner in self._module.modules() if self._sharded else ():
+            if hasattr(owner, "unshard"):
+                owner.reshard()  # type: ignore[operator]
+
+    def _within(self, span: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the tensors of a span of whole tensors, and their places in it."""
+        first, last, end = span.start or 0, span.stop, 0
+        for tensor in self._tensors():
+            start, end = end, end - (-tensor.numel() // self._divisor)
+            if start >= first and (last is None or end <= last) and tensor.numel():
+                yield tensor, slice(start - first, end - first)
+
+    @torch.no_grad()
+    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part, in ``out`` if that is given."""
+        run_of = torch.flatten if self.node is None else self.node.run_of
+        found = [run_of(tensor).to(self.dtype) for tensor, _ in self._within(span)]
+        return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
+
+    def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of a span, and what a vector has for them."""
+        found = list(self._within(span))
+        tensors = [tensor for tensor, _ in found]
+        if self.node is None:
+            return tensors, unflatten(values, tensors)
+        rows = self.node.gathered(values)
+        pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
+        return tensors, [its.view(one.shape) for one, its in zip(tensors, pieces, strict=True)]
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Average buffers inside the node, whose ranks see other batches."""
+        if self.node is not None:
+            for buffer in self._tensors()[len(self.trained) :]:
+                self.node.average_(buffer)
+            self.node.check()
+
+    @torch.no_grad()
+    def write(self, span: slice, values: Tensor) -> None:
+        """Replace a part, in the same tensors."""
+        self.reshard()
+        if (pairs := self._pairs(span, values))[0]:
+            torch._foreach_copy_(*pairs)
+
+    @torch.no_grad()
+    def add(self, span: slice, values: Tensor) -> None:
+        """Add to a part, in the same tensors."""
+        self.reshard()
+        if (pairs := self._pairs(span, values))[0]:
+            torch._foreach_add_(*pairs)
+
+    @torch.no_grad()
+    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
+        """Let first moments of Adam follow the average: see ``moments.follow``."""
+        of_state = {
+            local_of(parameter).data_ptr(): (state, group)
+            for optimizer in self.optimizers
+            for parameter, state, group in with_moments(optimizer)
+        }
+        stepped = [
+            (*known, its)
+            for tensor, its in zip(*self._pairs(span, ahead), strict=True)
+            if (known := of_state.get(tensor.data_ptr()))
+        ]
+        follow(stepped, steps, self.ranks)
+
+    def carry(self, exchange: Begin) -> Awaitable[None]:
+        """Begin an exchange on the engine's thread."""
+        return self.carrier(exchange)

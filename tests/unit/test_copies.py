@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.elastic import copies
-from sparsync.elastic.catch_up import CatchUp, load_copy, make_copy, rates_of
+from sparsync.elastic.catch_up import (
+    CatchUp,
+    keep_gradients,
+    load_copy,
+    make_copy,
+    rates_of,
+    repeat,
+)
 from sparsync.elastic.copies import CopyServer, fetch, pack, unpack
 from sparsync.errors import DeadlineError, PeerError
 
@@ -88,7 +95,7 @@ def test_catching_up_repeats_steps_bit_for_bit(server, sparse):
             server.offer(4, make_copy(net, [optimizer]))
         if step >= 3:
             gradients(late, step, sparse)
-            catch_up.keep(step, 0, its)
+            keep_gradients(catch_up, step, 0, its)
             assert all(parameter.grad is None for parameter in late.parameters())
         if step == 8:
             break
@@ -97,7 +104,7 @@ def test_catching_up_repeats_steps_bit_for_bit(server, sparse):
         optimizer.step()
     while not catch_up.done:
         pass
-    catch_up.arrive(8, rates, late, [its])
+    repeat(catch_up, 8, rates, late, [its])
     for mine, theirs in zip(late.state_dict().values(), net.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert str(its.state_dict()["state"]) == str(optimizer.state_dict()["state"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
 
 import torch
 
@@ -30,12 +30,26 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["Saveable", "load", "load_states", "save", "save_state"]
+__all__ = [
+    "Saveable",
+    "Source",
+    "Use",
+    "load",
+    "load_from",
+    "load_states",
+    "restore",
+    "save",
+    "save_state",
+    "seat_of",
+]
 
 _LATE: Final = 10.0  # seconds until a shared folder shows a rank what others have written
 _MOST: Final = 10**6  # checkpoints to keep
 
 T = TypeVar("T")
+
+Use = Literal["own", "part", "check"]
+"""What a state is read for: to be this rank's, to take some from it, or only to be checked."""
 
 
 class Saveable(Protocol):
@@ -51,6 +65,35 @@ class Saveable(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Take a state over; all ranks call it together."""
+
+
+class Source(Protocol):
+    """Where the states of all ranks of one save are; its text names it."""
+
+    def seats(self) -> Collection[Seat]:
+        """Return whose states there are."""
+
+    def read(self, seat: Seat, use: Use) -> dict[str, Any]:
+        """Return a rank's state; its tensors may be read when they are looked at."""
+
+
+@final
+class _Folder:
+    """Files of ``save``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def seats(self) -> Collection[Seat]:
+        """Return whose files there are."""
+        return states_in(self._path).keys()
+
+    def read(self, seat: Seat, use: Use) -> dict[str, Any]:
+        """Read one."""
+        return read_file(self._path / seat.name, mapped=use != "own")
 
 
 def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: Any) -> Path:
@@ -89,7 +132,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         raise ConfigurationError(
             f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
         )
-    folder, seat = Path(folder), _seat_of(sync)
+    folder, seat = Path(folder), seat_of(sync)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
     target = folder / f"{1 + _greatest(sync, last):06d}-step-{sync.reducer.step:08d}"
 
@@ -184,7 +227,7 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Let everything take its state back, and return the rest; or change nothing."""
-    before, state = _read_states(sync, path)
+    before, state = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
         content = {**read_file(path / SHARED), **state.get("own", {})}
@@ -214,7 +257,7 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
     try:
         _together(sync, take, f"take over what is shared in {path}")
-        _take_state(sync, state, before, path)
+        _take_state(sync, state, before, str(path))
     except SparsyncError:
         for name, state_before in former.items():
             shared[name].load_state_dict(state_before)
@@ -230,7 +273,7 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 def save_state(sync: Saveable, folder: Path, weights: str) -> None:
     """Write this rank's file, and a digest of its weights, without asking other ranks."""
-    write_file(folder / _seat_of(sync).name, {**sync.state_dict(), "weights": weights})
+    write_file(folder / seat_of(sync).name, {**sync.state_dict(), "weights": weights})
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
@@ -240,7 +283,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigurationError: it does not fit this run, or was saved with other weights.
     """
-    before, state = _read_states(sync, folder)
+    before, state = _read_states(sync, _Folder(folder))
 
     def compare() -> None:
         if weights and state.get("weights") and state["weights"] != weights:
@@ -251,43 +294,62 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
             )
 
     _together(sync, compare, f"load {folder}")
-    _take_state(sync, state, before, folder)
+    _take_state(sync, state, before, str(folder))
 
 
-def _read_states(sync: Saveable, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_from(sync: Saveable, source: Source) -> None:
+    """Load this rank's part of what all ranks of a save have left."""
+    before, state = _read_states(sync, source)
+    _take_state(sync, state, before, str(source))
+
+
+def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> None:
+    """Load a state that is this rank's."""
+    before, found = sync.state_dict(), _together(sync, state, f"read its state in {where}")
+    _together(sync, lambda: sync.validate(found), f"load its state in {where}")
+    _take_state(sync, found, before, where)
+
+
+def _read_states(sync: Saveable, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's present state and its saved one, which all ranks found to fit."""
-    seat, before = _seat_of(sync), sync.state_dict()
-    files = _together(sync, lambda: states_in(folder), f"list {folder}")
+    seat, before = seat_of(sync), sync.state_dict()
+    seats = _together(sync, source.seats, f"list {source}")
 
     def mine() -> dict[str, Any] | None:
-        state = read_file(files[seat]) if seat in files else None
+        state = source.read(seat, "own") if seat in seats else None
         same = state is not None and state.get("pieces", {}) == before.get("pieces", {})
         return state if same else None
 
     def part_of_all() -> dict[str, Any]:
-        if not is_whole(files.keys()):
+        if not is_whole(seats):
             raise CheckpointError(
-                f"{folder} has the files of {len(files)} ranks, which are not all of a job's; give "
+                f"{source} has the states of {len(seats)} ranks, which are not all of a job's; give "
                 "those of all ranks"
             )
-        states = [read_file(file, mapped=True) for file in files.values()]
-        return state_like(before, states)
+        return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
-    state = _together(sync, mine, f"read its file in {folder}")
+    state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
-        state = _together(sync, part_of_all, f"read the files in {folder}")
+        state = _together(sync, part_of_all, f"read the states in {source}")
     found = cast(dict[str, Any], state)
-    _together(sync, lambda: sync.validate(found), f"load its state in {folder}")
+    _together(sync, lambda: sync.validate(found), f"load its state in {source}")
     return before, found
 
 
+def _use(old: Seat, new: Seat) -> Use:
+    """Tell whether a new rank gets anything of an old one's; rank 0's has what all share."""
+    shared = old.rank == 0
+    heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
+    return "part" if shared or heir else "check"
+
+
 def _take_state(
-    sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], folder: Path
+    sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], where: str
 ) -> None:
     """Let this rank's state be loaded; if that fails on any rank, all go back."""
     scale = sync.reducer.scale
     try:
-        _together(sync, lambda: sync.load_state_dict(state), f"load its state in {folder}")
+        _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except (CheckpointError, ConfigurationError):
         sync.reducer.scale = scale  # to which a state is brought
         sync.load_state_dict(before)
@@ -303,7 +365,7 @@ def _communicators(sync: Saveable) -> Sequence[Communicator]:
     return found
 
 
-def _seat_of(sync: Saveable) -> Seat:
+def seat_of(sync: Saveable) -> Seat:
     """Return whose file this rank's is."""
     outer, *inner = _communicators(sync)
     part, parts = (inner[0].rank, inner[0].world_size) if inner else (0, 1)
@@ -329,7 +391,7 @@ def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
     except Exception as caught:
         error = CheckpointError(f"cannot {what}: {type(caught).__name__}: {first_line(caught)}")
         error.__cause__ = caught
-    failed = _greatest(sync, 0 if error is None else _seat_of(sync).place + 1)
+    failed = _greatest(sync, 0 if error is None else seat_of(sync).place + 1)
     if failed and error is None:
         error = CheckpointError(f"rank {failed - 1} could not {what}; it says why")
     if error is not None:

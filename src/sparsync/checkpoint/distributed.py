@@ -1,0 +1,178 @@
+"""The state of a handle in checkpoints of ``torch.distributed.checkpoint`` (DCP).
+
+Under ``rank-R-of-P``, every rank saves residual, velocity and own weights as tensors, whose names and
+sizes the set-up fixes, and everything else as bytes.  No two ranks have the same key: DCP would keep one
+of both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from sparsync.checkpoint.files import Seat
+from sparsync.checkpoint.save_load import Saveable, Use, load_from, restore, seat_of
+from sparsync.errors import CheckpointError
+from sparsync.state import packed, unpacked
+
+__all__ = ["DistributedState"]
+
+_REST: Final = "everything else"
+_FIXED: Final = ("residual", "velocity", "parameters")
+_KEY: Final = re.compile(
+    rf"(?:.*\.)?rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.{_REST}", re.DOTALL
+)
+
+
+@final
+class DistributedState:
+    """A handle, as ``attach`` returned it, for DCP: a ``Stateful``.
+
+    ::
+
+        state = {"model": model, "optimizer": optimizer, "sync": DistributedState(sync)}
+        dcp.save(state, checkpoint_id=path)      # or async_save; all ranks
+        dcp.load(state, checkpoint_id=path)      # as many ranks, the same shards
+        state["sync"].read(path)                 # any number of ranks, any shards: left out of dcp.load
+
+    Args:
+        sync: the handle, which is not itself given to DCP: all ranks' states have the same keys.
+
+    Where updates are exchanged, it has every rank's weights and moments (``sync.holds``).  DCP reads its
+    own metadata with pickle, which can run code: load what you trust.
+
+    Cost: n elements per rank, and as many more while they are copied.
+    """
+
+    def __init__(self, sync: Saveable) -> None:
+        self._sync = sync
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies, under a key of this rank's own."""
+        state = self._sync.state_dict()
+        self._fill(state.get("reducer", state))
+        tensors, rest = _apart(state)
+        told = {"state": rest, "tensors": [list(path) for path in tensors]}
+        named = {".".join(path): tensor.clone() for path, tensor in tensors.items()}
+        return {_name(seat_of(self._sync)): {**named, _REST: bytes(packed(told))}}
+
+    def _fill(self, state: dict[str, Any]) -> None:
+        """Write zeros where a reducer's state has nothing: before its first step."""
+        for what in ("residual", "velocity") if state["momentum"] else ("residual",):
+            for unit in self._sync.reducer.units:
+                wide = torch.promote_types(unit.dtype, torch.float32)
+                for slot in unit.slots:
+                    zeros = torch.zeros(slot.size, dtype=wide)
+                    state[what].setdefault(slot.name, zeros)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken, with as many ranks; all call it together.
+
+        Raises:
+            ConfigurationError, CheckpointError: as of ``sparsync.load``; nothing was changed.
+        """
+        items = state[_name(seat_of(self._sync))]
+        restore(self._sync, lambda: _joined(items[_REST], items.__getitem__), "a DCP checkpoint")
+
+    def read(self, source: str | os.PathLike[str] | StorageReader) -> None:
+        """Continue from a checkpoint of any number of ranks and any shards; all call it together.
+
+        Residuals are placed as by ``sparsync.reshard``.
+
+        Args:
+            source: the ``checkpoint_id`` it was saved under, or a reader of it.
+
+        Raises:
+            ConfigurationError, CheckpointError: as of ``sparsync.load``; nothing was changed.
+        """
+        load_from(self._sync, _Saved(source))
+
+
+@final
+class _Saved:
+    """All ranks' states in a checkpoint; see ``save_load.Source``."""
+
+    def __init__(self, source: str | os.PathLike[str] | StorageReader) -> None:
+        self._text = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
+        self._reader = source if isinstance(source, StorageReader) else FileSystemReader(source)
+        self._prefixes: dict[Seat, str] = {}
+        self._metadata: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        return self._text
+
+    def seats(self) -> Collection[Seat]:
+        """Return whose states there are."""
+        self._metadata = self._reader.read_metadata().state_dict_metadata
+        found = {key: match for key in self._metadata if (match := _KEY.fullmatch(key))}
+        self._prefixes = {
+            Seat(int(m[1]), int(m[2]), int(m[3] or 0), int(m[4] or 1)): key.removesuffix(_REST)
+            for key, m in found.items()
+        }
+        if len(found) != len(self._prefixes):
+            raise CheckpointError(f"{self} has states of several handles; save each on its own")
+        return self._prefixes.keys()
+
+    def read(self, seat: Seat, use: Use) -> dict[str, Any]:
+        """Return a rank's state; if it is only to be checked, its tensors are zeros without memory."""
+        prefix = self._prefixes[seat]
+
+        def read(name: str) -> Any:
+            saved = self._metadata[prefix + name]
+            if name == _REST:
+                return self._load(prefix + name, b"")
+            if use == "check":
+                return torch.zeros((), dtype=saved.properties.dtype).expand(saved.size)
+            return self._load(prefix + name, torch.empty(saved.size, dtype=saved.properties.dtype))
+
+        return _joined(read(_REST), read)
+
+    def _load(self, key: str, target: object) -> Any:
+        items = {key: target}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it reads on this rank alone
+            load(items, storage_reader=self._reader, no_dist=True)
+        return items[key]
+
+
+def _name(seat: Seat) -> str:
+    part = f"-part-{seat.part}-of-{seat.parts}" if seat.parts > 1 else ""
+    return f"rank-{seat.rank}-of-{seat.ranks}{part}"
+
+
+def _apart(
+    state: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> tuple[dict[tuple[str, ...], Tensor], dict[str, Any]]:
+    """Return the tensors that the set-up fixes, by path, and a state without them."""
+    tensors, rest = {}, {}
+    for key, value in state.items():
+        here = (*path, key)
+        if isinstance(value, Tensor) and path and path[-1] in _FIXED:
+            tensors[here] = value
+        elif isinstance(value, Mapping) and key in (*_FIXED, "reducer"):
+            deeper, rest[key] = _apart(value, here)
+            tensors |= deeper
+        else:
+            rest[key] = value
+    return tensors, rest
+
+
+def _joined(raw: bytes, tensor: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the state that ``_apart`` was given."""
+    told = unpacked(raw)
+    state: dict[str, Any] = told["state"]
+    for path in told["tensors"]:
+        inner = state
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = tensor(".".join(path))
+    return state

@@ -1,0 +1,139 @@
+"""A handle's state in checkpoints of torch.distributed.checkpoint."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.utils._pytree import tree_leaves_with_path
+
+import sparsync
+from sparsync.averaging import OuterStep
+from sparsync.checkpoint.distributed import DistributedState
+from sparsync.errors import CheckpointError
+from tests.on_ranks import on_ranks, refused
+
+from .small_model import flat, model
+from .test_update_checkpoints import net_of, steps
+
+LATE = {"fragments": 2, "delay": 1, "density": 0.1, "period": 3, "momentum": 0.9}
+
+
+def attached(kind, exchange, ranks=4, seed=0):
+    """Attach on all ranks, or on groups of fewer."""
+    net, where = net_of(kind, seed)
+    if ranks < 4:
+        group = runs_of(ranks)
+        net = torch.nn.parallel.DistributedDataParallel(model(seed), process_group=group)
+    if exchange == "gradients":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return net, optimizer, sparsync.attach(net, optimizer, density=0.1, **where)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    outer = OuterStep(**LATE) if exchange == "late" else None
+    return net, optimizer, sparsync.attach(net, optimizer, outer, exchange="updates", **where)
+
+
+def runs_of(ranks):
+    """Return this rank's group, of as many."""
+    runs = [dist.new_group(range(at, at + ranks)) for at in range(0, 4, ranks)]
+    return runs[dist.get_rank() // ranks]
+
+
+def assert_same(one, other):
+    for (path, mine), (_, its) in zip(
+        tree_leaves_with_path(one), tree_leaves_with_path(other), strict=True
+    ):
+        equal = torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
+        assert equal, path
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "exchange"),
+    [*product(("ddp", "fsdp"), ("gradients", "updates", "late")), ("plain", "updates")],
+)
+@pytest.mark.parametrize("how", ["load", "async", "read"])
+def test_resuming_is_exact(kind, exchange, how, folder):
+    """Also into a handle that has not stepped, whose optimizer has no moments."""
+    net, optimizer, sync = attached(kind, exchange)
+    with sync:
+        steps(net, optimizer, range(5))
+        state = {"model": net.state_dict(), "sync": DistributedState(sync)}
+        if how == "async":
+            writing = dcp.async_save(state, checkpoint_id=folder)
+            ends = [steps(net, optimizer, range(5, 9))]
+            writing.result()
+        else:
+            dcp.save(state, checkpoint_id=folder)
+            ends = [steps(net, optimizer, range(5, 9))]
+        sync.finish()
+        ends.append(flat(net))
+    net, optimizer, sync = attached(kind, exchange, seed=7)
+    with sync:
+        weights = net.state_dict()
+        if how == "read":
+            dcp.load({"model": weights}, checkpoint_id=folder)
+            net.load_state_dict(weights)
+            DistributedState(sync).read(folder)
+        else:
+            dcp.load({"model": weights, "sync": DistributedState(sync)}, checkpoint_id=folder)
+        assert torch.equal(ends[0], steps(net, optimizer, range(5, 9)))
+        sync.finish()
+        assert torch.equal(ends[1], flat(net))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("exchange", ["gradients", "late"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("ddp", 4), ("ddp", 2)),
+        (("ddp", 2), ("ddp", 4)),
+        (("ddp", 4), ("fsdp", 4)),
+        (("fsdp", 4), ("ddp", 4)),
+    ],
+)
+def test_other_ranks_and_shards_get_what_load_gives_them(before, after, exchange, folder):
+    kind, ranks = before
+    net, optimizer, sync = attached(kind, exchange, ranks)
+    own = str(dist.get_rank() // ranks)
+    with sync:
+        steps(net, optimizer, range(5))
+        sparsync.save(sync, folder / "files" / own)
+        group = runs_of(ranks)
+        dcp.save({"sync": DistributedState(sync)}, checkpoint_id=folder / own, process_group=group)
+    dist.barrier()
+    kind, ranks = after
+    net, optimizer, sync = attached(kind, exchange, ranks)
+    with sync:
+        sparsync.load(sync, folder / "files" / "0")
+        expected = sync.state_dict()
+    net, optimizer, sync = attached(kind, exchange, ranks)
+    with sync:
+        DistributedState(sync).read(folder / "0")
+        assert_same(sync.state_dict(), expected)
+        steps(net, optimizer, range(2))
+
+
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_on_all_ranks(folder):
+    net, optimizer, sync = attached("ddp", "gradients")
+    with sync:
+        steps(net, optimizer, range(2))
+        dcp.save({"a": DistributedState(sync), "b": DistributedState(sync)}, checkpoint_id=folder)
+        before = sync.state_dict()
+        with refused("has states of several handles; save each on its own", error=CheckpointError):
+            DistributedState(sync).read(folder)
+        with refused("list", error=CheckpointError):
+            DistributedState(sync).read(folder / "nothing")
+        dcp.save({"sync": sync}, checkpoint_id=folder / "bare")
+        with refused("has the states of 0 ranks", error=CheckpointError):
+            DistributedState(sync).read(folder / "bare")
+        assert_same(before, sync.state_dict())
+    net, optimizer, sync = attached("ddp", "updates")
+    with sync:
+        dcp.save({"sync": DistributedState(sync)}, checkpoint_id=folder / "updates")
+    net, optimizer, sync = attached("ddp", "gradients")
+    with sync, refused("saved state has no 'version'"):
+        DistributedState(sync).read(folder / "updates")

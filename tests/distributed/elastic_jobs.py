@@ -9,17 +9,20 @@ import sparsync
 from sparsync.averaging import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.cli.lab import local_address
-from sparsync.elastic import make_manager
+from sparsync.elastic import catch_up, make_manager
 from sparsync.feedback.agreement import weights_digest
 
 STEPS = 4000  # of which tests use as many as they need
 
 
-def train(pipe, number, lighthouse, until, timeout, seed, seat, outer):
+def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late):
     """Train to step ``until.value``; tell of every step what was applied.
 
-    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.
+    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
+    fetches comes ``late`` seconds later.
     """
+    at_once = catch_up.fetch
+    catch_up.fetch = lambda *given: (time.sleep(late), at_once(*given))[1]
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
@@ -61,7 +64,6 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer):
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
     sync.finish()
-    behind = sync.attendance.members.behind
-    weights = None if behind else weights_digest(model.parameters())
-    pipe.send({**sync.stats()["elastic"], "weights": weights, "loss": loss.item()})
+    end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
+    pipe.send({**sync.stats()["elastic"], **end})
     os._exit(0)

@@ -54,10 +54,10 @@ class Job:
         self.port = int(self.lighthouse.address().rpartition(":")[2])
         self.address = f"http://127.0.0.1:{self.port}"
 
-    def start(self, number, seed=0):
+    def start(self, number, seed=0, late=0.0):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
-        call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer
+        call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer, late
         self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
         self.processes[number].start()
         theirs.close()
@@ -102,7 +102,7 @@ class Job:
         """Let all come to an end, together; return what they say of the changes."""
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
-        weights = {end["weights"] for end in self.ends.values()} - {None}
+        weights = {end["weights"] for end in self.ends.values()}
         assert len(weights) == 1, "replicas differ at the end"
         return self.ends
 
@@ -146,6 +146,16 @@ def test_a_killed_replica_returns_while_the_others_go_on(job, outer):
     changes = run.finish()[0]["changes"]
     assert sum(c["came"] for c in changes) == 4
     assert [c["lost_norm"] > 0 for c in changes if c["died"]] == [True], changes
+
+
+@BOTH
+def test_one_that_has_not_caught_up_at_the_end_gets_the_last_weights(job, outer):
+    run = job(2, outer=outer)
+    run.all_contribute([0, 1])
+    run.start(2, seed=5, late=1.5)
+    run.wait_for(lambda: any(2 in ones for ones in run.steps.values()))
+    ends = run.finish()
+    assert len(ends) == 3 and not run.contributed(2, 0.0)
 
 
 @pytest.mark.slow

@@ -142,15 +142,38 @@ class Attendance:
         """Give the exchange up, and meet whoever is left."""
         return self._meet(self._again(error))
 
-    def end(self) -> None:
-        """Wait until all ranks have applied the last step."""
-        while not self.members.left:
+    def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
+        """Wait until all have applied the last step, and those that are behind have a copy.
+
+        Returns:
+            Another rank's copy, if this one was behind.
+        """
+        members = self.members
+        while not members.left:
             try:
-                run(self.members.end())
-                return
+                if run(members.end(whole=self._has_copy())):
+                    break
+                self.offer(copy)
+                time.sleep(_PAUSE)
             except CommunicationError as error:
                 self.recover(error)
                 self.met = True
+        if not members.behind or self.catch_up is None or self.catch_up.copy is None:
+            return None
+        members.behind = False
+        return self.catch_up.copy[1]
+
+    def _has_copy(self) -> bool:
+        """Tell whether this rank has the last weights, or a copy of them; let it be fetched."""
+        if not self.members.behind:
+            return True
+        catch_up, quorum = self.catch_up, self.group.quorum
+        assert catch_up is not None and quorum is not None
+        with suppress(PeerError):  # it does not come: once more
+            if catch_up.since >= self.reducer.step:
+                return catch_up.done
+        self._fetch(quorum, self.members.first)
+        return False
 
     def _quorum(self) -> Quorum:
         """Wait for a quorum.

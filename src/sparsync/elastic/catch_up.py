@@ -68,7 +68,7 @@ class CatchUp:
     """
 
     def __init__(self, donor: str, endpoint: str, timeout: float, since: int) -> None:
-        self.donor = donor
+        self.donor, self.since = donor, since
         self.log: dict[int, Any] = {}
         self.copy: tuple[int, bytearray] | None = None
         self._error: SparsyncError | None = None

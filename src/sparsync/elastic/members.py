@@ -218,11 +218,19 @@ class Members:
             self.reducer.residuals[unit].add(where, values)
         self._dealt = []
 
-    async def end(self) -> None:
-        """Return when all that count are at the end; who has not committed its last step will fail."""
-        if self.counts:
-            counting = self._present[:, 0].nonzero().flatten().tolist()
-            await Subgroup(self.reducer.channel("vote"), counting).barrier()
+    async def end(self, *, whole: bool = True) -> bool:
+        """Tell whether all are at the end, and have ``whole`` weights; those behind may still fetch them.
+
+        Raises:
+            CommunicationError: somebody is gone; also for those that have not committed their last step.
+        """
+        leaves = self._present[:, 1].tolist()
+        if leaves[self.reducer.comm.rank] == 2:
+            return True
+        there = [rank for rank, when in enumerate(leaves) if when < 2]
+        comm = Subgroup(self.reducer.channel("vote"), there)
+        rows = await comm.allgather(torch.tensor([int(whole)]), "end")
+        return all(map(bool, rows))
 
     def _count(self, rows: Tensor) -> None:
         """Take note of who contributes to the open step, and whose last it is."""

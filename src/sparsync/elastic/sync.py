@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
-from sparsync.elastic.catch_up import Rates, keep_gradients, make_copy, rates_of, repeat
+from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.agreement import number_of, weights_digest
@@ -111,7 +111,15 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def finish(self) -> None:
         """Wait until all ranks have applied the last step; call it after the last one."""
-        self._engine.submit(self.attendance.end).result()
+        model = self._plain()
+        assert model is not None
+
+        def copy() -> memoryview:
+            return make_copy(model, self._optimizers)
+
+        taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
+        if taken is not None:
+            load_copy(taken, model, self._optimizers)
 
     # ---- a step ------------------------------------------------------------------------------------
 

@@ -164,7 +164,12 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         if not self.left and self._phase == _LOCAL:
             self._conclude()
         self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
-        self._engine.submit(self.attendance.end).result()
+        taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
+        if taken is not None:
+            state = unpacked(taken)
+            self.outer.memory = dict(state["memory"])
+            for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
+                one.load_state_dict(its)
         if not self.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
 

@@ -166,6 +166,7 @@ class _Run:
         self.starts: list[tuple[float, int]] = []
         self.kills: list[tuple[float, int]] = []
         self.ended: dict[int, Ended] = {}
+        self.late: set[int] = set()  # not back when the others ended
         self.seconds = 0.0
 
     def play(self, bar: Any) -> _Run:
@@ -211,7 +212,7 @@ class _Run:
         for rank in range(self.settings.ranks):
             self._start(rank, lab, address)
         heard, furthest, due = time.monotonic(), 0, float("inf")
-        while len(self.ended) < self.settings.ranks:
+        while len(self.ended) + len(self.late) < self.settings.ranks:
             ready = wait(list(self.pipes.values()), timeout=0.1)
             for rank, pipe in list(self.pipes.items()):
                 if pipe in ready and self._hear(rank, pipe):
@@ -227,9 +228,13 @@ class _Run:
                     f"step {furthest}: no rank has said anything for {_SILENT:g} s; what ranks and "
                     "torchft's servers wrote is above"
                 )
-            if time.monotonic() > due and furthest < 0.9 * self.settings.steps:
-                due = time.monotonic() + self._pause()
-                self._kill(lab, address)
+            if time.monotonic() > due:
+                due = float("inf")
+                if self._time_left(furthest) > 1.5 * self._longest_return():
+                    self._kill(lab, address)
+                    due = time.monotonic() + self._pause()
+            if self.ended:
+                self._give_up()
         moments = [one.when for one, _ in self._every()]
         self.seconds = max(moments) - min(moments)
 
@@ -249,6 +254,32 @@ class _Run:
         while self._hear(rank, self.pipes[rank]):
             pass  # what it had said before
         self._start(rank, lab, address)
+
+    def _time_left(self, step: int) -> float:
+        """Guess the seconds to the end."""
+        first = min(one.when for one in self.applied[min(self.applied)].values())
+        return (self.settings.steps - step) * (time.time() - first) / step
+
+    def _longest_return(self) -> float:
+        """Return the most seconds from a rank's start to its first step."""
+        found = [self._first_since(rank, when) for when, rank in self.starts]
+        return max(
+            first - when for first, (when, _) in zip(found, self.starts, strict=True) if first
+        )
+
+    def _first_since(self, rank: int, when: float) -> float:
+        """Return when a rank has applied its first step since then; 0: it has not."""
+        own = [ones[rank].when for ones in self.applied.values() if rank in ones]
+        return min((moment for moment in own if moment > when), default=0.0)
+
+    def _give_up(self) -> None:
+        """Do not wait for ranks that were not back when the others ended: alone they would begin again."""
+        started = {rank: when for when, rank in self.starts}
+        away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
+        if self.ended.keys() | away == started.keys():
+            self.late = away
+            for rank in away:
+                self.processes[rank].kill()
 
     def _hear(self, rank: int, pipe: Connection) -> bool:
         """Take what a rank says; False: it has ended."""

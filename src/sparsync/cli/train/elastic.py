@@ -273,7 +273,7 @@ class _Run:
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Do not wait for ranks that were not back when the others ended: alone they would begin again."""
+        """Do not wait for ranks that come after the others have ended: alone they would begin again."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -405,12 +406,17 @@ def _be_rank(
         _train(pipe, rank, settings, algorithm, lighthouse)
     except SparsyncError as error:
         pipe.send(f"{type(error).__name__}: {error}")
+    except BrokenPipeError:
+        pass  # nobody listens any more
+    except Exception as error:  # silent, and with a heartbeat, it would let the others wait
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # torchft's servers would hold the process
 
 
 def _hush() -> None:
     """Let torchft's servers write their lines nowhere: each step has some; Python's stderr stays."""
-    sys.stderr = os.fdopen(os.dup(2), "w")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
 

@@ -161,6 +161,7 @@ def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
     assert zap_reply(request_, [b"x" * 40])[2] == b"400"
 
 
+SO_RCVBUFFORCE = 33  # beyond the system's limit: others talk on this interface, too
 EVERY_PROTOCOL = 0x0003  # ETH_P_ALL
 SECRET = b"gradients tell what a model was trained on. " * 4
 
@@ -176,7 +177,7 @@ class Listener:
         except (AttributeError, PermissionError) as error:
             pytest.skip(f"no packets can be recorded here: {error}")
         self.socket.bind(("lo", 0))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+        self.socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 26)
         self.socket.settimeout(0.1)
         self.heard, self.stopped = bytearray(), threading.Event()
         self.thread = threading.Thread(target=self._listen)

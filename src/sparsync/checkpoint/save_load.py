@@ -49,7 +49,7 @@ _MOST: Final = 10**6  # checkpoints to keep
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""What a state is read for: to be this rank's, to take some from it, or only to be checked."""
+"""Why a state is read: it becomes this rank's, part of it does, or it is only checked."""
 
 
 class Saveable(Protocol):

@@ -38,10 +38,9 @@ from sparsync.units import output_parameters
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
-_LOCAL, _LAST, _OVER = range(
-    3
-)  # an exchange after a local step; one that delivers all; none any more
 _PHASES: Final = 3
+# an exchange after a local step; one that delivers all; none any more
+_LOCAL, _LAST, _OVER = range(_PHASES)
 _EVERYTHING: Final = slice(0, None)
 
 

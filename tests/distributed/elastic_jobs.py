@@ -15,11 +15,11 @@ from sparsync.feedback.agreement import weights_digest
 STEPS = 4000  # of which tests use as many as they need
 
 
-def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late):
+def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, options):
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
-    fetches comes ``late`` seconds later.
+    fetches comes ``late`` seconds later.  ``options`` are more of the manager.
     """
     at_once = catch_up.fetch
     catch_up.fetch = lambda *given: (time.sleep(late), at_once(*given))[1]
@@ -29,7 +29,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers write lines at every step
     own = local_address() or "127.0.0.1"
     manager = make_manager(
-        1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface=own
+        1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface=own, **options
     )
     torch.manual_seed(seed)
     model = torch.nn.Sequential(

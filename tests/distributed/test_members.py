@@ -13,6 +13,7 @@ from torchft.coordination import LighthouseServer
 
 from sparsync.cli.lab import Lab
 from sparsync.cli.train.elastic import be_lighthouse
+from sparsync.transports.zmq import make_curve_keys
 
 from .elastic_jobs import train
 from .test_lab import IN_THE_LAB
@@ -25,8 +26,9 @@ SECONDS = 60.0
 class Job:
     """Replicas, their lighthouse, and what they have said."""
 
-    def __init__(self, replicas, timeout=3.0, lab=None, outer=None):
+    def __init__(self, replicas, timeout=3.0, lab=None, outer=None, transport="zmq", keys=None):
         self.outer = outer  # settings of exchanges of updates; None: of gradients
+        self.transport, self.keys = transport, keys
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
@@ -54,10 +56,14 @@ class Job:
         self.port = int(self.lighthouse.address().rpartition(":")[2])
         self.address = f"http://127.0.0.1:{self.port}"
 
-    def start(self, number, seed=0, late=0.0):
+    def start(self, number, seed=0, late=0.0, **options):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
+        options = {"transport": self.transport, **options}
+        if self.keys is not None:
+            options.setdefault("curve_keys", self.keys / f"rank-{number}.key_secret")
         call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer, late
+        call += (options,)
         self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
         self.processes[number].start()
         theirs.close()
@@ -146,6 +152,40 @@ def test_a_killed_replica_returns_while_the_others_go_on(job, outer):
     changes = run.finish()[0]["changes"]
     assert sum(c["came"] for c in changes) == 4
     assert [c["lost_norm"] > 0 for c in changes if c["died"]] == [True], changes
+
+
+@pytest.mark.parametrize("way", ["gloo", "keys"])
+def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
+    make_curve_keys(tmp_path, 3)
+    more = {"transport": "torch"} if way == "gloo" else {"outer": {}, "keys": tmp_path}
+    run = job(3, **more)
+    run.all_contribute([0, 1, 2])
+    killed = run.kill(0)  # in whose store the others met
+    run.all_contribute([1, 2], since=killed + 0.3)
+    run.start(0)
+    run.all_contribute([0], since=killed)
+    changes = run.finish()[1]["changes"]
+    assert sum(c["died"] for c in changes) >= 1 and sum(c["came"] for c in changes) >= 4
+
+
+def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
+    """It has the public keys of the others, and they do not have its."""
+    ours, its = tmp_path / "ours", tmp_path / "its"
+    make_curve_keys(ours, 2)
+    make_curve_keys(its, 3)
+    for public in ours.glob("*.key"):
+        (its / public.name).write_bytes(public.read_bytes())
+    run = job(2, keys=ours)
+    run.all_contribute([0, 1])
+    run.start(2, curve_keys=its / "rank-2.key_secret")
+    run.wait_for(lambda: 2 not in run.pipes)
+    run.processes[2].join(10)
+    assert run.processes[2].exitcode == 1
+    run.all_contribute([0, 1], since=time.time())
+    changes = run.finish()[0]["changes"]
+    assert max(c["ranks"] for c in changes) == 2 and not any(
+        2 in ones for ones in run.steps.values()
+    )
 
 
 @BOTH

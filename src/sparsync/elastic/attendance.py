@@ -20,7 +20,13 @@ import torch
 from sparsync.elastic.catch_up import CatchUp
 from sparsync.elastic.group import Quorum, group_of
 from sparsync.elastic.members import Members, Verdict
-from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigurationError,
+    DeadlineError,
+    PeerError,
+)
 from sparsync.feedback.agreement import set_up_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
@@ -33,6 +39,7 @@ __all__ = ["Attendance", "ElasticHandle", "check_options"]
 
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
 _PAUSE: Final = 0.2  # seconds between questions for one
+_RETURN: Final = 60.0  # seconds that ranks without the weights wait for one that has them
 _EXTRAS: Final = 2**26  # bytes of the schedulers and the like that a rank takes over
 
 
@@ -48,12 +55,17 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
         "Compression(schedule=...)": options.compression.schedule is not None,
         "Transport(hierarchy=...)": carried.hierarchy is not None,
         "Transport(world=...)": carried.world is not None,
-        f"Transport('{carried.name}')": carried.name not in ("auto", "zmq"),
-        "Transport(curve_keys=...)": carried.curve_keys is not None,
         "Monitoring(sentinel=...)": options.monitoring.sentinel is not None,
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
+    given = [f"{name}=..." for name, value in carried.sockets.items() if value is not None]
+    if carried.name != "auto":
+        given = [repr(carried.name), *given]
+    if given:
+        raise ConfigurationError(
+            f"Transport({', '.join(given)}) is not for elastic=; give these to make_manager() instead"
+        )
     if not optimizers:
         raise ConfigurationError(
             "elastic= needs the optimizer, whose state a rank that joins takes over; give it, too"
@@ -79,7 +91,9 @@ class Attendance:
 
     def __init__(self, manager: Any, reducer: Reducer, start: int, **settings: object) -> None:
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
-        self.members = Members(reducer, start, set_up_digest(reducer, **settings))
+        buddy = self.group.buddy
+        set_up = set_up_digest(reducer, buddy=buddy, **settings)
+        self.members = Members(reducer, start, set_up, buddy=buddy)
         self.met = self.offered = self._asked = False
         self.catch_up: CatchUp | None = None
         self.extras: dict[str, Any] | None = None
@@ -217,7 +231,11 @@ class Attendance:
         return self._quorum()
 
     def _meet(self, quorum: Quorum) -> Verdict:
-        """Call the roll of a quorum, or of the next one that holds."""
+        """Call the roll of a quorum, or of the next one that holds.
+
+        Ranks without the weights wait for those that have them, whose heartbeats may only be late.
+        """
+        until = time.monotonic() + _RETURN
         while True:
             self.group.comm.regroup(quorum.rank, quorum.number, quorum.endpoints)
             try:
@@ -225,6 +243,11 @@ class Attendance:
                 break
             except CommunicationError as error:
                 quorum = self._again(error)
+            except CheckpointError as error:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_PAUSE)
+                quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
         if stale or (self.members.behind and not known):
@@ -238,7 +261,7 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        await members.deal()
+        await members.keep()
         await members.vote()
         if self.offered and not members.fetching:
             self.group.copies.drop()

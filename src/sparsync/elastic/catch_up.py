@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.elastic.copies import fetch
+from sparsync.elastic.copies import Source, fetch
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.state import packed, unpacked
 
@@ -58,7 +58,7 @@ class CatchUp:
     """One fetch, and what has come since.
 
     Args:
-        donor: name of the rank whose copy is fetched from ``endpoint``.
+        donor: name of the rank whose copy is fetched from ``source``.
         timeout: seconds without a piece after which it is given up.
         since: the first step whose averages will be kept.
 
@@ -67,7 +67,7 @@ class CatchUp:
         log: by step, what it takes to apply that step's averages.
     """
 
-    def __init__(self, donor: str, endpoint: str, timeout: float, since: int) -> None:
+    def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
         self.donor, self.since = donor, since
         self.log: dict[int, Any] = {}
         self.copy: tuple[int, bytearray] | None = None
@@ -76,7 +76,7 @@ class CatchUp:
 
         def work() -> None:
             try:
-                self.copy = fetch(endpoint, timeout, since, lambda: self._stopped)
+                self.copy = fetch(source, timeout, since, lambda: self._stopped)
             except SparsyncError as error:
                 self._error = error
 

@@ -11,15 +11,16 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import zmq
 
 from sparsync.errors import DeadlineError, PeerError
+from sparsync.transports.zmq.curve import CurveKeys
 from sparsync.transports.zmq.mesh import bind, tcp
 
-__all__ = ["CopyServer", "fetch", "pack", "unpack"]
+__all__ = ["CopyServer", "Source", "fetch", "pack", "unpack"]
 
 PIECE: Final = 2**18  # bytes; small, since exchanges pass through the same links
 AHEAD: Final = 4  # pieces that are asked for before the first of them has come
@@ -50,9 +51,17 @@ def unpack(packed: bytes) -> bytes:
     return words.tobytes() + packed[start + 3 * count :]
 
 
+class Source(NamedTuple):
+    """Where a copy can be fetched: with keys, from whom alone, and with which own ones."""
+
+    endpoint: str
+    key: bytes = b""
+    keys: CurveKeys | None = None
+
+
 @final
 class CopyServer:
-    """Serves a copy of this rank's state, on a thread of its own.
+    """Serves a copy of this rank's state, on a thread of its own; with keys, to those listed alone.
 
     Attributes:
         endpoint: where.
@@ -60,11 +69,17 @@ class CopyServer:
     """
 
     def __init__(
-        self, interface: str, port_range: tuple[int, int] | None, advertise: str | None
+        self,
+        interface: str,
+        port_range: tuple[int, int] | None,
+        advertise: str | None,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
+        if keys is not None:
+            keys.guard(self._socket)
         bind(self._socket, tcp(interface), port_range)
         port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.endpoint = f"{tcp(advertise or interface)}:{port}"
@@ -116,7 +131,7 @@ class CopyServer:
 
 
 def fetch(
-    endpoint: str, timeout: float, since: int = 0, stop: Callable[[], bool] = lambda: False
+    source: Source | str, timeout: float, since: int = 0, stop: Callable[[], bool] = lambda: False
 ) -> tuple[int, bytearray]:
     """Fetch a rank's copy of step ``since`` or a later one; return its step and what was offered.
 
@@ -124,9 +139,12 @@ def fetch(
         DeadlineError: nothing came for ``timeout`` seconds.
         PeerError: told to ``stop``, or the copy was taken away.
     """
+    endpoint, key, keys = Source(source) if isinstance(source, str) else source
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.ipv6 = "[" in endpoint
+    if keys is not None:
+        keys.show(socket, key)
     socket.connect(endpoint)
     heard = time.monotonic()
 

@@ -1,20 +1,26 @@
-"""A process group for torchft's ``Manager``, whose members talk over ZeroMQ and stay connected."""
+"""A process group for torchft's ``Manager``, whose members talk over ZeroMQ, or over gloo."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import sys
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from sparsync.elastic.copies import CopyServer
+from sparsync.elastic.copies import CopyServer, Source
 from sparsync.errors import ConfigurationError
+from sparsync.transports.gloo import GlooCommunicator
+from sparsync.transports.process_group import check_transport
 from sparsync.transports.rendezvous import choose_interface, way_to
 from sparsync.transports.zmq import ZmqCommunicator
+from sparsync.transports.zmq.curve import CurveKeys
 
 try:
     from torchft.manager import Manager
@@ -28,6 +34,7 @@ except ImportError as error:
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
 _BEAT = timedelta(milliseconds=50)  # between heartbeats
+_LOOPBACK = "127.0.0.1"
 
 
 class Quorum(NamedTuple):
@@ -36,25 +43,43 @@ class Quorum(NamedTuple):
     number: int  # > 0, another one for every change
     rank: int
     names: tuple[str, ...]
-    endpoints: list[str]  # of their exchanges
-    copies: list[str]  # where their weights can be fetched
+    exchanges: list[str]
+    copies: list[Source]  # where their weights can be fetched
+    misfit: str = ""  # why this rank cannot be one of them
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Endpoints of their exchanges.
+
+        Raises:
+            ConfigurationError: this rank cannot be one of them.
+        """
+        if self.misfit:
+            raise ConfigurationError(self.misfit)
+        return self.exchanges
 
 
 @final
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    A member's handle has its addresses.  A change of the quorum is noted here, and made when the exchange
-    of a step begins, on the thread that owns the sockets.  It is for sparsync's exchanges: torchft's
-    ``manager.allreduce`` is refused.
+    A member's handle has its addresses and its public key.  A change of the quorum is noted here, and
+    made when the exchange of a step begins, on the thread that owns the sockets.  It is for sparsync's
+    exchanges: torchft's ``manager.allreduce`` is refused.
 
     Args:
+        transport: "zmq", or "torch" (gloo); copies of the weights take ZeroMQ in any case.
+        curve_keys: of "zmq": directory of the public keys of all that may be members and of this rank's
+            secret one, or that file.  Everything that members send each other is encrypted, and a member
+            whose key is not there is left out.
         timeout: seconds that a message of an exchange may take; a rank that stands still is left behind
             after that.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one
             that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
-        port_range: first and last port that may be bound; a rank takes two of them.
-        advertise: the address at which others find this rank, if that is not the interface's.
+        port_range: of "zmq": first and last port that may be bound; a rank takes two of them.
+        advertise: of "zmq": the address at which others find this rank, if that is not the interface's.
+        buddy: keep a copy of every rank's residual on another one, which takes it over if the rank is
+            killed; equal on all ranks.
 
     Example:
         >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
@@ -64,56 +89,109 @@ class ElasticGroup(ProcessGroup):
     def __init__(
         self,
         *,
+        transport: str = "zmq",
+        curve_keys: Path | str | None = None,
         timeout: float = 10.0,
         interface: str | None = None,
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
+        buddy: bool = False,
     ) -> None:
         super().__init__(0, 1)
+        if transport not in ("zmq", "torch"):
+            raise ConfigurationError(f"transport is {transport!r}; give 'zmq', or 'torch' (gloo)")
+        its = {"curve_keys": curve_keys, "port_range": port_range, "advertise": advertise}
+        check_transport(transport, its)
         lighthouse = os.environ.get("TORCHFT_LIGHTHOUSE", "").rpartition(":")[0]
         lighthouse = lighthouse.rpartition("/")[2].strip("[]")
         if interface is None and lighthouse and not os.environ.get("GLOO_SOCKET_IFNAME"):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
         self.name = uuid.uuid4().hex  # nobody else can know it before the quorum
-        self.comm = ZmqCommunicator(
-            0,
-            1,
-            store=HashStore(),
-            interface=interface,
-            port_range=port_range,
-            advertise=advertise,
-            timeout=timeout,
-            changing=True,
-        )
-        self.copies = CopyServer(interface, port_range, advertise)
+        self.buddy = buddy
         self.quorum: Quorum | None = None
-        self.store: Any = None  # of its manager, for as long as that lives
+        self.store: Any = None  # of its manager, and where gloo's ranks meet
+        self._keys: CurveKeys | None = None
+        self._said = ""
+        self.comm: ZmqCommunicator | GlooCommunicator
+        if transport == "torch":
+            self.copies = CopyServer(interface, None, None)
+            self.store = _store(timedelta(seconds=timeout))
+            self.comm = GlooCommunicator(_host(self.copies.endpoint), self.store, timeout)
+            exchange = self.comm.endpoint
+        else:
+            self.comm = ZmqCommunicator(
+                0,
+                1,
+                store=HashStore(),
+                interface=interface,
+                port_range=port_range,
+                advertise=advertise,
+                timeout=timeout,
+                curve_keys=curve_keys,
+                changing=True,
+            )
+            self._keys, exchange = self.comm.mesh.keys, self.comm.mesh.endpoint
+            self.copies = CopyServer(interface, port_range, advertise, self._keys)
+        self._card = {"transport": transport, "key": ""}
+        if self._keys is not None:
+            listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
+            self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
+            self._card["key"] = self._keys.public.decode()
+        self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
 
     def get_reconfigure_handle(self) -> str:
-        """Return this member's addresses."""
-        mine = {
-            "name": self.name,
-            "exchange": self.comm.mesh.endpoint,
-            "copies": self.copies.endpoint,
-        }
-        return json.dumps(mine)
+        """Return this member's addresses, and its public key."""
+        return json.dumps(self._card)
 
     def reconfigure(self, opts: Any) -> Any:
-        """Note the members of a new quorum; torchft's manager calls it on a thread of its own."""
+        """Note the members of a new quorum that fit; torchft's manager calls it on a thread of its own.
+
+        The others are left out, so that a rank set up otherwise ends, and not those that train: it is the
+        one that has met nobody yet.
+        """
         try:
-            peers = [json.loads(handle) for handle in opts.handles]
-            names = tuple(str(peer["name"]) for peer in peers)
-            ends = [[str(peer[key]) for peer in peers] for key in ("exchange", "copies")]
-        except (ValueError, TypeError, KeyError) as error:
+            peers = [
+                {"transport": "zmq", "key": "", **json.loads(handle)} for handle in opts.handles
+            ]
+            reasons = [self._misfit(peer) for peer in peers]
+            fitting = [peer for peer, reason in zip(peers, reasons, strict=True) if not reason]
+            names = tuple(str(peer["name"]) for peer in fitting)
+            rank = names.index(self.name)
+            exchanges = [f"{peer['exchange']} {peer['key']}".rstrip() for peer in fitting]
+            copies = [
+                Source(str(peer["copies"]), str(peer["key"]).encode(), self._keys)
+                for peer in fitting
+            ]
+        except (AttributeError, ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        told = json.dumps([opts.uuid, *opts.handles]).encode()
+        misfit = ""
+        if any(reasons):
+            why = "; ".join(sorted({*reasons} - {""}))
+            misfit = (
+                f"{len(peers) - len(fitting)} of {len(peers)} members of the quorum do not fit this rank "
+                f"({why}); give all the same transport=, and curve_keys= with the same .key files"
+            )
+            if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
+                if misfit != self._said:
+                    sys.stderr.write(f"sparsync: {misfit}; they are left out\n")
+                self._said, misfit = misfit, ""
+        told = json.dumps([opts.uuid, *fitting]).encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
-        self.quorum = Quorum(number or 1, names.index(self.name), names, *ends)
+        self.quorum = Quorum(number or 1, rank, names, exchanges, copies, misfit)
         return Done(None)
+
+    def _misfit(self, peer: Mapping[str, Any]) -> str:
+        """Say why this rank does not exchange with a member, if it does not."""
+        theirs, mine = peer["transport"], self._card["transport"]
+        if theirs != mine:
+            return f"theirs is {theirs}, this rank's {mine}"
+        if self._keys is not None and str(peer["key"]).encode() not in self._keys.listed:
+            return "a key is not listed here"
+        return ""
 
     def size(self) -> int:
         """Return the number of members."""
@@ -142,7 +220,7 @@ def make_manager(
     lighthouse: str | None = None,
     name: str = "",
     timeout: float = 10.0,
-    **sockets: Any,
+    **options: Any,
 ) -> Any:
     """Return a ``torchft.Manager`` of a rank of its own; make it last, after model and data.
 
@@ -153,7 +231,8 @@ def make_manager(
         lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
         name: of this rank in torchft's logs.
         timeout: seconds that a message of an exchange may take.
-        **sockets: ``interface``, ``port_range`` and ``advertise`` of ``ElasticGroup``.
+        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range`` and
+            ``advertise``.
     """
     if lighthouse is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
@@ -162,10 +241,8 @@ def make_manager(
             "there is no lighthouse; give lighthouse=, or set TORCHFT_LIGHTHOUSE to its address, as in "
             "http://HOST:29510"
         )
-    group = ElasticGroup(timeout=timeout, **sockets)
-    own = "127.0.0.1"  # a replica of one process has nobody to meet in its store
-    group.store = store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-    seconds = timedelta(seconds=timeout)
+    group, seconds = ElasticGroup(timeout=timeout, **options), timedelta(seconds=timeout)
+    group.store = group.store or _store(seconds)  # torchft's part of it has nobody to meet
     return Manager(
         pg=group,
         load_state_dict=None,
@@ -175,13 +252,21 @@ def make_manager(
         connect_timeout=seconds,
         rank=0,
         world_size=1,
-        store_addr=own,
-        store_port=store.port,
+        store_addr=_LOOPBACK,
+        store_port=group.store.port,
         replica_id=name,
-        hostname=group.comm.mesh.endpoint.partition("://")[2].rpartition(":")[0],
+        hostname=_host(group.copies.endpoint),
         heartbeat_interval=_BEAT,
         init_sync=False,  # the roll compares the weights
     )
+
+
+def _store(seconds: timedelta) -> TCPStore:
+    return TCPStore(_LOOPBACK, 0, None, True, seconds, False)
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.partition("://")[2].rpartition(":")[0]
 
 
 def group_of(manager: Any) -> ElasticGroup:

@@ -11,7 +11,8 @@ ends what the others wait for, and whoever is left meets in a new group, where t
 * nobody has: all exchange what they have accumulated once more, in the new group.
 
 So a step is applied by all that are left or by none, its gradients count once, and residuals are those of
-the ranks that took part.  Who died between its vote and the roll takes its residual along, and no more.
+the ranks that took part.  A rank that is killed takes its residual along, unless another one keeps a copy
+(``buddy``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from sparsync.errors import CheckpointError, ConfigurationError
+from sparsync.elastic.buddy import Buddy, number_of_name
+from sparsync.errors import CheckpointError, CommunicationError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector
@@ -117,6 +120,7 @@ class Members:
     Args:
         start: digest of the weights before the first step.
         set_up: digest of everything that must be equal on all ranks.
+        buddy: keep a copy of every residual on another rank.
 
     Attributes:
         attempt: number of the present group, > 0.
@@ -133,8 +137,11 @@ class Members:
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
     """
 
-    def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
+    def __init__(
+        self, reducer: Reducer, start: int, set_up: int = 0, *, buddy: bool = False
+    ) -> None:
         self.reducer, self._set_up = reducer, set_up
+        self.buddy = Buddy(reducer) if buddy else None
         reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
         self.behind = self.ready = self.leaving = self.left = False
@@ -143,8 +150,8 @@ class Members:
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # the residual was dealt
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
-        # leave, its donor, and the norm of its residual some steps ago
-        self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
+        # leave, its donor, and the norm of its residual some steps ago, all and what its keeper lacks
+        self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
         self._norm = 0.0
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._dealt: list[tuple[int, slice, Tensor]] = []  # of ranks that leave with the open step
@@ -176,7 +183,9 @@ class Members:
         if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))
-        mine = torch.tensor([counts, leaves, self.donor, self._norm], dtype=torch.float64)
+        exposed = self.buddy.exposed if self.buddy else None
+        norms = self._norm, self._norm if exposed is None else exposed
+        mine = torch.tensor([counts, leaves, self.donor, *norms], dtype=torch.float64)
         rows = await self.reducer.channel("vote").allgather(mine, "vote")
         self._next = torch.stack(rows)
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
@@ -198,11 +207,9 @@ class Members:
         if arrived:
             self.behind = self.ready = False
         self.left = self._spent
-        if self.deals:
-            self._spent = True
-            for residual in self.reducer.residuals:
-                residual.load(None)
-        self._receive()
+        self._hand_over()
+        if self.buddy and applied:
+            self.buddy.conclude(step, self._prepared)
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -212,8 +219,12 @@ class Members:
             self.go_on()
         return arrived
 
-    def _receive(self) -> None:
-        """Add what those that leave have dealt to this rank."""
+    def _hand_over(self) -> None:
+        """Drop this rank's residual if it was dealt; add what was dealt to this rank."""
+        if self.deals:
+            self._spent = True
+            for residual in self.reducer.residuals:
+                residual.load(None)
         for unit, where, values in self._dealt:
             self.reducer.residuals[unit].add(where, values)
         self._dealt = []
@@ -238,7 +249,30 @@ class Members:
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
         self.reducer.divisor = max(self.contributors, 1)
 
-    async def deal(self) -> None:
+    async def keep(self) -> None:
+        """Secure what ranks would take along: deal residuals of those that leave, copy the others.
+
+        Raises:
+            CommunicationError: somebody is gone.
+        """
+        await self._deal()
+        if self.buddy:
+            await self.buddy.exchange(self.reducer.channel("copy"), *self._ring(), self.attempt)
+
+    def start_copy(self) -> None:
+        """Begin to send the copy of the residual, before the open step's gradients are accumulated."""
+        if self.buddy and self.attempt:
+            self.buddy.encode()
+            with suppress(CommunicationError):  # the step will say so
+                self.buddy.start(self.reducer.channel("copy"), *self._ring(), self.attempt)
+
+    def _ring(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of the group's ranks, and of those that stay, sorted."""
+        numbers = [number_of_name(name) for name in self._names]
+        leaves = self._present[:, 1].tolist()
+        return numbers, sorted(n for n, when in zip(numbers, leaves, strict=True) if not when)
+
+    async def _deal(self) -> None:
         """Deal what those that leave did not deliver to those that stay, element by element in turn.
 
         Cost: n elements sent by each that leaves.
@@ -293,10 +327,18 @@ class Members:
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
+        norms = {
+            name: row[3:] for name, row in zip(self._names, self._present.tolist(), strict=False)
+        }
         self._note(tuple(names), verdict)
         await self._brief(comm, verdict, {rank: entries[rank].step for rank in verdict.stale})
         rows = [
-            (rank in verdict.current and entry.leaves < 2, entry.leaves, verdict.donor, 0)
+            (
+                rank in verdict.current and entry.leaves < 2,
+                entry.leaves,
+                verdict.donor,
+                *norms.get(names[rank], (0, 0)),
+            )
             for rank, entry in enumerate(entries)
         ]
         self._next = torch.tensor(rows, dtype=torch.float64)
@@ -324,32 +366,42 @@ class Members:
                 runs = [attempt for since, attempt in self._past if since <= step < verdict.step]
                 by = runs[-1] if runs else 0
                 numbers = [verdict.step, by, *past, reducer.skipped, key, *shares.quotas]
-                raw = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
-                await comm.isend(raw, rank, "brief", Raw("control"))
+                known = self.buddy.known() if self.buddy else []
+                for told in ([*numbers, len(known)], known):
+                    raw = torch.tensor(told, dtype=torch.int64).view(torch.uint8)
+                    await comm.isend(raw, rank, "brief", Raw("control"))
         elif comm.rank in stale:
-            nbytes = 8 * (4 + 2 * _PAST + len(reducer.units))
-            raw = await comm.irecv(verdict.there, nbytes, "brief", Raw("control"))
-            step, by, *rest = raw.clone().view(torch.int64).tolist()
+            count = 5 + 2 * _PAST + len(reducer.units)
+            step, by, *rest, more = await _numbers_from(comm, verdict.there, count)
+            known = await _numbers_from(comm, verdict.there, more)
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
             applied = self._prepared != 0 and self._prepared == by  # by others, meanwhile
+            broken = [self._is_broken(unit, applied=applied) for unit in range(len(reducer.units))]
+            refused = applied and any(broken)  # by all
             for unit, residual in enumerate(reducer.residuals):
-                dtype = residual.accumulated.dtype
-                whole = (
-                    reducer.reduced[unit].total if applied else DenseVector(residual.accumulated)
-                )
-                if whole.first_nonfinite(dtype) is not None:
-                    residual.restore()  # NaN or Inf: all have refused the step
+                if refused or broken[unit]:
+                    residual.restore()
                 elif applied:
                     residual.retain(reducer.reduced[unit].delivered)
                 else:
                     residual.keep()
-            if applied:
-                self._receive()
+            if applied and not refused:
+                self._hand_over()
+                if self.buddy:
+                    self.buddy.conclude(reducer.step, by)
+            if self.buddy:
+                self.buddy.return_to(known, number_of_name(self._names[comm.rank]))
             pairs = zip(past[::2], past[1::2], strict=True)
             self.behind, self._past = True, list(dict.fromkeys(pairs))
             reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
             reducer.step, reducer.skipped = step, skipped
             reducer.comm.ledger.begin_step(step)
+
+    def _is_broken(self, unit: int, *, applied: bool) -> bool:
+        """Tell whether there is NaN or Inf in what was applied, or else in what was accumulated."""
+        residual = self.reducer.residuals[unit]
+        whole = self.reducer.reduced[unit].total if applied else DenseVector(residual.accumulated)
+        return whole.first_nonfinite(residual.accumulated.dtype) is not None
 
     def _note(self, names: tuple[Hashable, ...], verdict: Verdict) -> None:
         """Keep who came and who went, for ``state``."""
@@ -357,22 +409,31 @@ class Members:
             self._names, self._present.tolist(), strict=len(self._names) == len(self._present)
         )
         gone = {name: row for name, row in rows if name not in names}
+        died = {name: row for name, row in gone.items() if row[1] != 2}
+        kept = {name for name in died if self._keeper_of(name) in names}
         event = {
             "when": time.time(),
             "step": verdict.step,
             "ranks": len(names),
             "came": len(set(names) - set(self._names)),
-            "left": sum(1 for row in gone.values() if row[1] == 2),
-            "died": sum(1 for row in gone.values() if row[1] != 2),
-            "lost_norm": math.hypot(*(row[3] for row in gone.values() if row[1] != 2)),
+            "left": len(gone) - len(died),
+            "died": len(died),
+            "kept": len(kept),
+            "lost_norm": math.hypot(*(row[4 if n in kept else 3] for n, row in died.items())),
         }
         self._events, self._names = [*self._events[-999:], event], names
+
+    def _keeper_of(self, name: Hashable) -> Hashable:
+        """Return the name of the rank that keeps a copy of this one's residual; None: nobody does."""
+        number = self.buddy.keepers.get(number_of_name(name)) if self.buddy else None
+        return next((other for other in self._names if number_of_name(other) == number), None)
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers: who is there, and what has changed.
 
-        "changes" has for each the step, the ranks from then on, and how many of them came, left and died;
-        "lost_norm" is the norm of the residuals that died with them, as measured at most 10 steps before.
+        "changes" has for each the step, the ranks from then on, how many came, left and died, and of how
+        many of those a copy of the residual is kept.  "lost_norm" is the norm of the residuals that died
+        with them, as measured at most 10 steps before; of those with a copy, of what the copy lacks.
         """
         return {
             "ranks": len(self._present),
@@ -381,6 +442,12 @@ class Members:
             "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
             "changes": [dict(event) for event in self._events],
         }
+
+
+async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int]:
+    raw = await comm.irecv(source, 8 * count, "brief", Raw("control"))
+    numbers: list[int] = raw.clone().view(torch.int64).tolist()
+    return numbers
 
 
 def _uncounted(comm: Communicator) -> Communicator:

@@ -63,6 +63,12 @@ def command(
     kill: Annotated[
         str, Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none.")
     ] = "none",
+    buddy: Annotated[
+        bool,
+        Option(
+            "--buddy", help="Of --elastic: another rank keeps a copy of what each has not sent."
+        ),
+    ] = False,
     json: Json = None,
     plot: Plot = None,
     **fields: Any,
@@ -76,8 +82,8 @@ def command(
     if leads():
         check_outputs(json, plot)
     settings.connection().prepare()
-    if elastic or kill != "none":
-        _elastic(settings, algorithm, kill, json, plot)
+    if elastic or buddy or kill != "none":
+        _elastic(settings, algorithm, kill, buddy, json, plot)
         return
     results = train(settings, names(algorithm))
     if results is None:
@@ -89,14 +95,14 @@ def command(
 
 
 def _elastic(
-    settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
+    settings: TrainSettings, algorithm: str, kill: str, buddy: bool, json: Any, plot: Path | None
 ) -> None:
     """Train while ranks are killed."""
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
     from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot
 
-    result = train_elastic(settings, algorithm, kill)
+    result = train_elastic(settings, algorithm, kill, buddy=buddy)
     write_json(json, result)
     if plot is not None:
         write_elastic_plot(result, plot)

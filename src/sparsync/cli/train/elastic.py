@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
@@ -66,6 +67,7 @@ class Ended(NamedTuple):
     evaluation: Evaluation
     weights: str
     lost_norm: float
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class ElasticResult:
     throughput_of_present: float  # the same, over the share of ranks that were alive
     participation_mean: float  # contributions per step and rank
     lost_norm: float  # of the residuals that were lost with the killed ranks
+    kept: int  # of the killed ones, those whose residual another rank had a copy of
     replicas_equal: bool
     eval_loss: float
     eval_loss_fault_free: float
@@ -108,20 +111,27 @@ def check_kill(text: str) -> float:
     raise ConfigurationError(f"kill is {text!r}; give none, or random:SECONDS, as random:30")
 
 
-def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults, then with them.
+def train_elastic(
+    settings: TrainSettings, algorithm: str, kill: str, *, buddy: bool = False
+) -> ElasticResult:
+    """Train without faults, then with them; at the same time where ranks mostly wait (``--delay``).
 
     Raises:
         PeerError: nobody has said anything for two minutes, or a rank has failed.
     """
     mean = check_kill(kill)
-    if parse_delay(settings.delay).kind != "none" or settings.space != "gradient":
-        raise ConfigurationError("--delay and --space are not for --elastic; leave them out")
+    if settings.space != "gradient":
+        raise ConfigurationError("--space is not for --elastic; omit it")
+
     with progress(keep=True) as row:
-        with row("without faults") as bar:
-            free = _Run(settings, algorithm, 0.0).play(bar)
-        with row(f"kill {kill}") as bar:
-            faulty = _Run(settings, algorithm, mean).play(bar)
+
+        def play(text: str, mean: float) -> _Run:
+            with row(text) as bar:
+                return _Run(settings, algorithm, mean, buddy=buddy).play(bar)
+
+        waits = parse_delay(settings.delay).kind != "none" and not settings.lab
+        with ThreadPoolExecutor(max_workers=1 + waits) as pool:
+            free, faulty = pool.map(play, ("without faults", f"kill {kill}"), (0.0, mean))
     return faulty.over(free)
 
 
@@ -156,8 +166,11 @@ def table(result: ElasticResult) -> Columns:
 class _Run:
     """One training, and what is heard of it."""
 
-    def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
+    def __init__(
+        self, settings: TrainSettings, algorithm: str, mean: float, *, buddy: bool
+    ) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
+        self.buddy = buddy
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
         self.random = random.Random(settings.seed)
@@ -203,7 +216,7 @@ class _Run:
     def _start(self, rank: int, lab: Lab | None, address: str) -> None:
         self.pipes[rank], theirs = self.context.Pipe(duplex=False)
         seat = None if lab is None else lab.seat(rank)
-        call = theirs, rank, self.settings, self.algorithm, address, seat
+        call = theirs, rank, self.settings, self.algorithm, address, self.buddy, seat
         self.starts.append((time.time(), rank))
         self.processes[rank] = self.context.Process(target=_be_rank, args=call, daemon=True)
         self.processes[rank].start()
@@ -329,6 +342,7 @@ class _Run:
             throughput_of_present=rate / free_rate / self._present(),
             participation_mean=fmean(contributors) / ranks,
             lost_norm=max(ended.lost_norm for ended in self.ended.values()),
+            kept=max(ended.kept for ended in self.ended.values()),
             replicas_equal=len({ended.weights for ended in self.ended.values()}) == 1,
             eval_loss=self._held_out(),
             eval_loss_fault_free=free._held_out(),
@@ -395,6 +409,7 @@ def _be_rank(
     settings: TrainSettings,
     algorithm: str,
     lighthouse: str,
+    buddy: bool,
     seat: Seat | None,
 ) -> None:
     """Train, and say so; an error ends this rank, and the run."""
@@ -403,7 +418,7 @@ def _be_rank(
     if seat is not None:
         seat.enter()
     try:
-        _train(pipe, rank, settings, algorithm, lighthouse)
+        _train(pipe, rank, settings, algorithm, lighthouse, buddy=buddy)
     except SparsyncError as error:
         pipe.send(f"{type(error).__name__}: {error}")
     except BrokenPipeError:
@@ -422,7 +437,13 @@ def _hush() -> None:
 
 
 def _train(
-    pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
+    pipe: Connection,
+    rank: int,
+    settings: TrainSettings,
+    algorithm: str,
+    lighthouse: str,
+    *,
+    buddy: bool,
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is needed for this command alone
@@ -435,8 +456,9 @@ def _train(
     # last of all: from its first heartbeat on, the next quorum waits for a rank
     own = local_address() or _LOOPBACK
     manager = make_manager(
-        1, lighthouse=lighthouse, name=str(rank), timeout=_TIMEOUT, interface=own
+        1, lighthouse=lighthouse, name=str(rank), timeout=_TIMEOUT, interface=own, buddy=buddy
     )
+    delay = parse_delay(settings.delay)
     exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"
     sync = sparsync.attach(
         model, optimizers, algorithm, settings.density, exchange=exchange, elastic=manager
@@ -444,6 +466,7 @@ def _train(
     assert isinstance(sync, ElasticHandle)
     while sync.steps < settings.steps:
         step = sync.steps
+        time.sleep(delay.seconds(step, rank, settings.ranks, settings.seed))
         for optimizer in optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
@@ -461,4 +484,5 @@ def _train(
     sync.finish()
     state = sync.stats()["elastic"]
     evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
-    pipe.send(Ended(evaluation, weights_digest(model.parameters()), state["lost_norm"]))
+    kept = sum(change["kept"] for change in state["changes"])
+    pipe.send(Ended(evaluation, weights_digest(model.parameters()), state["lost_norm"], kept))

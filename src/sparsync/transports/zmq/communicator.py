@@ -23,7 +23,7 @@ from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import check_ports, choose_interface, meet
 from sparsync.transports.zmq import mesh as limits
-from sparsync.transports.zmq.curve import load_curve_keys
+from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
 from sparsync.transports.zmq.mesh import Link, Mesh, Parcel
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
@@ -56,7 +56,8 @@ class ZmqCommunicator(Communicator):
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption; whoever can reach the port
             and knows the job's number can send, so use it on networks that you trust.
-        changing: the group may change: see ``regroup``.
+        changing: the group may change: see ``regroup``.  ``curve_keys`` has this rank's secret key alone,
+            or is that file.
 
     Attributes:
         dropped: messages that were refused, by reason (malformed, of another job, ...).
@@ -100,7 +101,10 @@ class ZmqCommunicator(Communicator):
             "advertise": advertise,
             "curve_keys": curve_keys,
         }
-        keys = load_curve_keys(curve_keys, rank, world_size) if curve_keys else None
+        keys = None
+        if curve_keys:
+            every = (curve_keys, rank, world_size)
+            keys = own_curve_keys(curve_keys) if changing else load_curve_keys(*every)
         self.mesh = mesh = Mesh(
             rank, world_size, keys, interface, port_range, advertise, changing=changing
         )
@@ -128,7 +132,8 @@ class ZmqCommunicator(Communicator):
         """Be a rank of another group from now on; whoever waits in the former one does so for ever.
 
         Sockets live on: only links to those that are new are opened, and to those that are gone closed.
-        Messages of the new group that came early are kept.  Make channels again.
+        Messages of the new group that came early are kept.  Make channels again.  With keys, an endpoint
+        is an address, a blank and the public key of whoever is there.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -14,7 +14,14 @@ from zmq.utils import z85
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["CurveKeys", "Doorkeeper", "load_curve_keys", "make_curve_keys", "zap_reply"]
+__all__ = [
+    "CurveKeys",
+    "Doorkeeper",
+    "load_curve_keys",
+    "make_curve_keys",
+    "own_curve_keys",
+    "zap_reply",
+]
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 
@@ -22,11 +29,22 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 @final
 @dataclass(frozen=True)
 class CurveKeys:
-    """The keys that one rank holds: its own secret one, and the public key of every rank."""
+    """The keys that one rank holds: its own pair, and public keys of others."""
 
-    rank: int
-    secret: bytes
-    publics: Sequence[bytes]
+    public: bytes
+    secret: bytes = field(repr=False)
+    publics: Sequence[bytes]  # of the ranks of the group
+    listed: Sequence[bytes]  # of all that may connect
+
+    def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
+        """Let a socket, before it is bound, accept listed keys alone."""
+        socket.curve_server, socket.curve_secretkey = True, self.secret
+        return Doorkeeper(socket.context, self.listed)
+
+    def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
+        """Let a socket, before it connects, show this rank's key, and demand the server's."""
+        socket.curve_serverkey, socket.curve_secretkey = server, self.secret
+        socket.curve_publickey = self.public
 
 
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
@@ -72,30 +90,55 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or no certificate, or two ranks share a key.
     """
-
-    def load(name: str) -> tuple[bytes, bytes | None]:
-        path = Path(directory) / name
-        try:
-            return zmq.auth.load_certificate(path)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"{path} is {'no certificate' if path.exists() else 'missing'}; make keys for all "
-                "ranks with 'sparsync keys DIR --ranks P' and copy them to every host"
-            ) from error
-
-    publics = [load(f"rank-{r}.key")[0] for r in range(world_size)]
-    public, secret = load(f"rank-{rank}.key_secret")
+    publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
+    public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
         raise ConfigurationError(
             f"the keys in {directory} do not fit together (rank {rank}'s secret to its public key, "
             "one key per rank); make new keys"
         )
-    return CurveKeys(rank, secret, publics)
+    return CurveKeys(public, secret, publics, publics)
+
+
+def own_curve_keys(place: Path | str) -> CurveKeys:
+    """Read the key pair of a rank whose number changes, and the public keys of all that may be members.
+
+    Args:
+        place: directory of the public keys and one secret one, or a secret key that is next to them.
+
+    Raises:
+        ConfigurationError: it does not say which key is this rank's, or that is not a public one, too.
+    """
+    place = Path(place)
+    secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]
+    if len(secrets) != 1:
+        raise ConfigurationError(
+            f"{place} has {len(secrets)} secret keys; give this rank's own, as in "
+            f"curve_keys='{place / 'rank-0.key_secret'}', next to all .key files"
+        )
+    public, secret = _load(secrets[0])
+    listed = [_load(path)[0] for path in sorted(secrets[0].parent.glob("*.key"))]
+    if secret is None or public not in listed:
+        raise ConfigurationError(
+            f"{secrets[0]} fits none of the .key files next to it; give all of them, and a .key_secret"
+        )
+    return CurveKeys(public, secret, [public], listed)
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    """Read a certificate: its public key, and its secret one."""
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is {'no certificate' if path.exists() else 'missing'}; make keys for all "
+            "ranks with 'sparsync keys DIR --ranks P' and copy them to every host"
+        ) from error
 
 
 @final
 class Doorkeeper:
-    """Answers ZeroMQ's question "may this key in, and as whom?" on a thread of its own.
+    """Answers ZeroMQ's question "may this key in?" on a thread of its own.
 
     A thread, because connections are made while the rank computes.  It ends when the context ends.
     """
@@ -122,10 +165,10 @@ class Doorkeeper:
 
 
 def zap_reply(request: list[bytes], publics: Sequence[bytes]) -> list[bytes]:
-    """Answer one ZAP request: version, id, status, text, user id (the rank), metadata."""
+    """Answer one ZAP request: version, id, status, text, user id (the key), metadata."""
     version, number = [*request, b"", b""][:2]
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
         key = z85.encode(request[6])
         if key in publics:
-            return [version, number, b"200", b"OK", str(publics.index(key)).encode(), b""]
+            return [version, number, b"200", b"OK", key, b""]
     return [version, number, b"400", b"no listed key", b"", b""]

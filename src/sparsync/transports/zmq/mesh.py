@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
@@ -104,16 +105,15 @@ class Link:
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
         self.peer, self.endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
-        self.socket, self.events = _watched(mesh.context, zmq.PUSH, self.endpoint)
+        address = self.endpoint.partition(" ")[0]
+        self.socket, self.events = _watched(mesh.context, zmq.PUSH, address)
         if keys is not None:
-            self.socket.curve_serverkey = keys.publics[peer]
-            self.socket.curve_publickey = keys.publics[keys.rank]
-            self.socket.curve_secretkey = keys.secret
+            keys.show(self.socket, keys.publics[peer])
         self.queue: deque[Parcel] = deque()  # that ZeroMQ did not take yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
         self.lost = ""  # why nothing can be sent any more
         self.lost_at = 0.0  # when that was seen, on the monotonic clock
-        self.socket.connect(self.endpoint)
+        self.socket.connect(address)
 
     def close(self) -> None:
         """Close at once; what waits is dropped."""
@@ -191,12 +191,10 @@ class Mesh:
         context.linger = 0
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
         self.context = context
-        self.doorkeeper = None if keys is None else Doorkeeper(context, keys.publics)
         address = tcp(interface)
         self.incoming, self._events = _watched(context, zmq.PULL, f"{address}:*")
-        if keys is not None:  # accept encrypted connections only
-            self.incoming.curve_server = True
-            self.incoming.curve_secretkey = keys.secret
+        # accepts encrypted connections only
+        self.doorkeeper = None if keys is None else keys.guard(self.incoming)
         self.incoming.rcvtimeo = round(TICK * 1000)
         sockets = self.incoming, self._events
         self.close = weakref.finalize(
@@ -239,6 +237,15 @@ class Mesh:
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Be a rank of another group, over the same incoming socket; the former one's messages go."""
+        if self.keys is not None:
+            publics = [endpoint.partition(" ")[2].encode() for endpoint in endpoints]
+            unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
+            if unlisted:
+                raise ConfigurationError(
+                    f"rank {rank}: the keys of ranks {unlisted} of the new group are not listed; form "
+                    "groups of ranks whose keys all have, and end their endpoints with these"
+                )
+            self.keys = replace(self.keys, publics=publics)
         for link in self.links.values():
             link.look()
         self._past.add(self.job)
@@ -396,7 +403,7 @@ class Mesh:
             self.dropped["of another job"] += 1
         elif header.source >= self.world_size or header.source == self.rank:
             self.dropped["from an unknown rank"] += 1
-        elif self.keys is not None and frame.get("User-Id") != str(header.source):
+        elif self.keys and frame.get("User-Id") != self.keys.publics[header.source].decode():
             self.dropped["from a rank that poses as another"] += 1
         else:
             if header.source not in self._heard:

@@ -1,0 +1,180 @@
+"""Groups over gloo whose ranks change: each is a new one, and ``torch.distributed`` knows of none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from sparsync.errors import DeadlineError, PeerError
+from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.driver import Finished, Operation
+from sparsync.transports.ledger import Framing
+
+__all__ = ["GlooCommunicator"]
+
+_NEVER: Final = 2**30  # a tag of no channel
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_LENGTH: Final = 8  # bytes, before a message whose length the receiver does not know
+
+
+@final
+class GlooCommunicator(Communicator):
+    """A rank of groups that change, as ``ZmqCommunicator(changing=True)`` is over ZeroMQ.
+
+    Nothing is encrypted, and peers are trusted: a message longer than the receive ends the process.
+    Collectives are those of ``Communicator``, since gloo's own go on in threads when a rank is gone.
+
+    Args:
+        host: address of this rank, on whose interface it listens.
+        store: served by this process, for groups of which it is rank 0.
+        timeout: seconds that any wait may take.
+
+    Attributes:
+        endpoint: for ``regroup``.
+    """
+
+    def __init__(self, host: str, store: TCPStore, timeout: float) -> None:
+        super().__init__(0, 1, torch.device("cpu"))
+        self.timeout = check_timeout(timeout)
+        self.endpoint = f"{host}:{store.port}"
+        self._gloo_device = ProcessGroupGloo.create_device(hostname=host.strip("[]"))
+        # the last rank 0's is kept: torch asks for an address's name on every connection, perhaps for
+        # seconds
+        self._own, self._last = store, dict[str, TCPStore]()
+        self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
+
+    def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
+        """Be a rank of another group from now on; whoever waits in the former one gets an error.
+
+        It meets in the store of its rank 0 when the first message is sent or received.  Make channels
+        again.
+        """
+        self.give_up()
+        self.rank, self.world_size = rank, len(endpoints)
+        self.group = _Group(partial(self._meet, rank, job, endpoints))
+
+    def give_up(self) -> None:
+        """End what this rank waits for, and what others of this group wait for from it."""
+        self.group.close(self.world_size)
+
+    def close(self) -> None:
+        """Leave the group."""
+        super().close()
+        self.give_up()
+
+    def _meet(self, rank: int, job: int, endpoints: list[str]) -> Any:
+        """Make gloo's group."""
+        place, seconds = endpoints[0], timedelta(seconds=self.timeout)
+        store = self._own if place == self.endpoint else self._last.pop(place, None)
+        self._last.clear()
+        if store is None:
+            host, _, port = place.rpartition(":")
+            store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
+        made = ProcessGroupGloo(
+            PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
+        )
+        self._last[place] = store  # but not if its answer has not come
+        return made
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        """Send, and before it the length if the receiver does not know that."""
+        payload = payload.contiguous()
+        if framing.variable:
+            payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
+        if payload.numel() == 0:
+            return Finished()
+        where = f"send to rank {dest} in phase '{phase}'"
+        return _Call(self, where, lambda gloo: gloo.send([payload], dest, self.tag))
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        """Receive into a buffer of ``capacity`` bytes."""
+        before = _LENGTH if framing.variable else 0
+        buffer = torch.empty(before + capacity, dtype=torch.uint8)
+        if buffer.numel() == 0:
+            return Finished(buffer)
+
+        def finish() -> Tensor:
+            length = int(buffer[:before].view(torch.int64)) if before else capacity
+            self.ledger.received(phase, length)
+            return buffer[before : before + length]
+
+        where = f"message from rank {source} in phase '{phase}'"
+        return _Call(self, where, lambda gloo: gloo.recv([buffer], source, self.tag), finish)
+
+
+@final
+class _Group:
+    """One of gloo's groups, made by ``meet`` when it is needed."""
+
+    def __init__(self, meet: Callable[[], Any]) -> None:
+        self._meet, self._over = meet, False
+        self._gloo: Any = None
+
+    def met(self) -> Any:
+        """Return it.
+
+        Raises:
+            RuntimeError: not all have come, or it is closed.
+        """
+        if self._over:
+            raise RuntimeError("this rank has given the step up")
+        if self._gloo is None:
+            self._over = True  # unless all come
+            self._gloo = self._meet()
+            self._over = False
+        return self._gloo
+
+    def close(self, size: int) -> None:
+        """Close all connections, which gloo does when a wait runs out of time, and in no other way."""
+        gloo, self._gloo, self._over = self._gloo, None, True
+        for peer in range(size if gloo is not None else 0):
+            with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
+
+
+@final
+class _Call(Operation):
+    """A message under way."""
+
+    def __init__(
+        self,
+        comm: GlooCommunicator,
+        where: str,
+        start: Callable[[Any], Any],
+        finish: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        self._where = f"rank {comm.rank}, step {comm.ledger.step}: {where}"
+        self._timeout, self._finish = comm.timeout, finish
+        self._work = self._named(lambda: start(comm.group.met()))
+
+    def wait(self) -> None:
+        self._named(lambda: self._work.wait(timedelta(seconds=self._timeout)))
+        self.result, self.done = self._finish(), True
+
+    def _named(self, call: Callable[[], Any]) -> Any:
+        """Turn an error of torch into one that names rank, phase and step."""
+        try:
+            return call()
+        except RuntimeError as error:
+            line = str(error).splitlines()[0].partition(". This is ")[0]
+            if "imed out" in line or "timeout" in line:
+                raise DeadlineError(
+                    f"{self._where} did not complete within {self._timeout:g} s; is that rank alive? "
+                    f"Raise timeout= if it is only slow ({line})"
+                ) from error
+            raise PeerError(
+                f"{self._where} failed: the peer is gone or broke off ({line})"
+            ) from error

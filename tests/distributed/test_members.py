@@ -26,9 +26,9 @@ SECONDS = 60.0
 class Job:
     """Replicas, their lighthouse, and what they have said."""
 
-    def __init__(self, replicas, timeout=3.0, lab=None, outer=None, transport="zmq", keys=None):
+    def __init__(self, replicas, timeout=3.0, lab=None, outer=None, keys=None, **options):
         self.outer = outer  # settings of exchanges of updates; None: of gradients
-        self.transport, self.keys = transport, keys
+        self.keys, self.options = keys, options  # more of managers
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
@@ -59,7 +59,7 @@ class Job:
     def start(self, number, seed=0, late=0.0, **options):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
-        options = {"transport": self.transport, **options}
+        options = {**self.options, **options}
         if self.keys is not None:
             options.setdefault("curve_keys", self.keys / f"rank-{number}.key_secret")
         call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer, late
@@ -166,6 +166,23 @@ def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
     run.all_contribute([0], since=killed)
     changes = run.finish()[1]["changes"]
     assert sum(c["died"] for c in changes) >= 1 and sum(c["came"] for c in changes) >= 4
+
+
+def test_what_a_killed_replica_has_not_delivered_is_taken_over(job):
+    run = job(3, buddy=True)
+    run.all_contribute([0, 1, 2])
+    run.all_contribute([0, 1, 2], since=time.time() + 0.5)
+    killed = run.kill(1)
+    run.all_contribute([0, 2], since=killed + 0.3)
+    without = job(3)
+    without.all_contribute([0, 1, 2])
+    without.all_contribute([0, 1, 2], since=time.time() + 0.5)
+    killed = without.kill(1)
+    without.all_contribute([0, 2], since=killed + 0.3)
+    (death,) = [change for change in run.finish()[0]["changes"] if change["died"]]
+    (other,) = [change for change in without.finish()[0]["changes"] if change["died"]]
+    assert (death["kept"], other["kept"]) == (1, 0)
+    assert 0 < death["lost_norm"] < 0.7 * other["lost_norm"]
 
 
 def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):

@@ -86,7 +86,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=options.workers),
         run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3)),
     )
-    result = trainer.fit()
+    result: Any = trainer.fit()
     ray.shutdown()
     reports = [metrics for _, metrics in result.best_checkpoints]  # all, by time
     for report in reports:

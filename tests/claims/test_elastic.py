@@ -1,4 +1,4 @@
-"""Ten minutes with a kill a minute: training goes on, and loses little more than the killed ranks' time."""
+"""Ten minutes with a kill a minute: little is lost besides the time of the ranks that are away."""
 
 import json
 import subprocess

@@ -48,7 +48,7 @@ def number_of_name(name: Hashable) -> int:
 
 
 class _Step(NamedTuple):
-    """What an exchange of the open step has brought."""
+    """One exchange of the open step, and its result."""
 
     group: tuple[int, ...]  # its ranks' numbers
     ring: list[int]  # those that stay

@@ -26,7 +26,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.buckets import Bucket, BucketStep, Places
 from sparsync.integrations.hierarchy import NodeReducer
 from sparsync.integrations.options import Monitoring, Options
-from sparsync.integrations.sync import Hook, Sync, call_after_backward
+from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -129,27 +129,18 @@ class DdpSync(Sync):
 
     def _watch(self, model: DistributedDataParallel) -> None:
         """Look at all parameters on every forward pass, and at every gradient, until ``close``."""
-        me = weakref.ref(self)  # a parameter may outlive its model
-
-        def before_forward(_model: Any, _inputs: Any) -> None:
-            if (sync := me()) is not None and torch.is_grad_enabled():
-                sync._check_model()
-
-        def after_gradient(parameter: Tensor) -> None:
-            sync = me()  # backward(create_graph=True) enables gradients
-            if sync is not None and (sync._exchanged or torch.is_grad_enabled()):
-                sync._check_gradient(parameter)
-
-        handles: list[Any] = [model.register_forward_pre_hook(Hook(before_forward))]
+        handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
+        check = weakly(self._check_gradient)  # a parameter may outlive its model
         for parameter in self._trained.values():
-            handle = parameter.register_post_accumulate_grad_hook(Hook(after_gradient))  # type: ignore[no-untyped-call]
-            handles.append(handle)
+            handles.append(parameter.register_post_accumulate_grad_hook(check))  # type: ignore[no-untyped-call]
         for handle in handles:
             self.on_close.callback(handle.remove)
         self._refuse_averages([model], self._trained.values())
 
-    def _check_model(self) -> None:
+    def _check_model(self, *_forward: Any) -> None:
         """Refuse a model that is no longer the one that was attached: by name of a parameter."""
+        if not torch.is_grad_enabled():
+            return
         self._exchanged = False
         model = self._model()
         assert model is not None
@@ -171,6 +162,8 @@ class DdpSync(Sync):
 
     def _check_gradient(self, parameter: Tensor) -> None:
         """Refuse a gradient with a graph, or of a backward pass that is not exchanged."""
+        if not (self._exchanged or torch.is_grad_enabled()):  # as create_graph=True enables it
+            return
         _, slot = self._place[parameter]
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise ConfigurationError(

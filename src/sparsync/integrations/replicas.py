@@ -8,7 +8,6 @@ and the averages go back into ``parameter.grad``.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
 from sparsync.integrations.runs import Run, parts_of, runs_of
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
-from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward
+from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward, weakly
 from sparsync.sparse import Vector
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.process_group import Groups, TorchCommunicator
@@ -39,7 +38,7 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
     """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
     for name, parameter in model.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(isinstance(hook, _GradientHook) for hook in hooks.values()):
+        if any(isinstance(hook, Hook) for hook in hooks.values()):
             raise ConfigurationError(
                 f"the gradient of '{name}' is exchanged already; attach once, or close() the first "
                 "handle before"
@@ -116,20 +115,6 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
     return units
 
 
-@final
-class _GradientHook:
-    """Called by parameters; must not keep a handle, which keeps parameters, which keep it."""
-
-    def __init__(self, sync: ReplicaSync) -> None:
-        self._sync = weakref.ref(sync)
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Hand a complete gradient over."""
-        sync = self._sync()
-        if sync is not None:
-            sync.on_gradient(parameter)
-
-
 class ReplicaSync(Sync):
     """The handle of a model without DDP, which keeps it, as DDP keeps its own.
 
@@ -166,7 +151,7 @@ class ReplicaSync(Sync):
         self._paused = False
         self._compared = False  # replicas' weights, before anything of the first step is committed
         self._open: ReplicaStep | None = None
-        hook = _GradientHook(self)
+        hook = weakly(self.on_gradient)  # a parameter must not keep its handle, which keeps it
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a list of modules is never called itself
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.integrations.consensus import PartsConsensus
     from sparsync.integrations.hierarchy import NodeReducer
 
-__all__ = ["Hook", "Step", "Sync", "call_after_backward"]
+__all__ = ["Hook", "Step", "Sync", "call_after_backward", "weakly"]
 
 
 class Step(ABC):
@@ -404,6 +404,17 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
+
+
+def weakly(method: Callable[..., None]) -> Hook:
+    """Return a hook that calls a handle's method while the handle is there, and does not keep it."""
+    known = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := known()) is not None:
+            bound(*arguments)
+
+    return Hook(call)
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:

@@ -33,7 +33,7 @@ from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.options import Compression, Options
 from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
-from sparsync.integrations.sync import Hook, Sync, call_after_backward
+from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree, check_equal_parameters
@@ -226,7 +226,6 @@ class UpdateSync(Sync):
         self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
-        me = weakref.ref(self)
         self.outer.optimizers = self._weights.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
@@ -235,31 +234,13 @@ class UpdateSync(Sync):
             self.on_close.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
             ddp.broadcast_buffers = False  # they are averaged with the weights
 
-        def before_forward(_module: Any, _inputs: Any) -> None:
-            if (sync := me()) is not None and torch.is_grad_enabled():
-                sync._before_forward()
-
-        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (sync := me()) is not None:
-                sync._owed = False
-                # the last of several ends an iteration: ranks count these, not optimizers' steps
-                if optimizer is sync.outer.optimizers[-1]:
-                    sync.step()
-
         module = self._plain()
         assert module is not None
-        handles: list[Any] = [
-            (ddp or module).register_forward_pre_hook(Hook(before_forward), prepend=True)
-        ]
+        before = weakly(self._forward)
+        handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         if self.outer.noise_correction:
             self._weights.ranks = self.reducer.comm.world_size
-
-            def corrected(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-                if (sync := me()) is not None:
-                    correct(optimizer, sync._weights.ranks)
-
-            handles += [one.register_step_post_hook(Hook(corrected)) for one in optimizers]
-        handles += [one.register_step_post_hook(Hook(after_step)) for one in optimizers]
+        handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
         for handle in handles:
             self.on_close.callback(handle.remove)
         if self._scaler is not None:
@@ -297,6 +278,18 @@ class UpdateSync(Sync):
         )
         future.set_result(buffer)
         return future
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
+        if self.outer.noise_correction:
+            correct(optimizer, self._weights.ranks)
+        self._owed = False
+        # the last of several ends an iteration: ranks count these, not optimizers' steps
+        if optimizer is self.outer.optimizers[-1]:
+            self.step()
+
+    def _forward(self, *_given: Any) -> None:
+        if torch.is_grad_enabled():
+            self._before_forward()
 
     def _before_forward(self) -> None:
         ddp, module = self._ddp(), self._plain()

@@ -44,7 +44,7 @@ from sparsync.selection import (
 )
 from sparsync.transports.communicator import Communicator
 from sparsync.wire import CODECS as CODEC_ROWS
-from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
+from sparsync.wire import Coo, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
 
 # these do not promise exactly min(k, nnz) entries
 _INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")
@@ -117,7 +117,6 @@ COLLECTIVES = {
     "recursive-doubling, always sparse": partial(RecursiveDoubling, StreamCodec(factor=None)),
     "ring, no cap": partial(Ring, cap=None),
     "sparcml-auto, no cap": partial(SparcmlAuto, cap=None),
-    "allgather, 1 bit in blocks of 7": partial(Allgather, LloydMax(1, block=7)),
 }
 
 

@@ -16,19 +16,16 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify
 from sparsync.transports.sim import simulate
-from sparsync.wire import Codec, Coo, Encoded, Packed, Qsgd, Whole
+from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
 from sparsync.wire.base import Header
-from sparsync.wire.levels import LloydMax
 from sparsync.wire.quantised import SparseQsgd
 from sparsync.wire.sign_mean import SignMean
 from sparsync.wire.streams import StreamCodec
 
-from .strategies import FLOATS, same, same_vector
+from .strategies import same, same_vector
 from .stream_collectives import FACTORIES, make_vectors, reduce_all
-from .wire_messages import rounded
 
 SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
-SUM_SIGNS = partial(Allgather, LloydMax(1))
 
 
 def one_signed(rank: int) -> SparseVector:
@@ -101,40 +98,17 @@ def fold(tensors) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_total_is_the_fold_of_what_was_decoded(world_size, dtype):
-    tensors = [noise(rank, dtype=dtype) for rank in range(world_size)]
-    results = reduce_all(SUM_SIGNS, [DenseVector(t) for t in tensors]).results
-    decoded = [rounded(LloydMax(1), t) for t in tensors]
-    for rank, result in enumerate(results):
-        same(result.delivered.values, decoded[rank])
-        same(result.total.values, fold(decoded))
-        assert result.lost is None
-        assert not torch.equal(result.delivered.values, tensors[rank]), "not quantised"
-        result.total.values.zero_()  # the caller may: no memory is shared with what was delivered
-        same(result.delivered.values, decoded[rank])
-
-
-def test_a_sparse_vector_counts_with_its_zeros():
-    sparse = SparseVector(torch.tensor([1, 2]), torch.tensor([3.0, -5.0]), 4)
-    (result,) = reduce_all(SUM_SIGNS, [sparse]).results
-    assert result.total.values.tolist() == [2.0, 2.0, -2.0, 2.0]
-
-
 def test_codecs_draw_for_the_rank_and_the_step():
-    codec = Qsgd(4, scale="max")
-    tensors = [noise(0)] * 2
-    make = partial(Allgather, codec)
-    results = reduce_all(make, [DenseVector(t) for t in tensors], step=3).results
+    codec, vector = SparseQsgd(4, scale="max"), SparseVector.from_dense(noise(0))
+    results = reduce_all(partial(Allgather, codec, None), [vector] * 2, step=3).results
     for rank, result in enumerate(results):
-        same(result.delivered.values, rounded(codec.seeded(rank, 3), noise(0)))
+        same_vector(result.delivered, codec.seeded(rank, 3).encode(vector).decoded)
 
 
 def test_ranks_of_different_sizes_are_refused():
-    vectors = [DenseVector(torch.ones(7)), DenseVector(torch.ones(8))]  # in as many bytes
+    vectors = [SparseVector.from_dense(torch.ones(size)) for size in (7, 8)]
     with pytest.raises(WireFormatError, match=r"region of (7|8) elements, expected (8|7)"):
-        reduce_all(SUM_SIGNS, vectors)
+        reduce_all(partial(Allgather, Packed("int8"), None), vectors)
 
 
 def reduced(inputs: list[SparseVector], k: int, collective: GTopk | None = None, step: int = 0):

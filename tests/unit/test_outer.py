@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsync import ConfigurationError, simulate
 from sparsync.averaging import AdaptivePeriod, LocalSgd
-from sparsync.averaging.fragments import VectorWeights
+from sparsync.averaging.fragments import Weights
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
 from sparsync.errors import NonFiniteGradientError
@@ -321,7 +321,7 @@ def test_moments_hear_of_as_many_steps_as_were_done():
     """Of the average's steps: with the steps of a period taken for one, moments would be thrown about."""
     heard = []
 
-    class Told(VectorWeights):
+    class Told(Weights):
         def follow(self, span, ahead, steps):
             heard.append((span.start, steps, float(ahead.abs().max())))
 

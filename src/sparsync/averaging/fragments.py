@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "VectorWeights", "Weights", "rotate_"]
+__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Weights", "rotate_"]
 
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]
@@ -193,28 +193,11 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     return flat
 
 
-class Weights(Protocol):
-    """A model as a vector, of which fragments are read and written; and who carries exchanges."""
+class Weights:
+    """Weights as a vector, of which fragments are read and written; and who carries exchanges.
 
-    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
-        """Return a copy of a part, in ``out`` if that is given."""
-
-    def write(self, span: slice, values: Tensor) -> None:
-        """Replace a part."""
-
-    def add(self, span: slice, values: Tensor) -> None:
-        """Add to a part."""
-
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Let first moments follow the average, where they are known: see ``moments.follow``."""
-
-    def carry(self, exchange: Begin) -> Awaitable[None] | None:
-        """Begin an exchange, after those before; None: it can wait until its result is needed."""
-
-
-@final
-class VectorWeights:
-    """A vector that is copied when it is written to; exchanges happen when they are waited for."""
+    This one is a tensor that is copied when it is written to; a model overrides all of it.
+    """
 
     def __init__(self, vector: Tensor) -> None:
         self.vector, self._own = vector, False
@@ -234,7 +217,8 @@ class VectorWeights:
         self.write(span, self.vector[span] + values)
 
     def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Do nothing: there is no optimizer."""
+        """Let first moments follow the average, if there is an optimizer: see ``moments.follow``."""
 
-    def carry(self, exchange: Begin) -> None:
-        """Leave it for later."""
+    def carry(self, exchange: Begin) -> Awaitable[None] | None:
+        """Begin an exchange, after those before; None: it can wait until its result is needed."""
+        return None

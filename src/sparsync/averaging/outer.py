@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
-from sparsync.averaging.fragments import REST, Exchange, Layout, VectorWeights, Weights, rotate_
+from sparsync.averaging.fragments import REST, Exchange, Layout, Weights, rotate_
 from sparsync.averaging.moments import drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
@@ -269,7 +269,7 @@ class OuterStep(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return what this rank's model is after the exchanges that begin or end with this step."""
-        weights = VectorWeights(vector)
+        weights = Weights(vector)
         await self.advance(weights, step)
         return weights.vector
 
@@ -357,7 +357,7 @@ class OuterStep(Averager):
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
-        weights = VectorWeights(vector)
+        weights = Weights(vector)
         await self.deliver(weights)
         return weights.vector
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import saved_buffers
-from sparsync.averaging.fragments import Begin
+from sparsync.averaging.fragments import Begin, Weights
 from sparsync.averaging.moments import follow, with_moments
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.hierarchy import Node
@@ -43,7 +43,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
 
 
 @final
-class ModelWeights:
+class ModelWeights(Weights):
     """A model as one vector: its trained parameters, then its floating-point buffers.
 
     float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;

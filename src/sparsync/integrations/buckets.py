@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.runs import Place, Run, parts_of, runs_of
+from sparsync.integrations.runs import Place, Run, parts_of, runs_of, write_part
 from sparsync.integrations.sync import Step
 from sparsync.sparse import Vector
 from sparsync.units import Unit
@@ -115,24 +115,11 @@ class Bucket:
 
     def write(self, averages: Sequence[Vector]) -> None:
         """Write averages of units to where DDP expects them."""
+        pieces, odd = self._pieces, self.places.strides
         for unit, runs in groupby(self.places.runs, lambda run: run.unit):
             for run, part in parts_of(averages[unit], list(runs)):
-                if len(run.members) == 1 and run.members[0] not in self.places.strides:
-                    part.write_to_(self._pieces[run.members[0]])
-                else:
-                    self._write_run(run, part.to_dense())
-
-    def _write_run(self, run: Run, values: Tensor) -> None:
-        odd, parts = self.places.strides, torch.split(values, run.sizes)
-        pairs = list(zip(run.members, parts, strict=True))
-        for number, part in pairs if odd else ():
-            if number in odd:
-                gradient = self.gradient(number)
-                gradient.copy_(part.view(gradient.shape))
-        if plain := [pair for pair in pairs if pair[0] not in odd]:
-            torch._foreach_copy_(
-                [self._pieces[number] for number, _ in plain], [p for _, p in plain]
-            )
+                own = [self.gradient(i) if i in odd else pieces[i] for i in run.members]
+                write_part(part, run, own)
 
 
 @final

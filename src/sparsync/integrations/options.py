@@ -25,7 +25,12 @@ from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
-from sparsync.transports.process_group import TorchCommunicator, check_transport, connect_group
+from sparsync.transports.process_group import (
+    Groups,
+    TorchCommunicator,
+    check_transport,
+    connect_group,
+)
 from sparsync.units import Unit, output_parameters, plan_units
 
 __all__ = ["Compress", "Compression", "Monitoring", "Nonfinite", "Options", "Transport"]
@@ -193,6 +198,19 @@ class Options:
                 "Correction(clip=...) needs the norm of whole local gradients, but each rank holds a "
                 "part of them; omit it and clip the averages with torch.nn.utils.clip_grad_norm_"
             )
+
+    def parts(self, ranks: Sequence[int], groups: Groups) -> TorchCommunicator:
+        """Connect the ranks that hold the parts of this replica; ``ranks`` are the replicas of this one.
+
+        The other parts have the same place among their own replicas.
+        """
+        place = [sorted(ranks).index(dist.get_rank())]
+        world = dist.get_process_group_ranks(groups.world)
+        places = zip(world, groups.gathered(place), strict=True)
+        inner = groups.make([rank for rank, its in places if its == place])
+        parts = TorchCommunicator(inner, timeout=self.transport.timeout)
+        self.agree_with(parts)
+        return parts
 
     def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
         """Plan the units of a plain module's parameters, or of this rank's shards of them."""

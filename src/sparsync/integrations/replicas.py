@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
@@ -23,12 +22,12 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
-from sparsync.integrations.runs import Run, parts_of, runs_of
+from sparsync.integrations.runs import Run, parts_of, runs_of, write_part
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward, weakly
 from sparsync.sparse import Vector
 from sparsync.transports.agree import check_equal_parameters
-from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.transports.process_group import Groups
 from sparsync.units import Unit, check_same_parameters, local_of
 
 __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
@@ -51,13 +50,7 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
     fsdp.check_covers(shards)
     groups = Groups(options.transport.world, options.transport.timeout)
     try:
-        # the other parts of this replica have the same place among their own replicas
-        place = [sorted(ranks).index(dist.get_rank())]
-        world = dist.get_process_group_ranks(groups.world)
-        places = zip(world, groups.gathered(place), strict=True)
-        inner = groups.make([rank for rank, its in places if its == place])
-        parts = TorchCommunicator(inner, timeout=options.transport.timeout)
-        options.agree_with(parts)
+        parts = options.parts(ranks, groups)
         options = _for_parts(options, shards)
         units = _units(options, model, shards)
         consensus = PartsConsensus(parts, keys_of(shards))
@@ -340,10 +333,4 @@ class ReplicaStep(Step):
         """Write the averages of all units into the gradients."""
         for unit, (average, runs) in enumerate(zip(averages, self.runs, strict=True)):
             for run, part in parts_of(average, runs):
-                own = [self.gradients[unit][number] for number in run.members]
-                if len(own) == 1 and own[0].is_contiguous():
-                    part.write_to_(own[0].view(-1))
-                else:
-                    pieces = torch.split(part.to_dense(), run.sizes)
-                    shaped = [p.view(g.shape) for p, g in zip(pieces, own, strict=True)]
-                    torch._foreach_copy_(own, shaped)
+                write_part(part, run, [self.gradients[unit][number] for number in run.members])

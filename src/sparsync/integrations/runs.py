@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from sparsync.sparse import DenseVector, Vector
 from sparsync.units import Slot
 
-__all__ = ["Place", "Run", "parts_of", "runs_of"]
+__all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
 _SMALL: Final = 1 << 15  # elements: copies of this many take no longer than Python for one
 _RUN: Final = 1 << 20  # elements of a run at most, whose averages are written by way of a copy
@@ -68,3 +71,13 @@ def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector
     else:
         cuts = [cut for run in runs for cut in (run.start, run.end)]
         yield from zip(runs, average.split(cuts)[::2], strict=True)
+
+
+def write_part(part: Vector, run: Run, tensors: Sequence[Tensor]) -> None:
+    """Write what an average has for a run to its parameters' gradients, flat or in their shapes."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        part.write_to_(tensors[0].view(-1))
+        return
+    pieces = torch.split(part.to_dense(), run.sizes)
+    pairs = zip(pieces, tensors, strict=True)
+    torch._foreach_copy_(list(tensors), [p if t.dim() == 1 else p.view(t.shape) for p, t in pairs])

@@ -39,7 +39,7 @@ from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
-from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.transports.process_group import Groups
 from sparsync.units import (
     check_same_parameters,
     local_of,
@@ -157,13 +157,7 @@ def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) 
     Fsdp(module).check_covers(shards)
     pieces = {p.name: p.piece for p in shards if p.piece is not None}
     kinds = {p.name: p.kind for p in shards}
-    place = [sorted(ranks).index(dist.get_rank())]
-    world = dist.get_process_group_ranks(groups.world)
-    places = zip(world, groups.gathered(place), strict=True)
-    inner = groups.make([rank for rank, its in places if its == place])
-    parts = TorchCommunicator(inner, timeout=options.transport.timeout)
-    options.agree_with(parts)
-    return pieces, kinds, ranks, PartsConsensus(parts)
+    return pieces, kinds, ranks, PartsConsensus(options.parts(ranks, groups))
 
 
 class UpdateSync(Sync):

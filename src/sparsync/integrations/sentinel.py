@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
-from sparsync.transports.agree import Divergence, divergences, heal_
+from sparsync.transports.agree import Divergence, divergences, heal_, texts_of
 from sparsync.transports.communicator import Communicator
 from sparsync.units import local_of, replicated_tensors
 
@@ -179,15 +179,6 @@ async def _told(
     parts: Communicator, failure: CommunicationError | None, said: str
 ) -> list[tuple[str, bool]]:
     """Return what the parts have found, and whether it ends the training; nothing if none has."""
-    text = (said if failure is None else str(failure)).encode()
-    mine = torch.tensor([len(text), failure is not None])
-    heads = [head.tolist() for head in await parts.allgather(mine, "sentinel")]
-    longest = max(length for length, _ in heads)
-    if longest == 0:
-        return []
-    padded = torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8)
-    texts = [theirs.tolist() for theirs in await parts.allgather(padded, "sentinel")]
-    return [
-        (bytes(theirs[:length]).decode(), bool(fatal))
-        for (length, fatal), theirs in zip(heads, texts, strict=True)
-    ]
+    text = f"!{failure}" if failure is not None else f".{said}" if said else ""
+    texts = await texts_of(parts, text, "sentinel")
+    return [(its[1:], its[0] == "!") for its in texts if its]

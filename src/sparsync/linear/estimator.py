@@ -6,7 +6,6 @@ import json
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 from scipy.special import expit  # type: ignore[import-untyped, unused-ignore]
@@ -19,6 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # type: ign
 from sparsync.errors import ConfigurationError
 from sparsync.linear.problem import Problem, Products
 from sparsync.linear.solvers import SOLVERS, Solver
+from sparsync.transports.agree import texts_of
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
@@ -179,10 +179,6 @@ async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
     """Unite the ranks' labels, numbers or strings; `[classes]`, ascending."""
     if comm.world_size == 1:
         return mine
-    payload = torch.tensor(list(json.dumps(mine.tolist()).encode()), dtype=torch.uint8)
-    lengths = await comm.allgather(torch.tensor([payload.numel()]), "classes")
-    padded = torch.full((int(max(lengths)),), ord(" "), dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    everyone = await comm.allgather(padded, "classes")
-    labels = [label for theirs in everyone for label in json.loads(bytes(theirs.tolist()))]
+    texts = await texts_of(comm, json.dumps(mine.tolist()), "classes")
+    labels = [label for theirs in texts for label in json.loads(theirs)]
     return np.unique(np.array(labels, dtype=None if mine.dtype.kind in "US" else mine.dtype))

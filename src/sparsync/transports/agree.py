@@ -22,6 +22,7 @@ __all__ = [
     "divergences",
     "heal_",
     "tell",
+    "texts_of",
 ]
 
 _TEXT_BYTES = 1 << 16  # of a value that others are told
@@ -78,6 +79,16 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
     everyone = await comm.allgather(mine, phase)
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
+
+
+async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
+    """Return the texts of all ranks, of any length.
+
+    Cost: an allgather of 8 bytes and, unless all are empty, another, of the longest text's bytes.
+    """
+    lengths = await comm.allgather(torch.tensor([len(text.encode())]), phase)
+    longest = int(max(lengths))
+    return await tell(comm, text, longest, phase) if longest else [""] * comm.world_size
 
 
 # ---- tensors ---------------------------------------------------------------------------------------

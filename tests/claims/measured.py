@@ -7,7 +7,8 @@ import pytest
 from sparsync.cli.bench.cases import Case, Evidence
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives import oktopk as forms
-from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv
+from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv, allreduce
+from sparsync.collectives.regions import REFINING_BINS
 from sparsync.presets import Algorithm
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.sim import Links, Simulation
@@ -73,9 +74,14 @@ def entry_words_received(traffic: Traffic, messages_with_header: int) -> float:
 
 def oktopk_step(k, world_size, refinements=0):
     """Closed form of a step of "oktopk" that keeps its regions."""
-    threshold = forms.histogram_cost(k, world_size, refinements=refinements)
     sent = forms.split_cost(k, world_size) + forms.gather_cost(k, world_size)
-    return sent + threshold + forms.counts_cost(3, world_size)
+    return sent + histograms(k, world_size, refinements) + forms.counts_cost(3, world_size)
+
+
+def histograms(k, world_size, refinements):
+    """Closed form of a histogram whose marginal bin is divided again some times."""
+    finer = allreduce(REFINING_BINS, world_size).times(refinements)
+    return forms.histogram_cost(k, world_size) + finer
 
 
 def published_step(selected, kept, world_size):

@@ -10,12 +10,22 @@ import torch
 
 from sparsync.collectives import OkTopk
 from sparsync.collectives.costs import lower_bound_words
-from sparsync.collectives.oktopk import bound_words, histogram_cost
+from sparsync.collectives.oktopk import bound_words
 from sparsync.presets import oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 
-from .measured import ADVERSARIAL, EXCHANGEABLE, FEW, RANKS, k_for, oktopk_step, steps, words
+from .measured import (
+    ADVERSARIAL,
+    EXCHANGEABLE,
+    FEW,
+    RANKS,
+    histograms,
+    k_for,
+    oktopk_step,
+    steps,
+    words,
+)
 
 REPARTITION = 2  # steps 0 and 2 cut regions, 1 reuses them
 STEPS = 3
@@ -59,7 +69,7 @@ def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
     k = k_for(2)
     bound = bound_words(k, 2, exchangeable=False)
     assert bound == 4 * k
-    overhead = 2 * histogram_cost(k, 2, refinements=3).words + 16
+    overhead = 2 * histograms(k, 2, refinements=3).words + 16
     for simulation in steps(oktopk(repartition_period=REPARTITION), 2, "dominated", STEPS):
         assert bound < words(simulation) <= bound + overhead
 

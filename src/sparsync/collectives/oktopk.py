@@ -414,31 +414,24 @@ def split_cost(k: float, world_size: int) -> Cost:
     return Cost(peers, peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size))
 
 
-def gather_cost(k: float, world_size: int, *, balanced: bool = False) -> Cost:
+def gather_cost(k: float, world_size: int) -> Cost:
     """Balance and allgatherv, Equation 2: at most ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.
 
-    Even counts: an allgatherv of ``2 k (P - 1) / P`` words.  ``balanced``, the extreme case: one
-    rank holds all k entries.  It hands them over, keeps none (it knows them) and forwards none; the
-    others exchange them and return them to it: nobody sends or receives more than ``2 k`` words.
+    Here of even counts: an allgatherv of ``2 k (P - 1) / P`` words.
 
     Example:
-        >>> [gather_cost(1000, 8, balanced=b).words for b in (False, True)]
-        [1764.0, 2016.0]
+        >>> gather_cost(1000, 8).words
+        1764.0
     """
-    if balanced and world_size > 1:
-        others = world_size - 1
-        rounds = (others - 1).bit_length()
-        return Cost(others + 1 + rounds, HEADER_BYTES * world_size + ENTRY_BYTES * k)
     return allgatherv(HEADER_BYTES + ENTRY_BYTES * k / world_size, world_size)
 
 
-def histogram_cost(k: int, world_size: int, *, refinements: int = 0) -> Cost:
+def histogram_cost(k: int, world_size: int) -> Cost:
     """Allreduce of ``clamp(k / 16, 32, 1024)`` bins and two outer ones.
 
-    Then, ``refinements`` times (usually 0 or 1), the marginal bin is divided into 64.
+    Where the marginal bin is divided again (usually 0 or 1 times), 64 bins more.
     """
-    finer = allreduce(regions.REFINING_BINS, world_size).times(refinements)
-    return allreduce(regions.bins_for(k) + 2, world_size) + finer
+    return allreduce(regions.bins_for(k) + 2, world_size)
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:

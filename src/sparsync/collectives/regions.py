@@ -48,7 +48,12 @@ _TOLERANCE = 1.25  # dissemination may send so much more than its balanced volum
 
 
 def even_boundaries(size: int, parts: int) -> list[int]:
-    """Cut ``[0, size)`` into ``parts`` regions whose widths differ by at most one."""
+    """Cut ``[0, size)`` into ``parts`` regions whose widths differ by at most one.
+
+    Example:
+        >>> even_boundaries(10, 4)
+        [0, 2, 5, 7, 10]
+    """
     return [size * i // parts for i in range(parts + 1)]
 
 

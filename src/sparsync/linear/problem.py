@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 from scipy.special import expit  # type: ignore[import-untyped, unused-ignore]
 
+from sparsync.collectives.regions import even_boundaries
 from sparsync.errors import require
 from sparsync.sparse import SparseVector, Vector
 
@@ -34,7 +35,6 @@ __all__ = [
     "Loss",
     "Problem",
     "Products",
-    "even_cuts",
     "soft",
 ]
 
@@ -229,16 +229,6 @@ class Problem:
         return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
 
 
-def even_cuts(size: int, parts: int) -> list[int]:
-    """Return the boundaries of contiguous parts, whose sizes differ by at most one.
-
-    Example:
-        >>> even_cuts(10, 4)
-        [0, 2, 5, 7, 10]
-    """
-    return [size * part // parts for part in range(parts + 1)]
-
-
 @final
 class Products:
     """Multiplies sparse rows on several threads (SciPy leaves Python's lock while it does).
@@ -298,7 +288,7 @@ class Products:
 
     def _blocks(self, function: Callable[[int, int], T], rows: int) -> list[T]:
         """Call ``function(start, stop)`` for every block of rows."""
-        cuts = even_cuts(rows, self.threads)
+        cuts = even_boundaries(rows, self.threads)
         if self._pool is None:
             return [function(start, stop) for start, stop in pairwise(cuts)]
         return list(self._pool.map(function, cuts[:-1], cuts[1:]))

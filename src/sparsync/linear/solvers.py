@@ -30,15 +30,9 @@ from sparsync.collectives import (
     SparcmlAuto,
     split_allgather,
 )
+from sparsync.collectives.regions import even_boundaries
 from sparsync.errors import require
-from sparsync.linear.problem import (
-    Floats,
-    Integers,
-    Problem,
-    Products,
-    even_cuts,
-    soft,
-)
+from sparsync.linear.problem import Floats, Integers, Problem, Products, soft
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -80,7 +74,7 @@ EXCHANGES = ("dense", *_SPARSE)
 
 @final
 class DenseSlices(Collective):
-    """Collects every rank's slice of a vector, of ``even_cuts``, dense: the baseline of ``Scd``.
+    """Collects every rank's slice of a vector, of ``even_boundaries``, dense: the baseline of ``Scd``.
 
     Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
     Differs from the paper: nothing.
@@ -98,7 +92,7 @@ class DenseSlices(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Collect the slices and concatenate them."""
-        cuts = even_cuts(selected.size, comm.world_size)
+        cuts = even_boundaries(selected.size, comm.world_size)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         dense = selected.to_dense()
         mine = dense.new_zeros(max(lengths))  # of one length, so that none is announced
@@ -454,7 +448,7 @@ class Scd(Solver):
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
         # the vector of updates has one element more, the intercept's: cut as that is cut
-        cuts = even_cuts(self.problem.dimensions + 1, self.comm.world_size)
+        cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:

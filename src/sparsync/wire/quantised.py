@@ -57,7 +57,9 @@ class _Quantised(Codec[V]):
 
     def layout(self, header: Header) -> Parts:
         """Return the bytes of header, scales and codes."""
-        return _block_parts(header, header.option & 15)
+        count, scales = header.entries, -(-header.entries // header.detail)
+        codes = (count * (header.option & 15) + 7) // 8
+        return Parts(LONG_HEADER_BYTES, value=_SCALE_BYTES * scales + codes)
 
     @property
     def levels(self) -> int:
@@ -112,14 +114,16 @@ class _Quantised(Codec[V]):
         return sender._values(raw, header.entries).to(header.dtype)
 
     def _values(self, raw: Tensor, count: int) -> Tensor:
-        scales, codes = _cut(raw, count, self.block)
+        middle = _SCALE_BYTES * -(-count // self.block)
+        scales, codes = raw[:middle].clone().view(torch.float32), raw[middle:]  # a copy is aligned
+        check_end(codes, self.bits, count)
         # codes are two's complement, and -s - 1 is NaN
         factor = 1 / (1 + self.omega(min(count, self.block))) if self.shrink else 1.0
         s = self.levels
         upper = [factor * code / s for code in range(s + 1)]
         lower = [factor * code / s for code in range(-s, 0)]
         meanings = torch.tensor([*upper, math.nan, *lower], dtype=torch.float32, device=raw.device)
-        values = _meant(codes, self.bits, meanings, count)
+        values = meanings[unpack_codes(codes, self.bits, count).int()]
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
@@ -233,21 +237,6 @@ class SparseQsgd(_Quantised[SparseVector]):
         return super().layout(header) + Parts(index=index)
 
 
-# ---- scales and codes ---------------------------------------------------------------------------------
-
-
-def _block_parts(header: Header, bits: int) -> Parts:
-    """Return the bytes of the header, of a scale per block, and of ``bits`` per value."""
-    count, scales = header.entries, -(-header.entries // header.detail)
-    return Parts(LONG_HEADER_BYTES, value=_SCALE_BYTES * scales + (count * bits + 7) // 8)
-
-
-def _cut(raw: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return the scales of ``count`` values, and the codes after them."""
-    middle = _SCALE_BYTES * -(-count // block)
-    return raw[:middle].clone().view(torch.float32), raw[middle:]  # a copy is aligned
-
-
 def check_end(raw: Tensor, bits: int, count: int) -> None:
     """Raise WireFormatError if bits are set after the last of ``count`` codes."""
     used = count * bits % 8
@@ -255,9 +244,3 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
         raise WireFormatError(
             f"a message of {count} quantised values has bits set after the last; it is corrupt"
         )
-
-
-def _meant(raw: Tensor, bits: int, meanings: Tensor, count: int) -> Tensor:
-    """Return the meaning of ``count`` codes, of `[2 ** bits]` meanings."""
-    check_end(raw, bits, count)
-    return meanings[unpack_codes(raw, bits, count).int()]

@@ -63,7 +63,7 @@ class DistributedState:
         tensors, rest = _apart(state)
         told = {"state": rest, "tensors": [list(path) for path in tensors]}
         named = {".".join(path): tensor.clone() for path, tensor in tensors.items()}
-        return {_name(seat_of(self._sync)): {**named, _REST: bytes(packed(told))}}
+        return {seat_of(self._sync).text: {**named, _REST: bytes(packed(told))}}
 
     def _fill(self, state: dict[str, Any]) -> None:
         """Write zeros where a reducer's state has nothing: before its first step."""
@@ -80,7 +80,7 @@ class DistributedState:
         Raises:
             ConfigurationError, CheckpointError: as of ``sparsync.load``; nothing was changed.
         """
-        items = state[_name(seat_of(self._sync))]
+        items = state[seat_of(self._sync).text]
         restore(self._sync, lambda: _joined(items[_REST], items.__getitem__), "a DCP checkpoint")
 
     def read(self, source: str | os.PathLike[str] | StorageReader) -> None:
@@ -114,10 +114,7 @@ class _Saved:
         """Return whose states there are."""
         self._metadata = self._reader.read_metadata().state_dict_metadata
         found = {key: match for key in self._metadata if (match := _KEY.fullmatch(key))}
-        self._prefixes = {
-            Seat(int(m[1]), int(m[2]), int(m[3] or 0), int(m[4] or 1)): key.removesuffix(_REST)
-            for key, m in found.items()
-        }
+        self._prefixes = {Seat.of(match): key.removesuffix(_REST) for key, match in found.items()}
         if len(found) != len(self._prefixes):
             raise CheckpointError(f"{self} has states of several handles; save each on its own")
         return self._prefixes.keys()
@@ -142,11 +139,6 @@ class _Saved:
             warnings.simplefilter("ignore", UserWarning)  # that it reads on this rank alone
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]
-
-
-def _name(seat: Seat) -> str:
-    part = f"-part-{seat.part}-of-{seat.parts}" if seat.parts > 1 else ""
-    return f"rank-{seat.rank}-of-{seat.ranks}{part}"
 
 
 def _apart(

@@ -55,11 +55,21 @@ class Seat(NamedTuple):
     part: int
     parts: int
 
+    @classmethod
+    def of(cls, found: re.Match[str]) -> Seat:
+        """Return the one whose four numbers a pattern has found; the last two may be missing."""
+        return cls(int(found[1]), int(found[2]), int(found[3] or 0), int(found[4] or 1))
+
+    @property
+    def text(self) -> str:
+        """Its numbers, in words."""
+        part = f"-part-{self.part}-of-{self.parts}" if self.parts > 1 else ""
+        return f"rank-{self.rank}-of-{self.ranks}{part}"
+
     @property
     def name(self) -> str:
         """Of the file."""
-        part = f"-part-{self.part}-of-{self.parts}" if self.parts > 1 else ""
-        return f"sparsync-rank-{self.rank}-of-{self.ranks}{part}.pt"
+        return f"sparsync-{self.text}.pt"
 
     @property
     def place(self) -> int:
@@ -154,9 +164,7 @@ def step_of(path: Path) -> int:
 def states_in(folder: Path) -> dict[Seat, Path]:
     """Return the files of ranks in one checkpoint."""
     found = [(_STATE.fullmatch(path.name), path) for path in sorted(folder.glob("sparsync-rank-*"))]
-    return {
-        Seat(int(m[1]), int(m[2]), int(m[3] or 0), int(m[4] or 1)): path for m, path in found if m
-    }
+    return {Seat.of(match): path for match, path in found if match}
 
 
 def is_whole(seats: Collection[Seat]) -> bool:

@@ -187,9 +187,7 @@ class NodeReducer:
         total.write_to_(average[: total.size])
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow
-        work = _all_gather(flat, average.to(flat.dtype), group=self.node.group, async_op=True)
-        self.node.under_way(_GATHER, work).wait()
-        _book(self.node, _GATHER, flat)
+        _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
 
@@ -222,9 +220,7 @@ class Node:
     def gathered(self, runs: Tensor) -> Tensor:
         """Return the runs of all ranks, a row each."""
         whole = runs.new_empty(self.comm.world_size, runs.numel())
-        work = _all_gather(whole.view(-1), runs, group=self.comm.group, async_op=True)
-        self.comm.under_way(_GATHER, work).wait()
-        _book(self.comm, _GATHER, whole)
+        _gather(self.comm, whole.view(-1), runs)
         return whole
 
     def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
@@ -296,6 +292,9 @@ def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
     return present(part, whole, **options)
 
 
-def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:
+def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
+    """Collect the parts of all ranks of a node."""
     present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return present(whole, part, **options)
+    work = present(whole, part, group=comm.group, async_op=True)
+    comm.under_way(_GATHER, work).wait()
+    _book(comm, _GATHER, whole)

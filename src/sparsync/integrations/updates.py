@@ -184,14 +184,7 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
-        me = weakref.ref(self)
-
-        def carry(exchange: Begin) -> Awaitable[None]:
-            sync = me()
-            assert sync is not None
-            return sync._carry(exchange)
-
-        weights.carrier = carry
+        weights.carrier = weakref.WeakMethod(self._carry)
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         """Queue an exchange on the engine's thread.

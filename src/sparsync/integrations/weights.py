@@ -67,7 +67,7 @@ class ModelWeights(Weights):
         self.dtype = torch.float64 if wide else torch.float32
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.ranks = 1  # over which the noise of second moments is averaged away
-        self.carrier: Callable[[Begin], Awaitable[None]]
+        self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]  # while it is there
 
     def _tensors(self) -> list[Tensor]:
         """Return what the vector is made of; modules replace their buffers."""
@@ -144,4 +144,6 @@ class ModelWeights(Weights):
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""
-        return self.carrier(exchange)
+        carry = self.carrier()
+        assert carry is not None
+        return carry(exchange)

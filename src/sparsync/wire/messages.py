@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.kernels import native
 from sparsync.sparse import SparseVector
 from sparsync.wire.base import Codec
-from sparsync.wire.packed import Packed
+from sparsync.wire.packed import Packed, in_cpp
 from sparsync.wire.streams import Coo
 
 __all__ = ["encode_regions", "join_messages", "sum_messages"]
@@ -99,13 +98,7 @@ def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
     """Return how C++ reads and writes the codec's messages; None if it does not, or not these tensors."""
-    if not isinstance(codec, Coo | Packed) or not all(
-        kernels.backend_of(vector.values) is native
-        and kernels.backend_of(vector.indices, dtype=torch.int64) is native
-        for vector in vectors
-    ):
-        return None
-    if not all(message.is_cpu and message.dtype == torch.uint8 for message in messages):
+    if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)
     return struct.unpack_from("<Q", header.pack())[0], header.option, header.detail

@@ -24,7 +24,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
 
-__all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt"]
+__all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt", "in_cpp"]
 
 _FORMS = MappingProxyType({"bf16": packing.BF16, "int8": packing.INT8, "fp32": packing.FP32})
 _EXACT = MappingProxyType(
@@ -224,12 +224,16 @@ def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
     """Tell whether C++ has the codec, and takes the tensors."""
-    return (
-        isinstance(codec, Packed)
-        and kernels.backend_of(vector.values) is native
+    return isinstance(codec, Packed) and in_cpp([vector], messages)
+
+
+def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
+    """Tell whether C++ takes these vectors and messages."""
+    return all(
+        kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native
-        and all(m.is_cpu and m.dtype == torch.uint8 and m.is_contiguous() for m in messages)
-    )
+        for vector in vectors
+    ) and all(m.is_cpu and m.dtype == torch.uint8 and m.is_contiguous() for m in messages)
 
 
 def _style(codec: Packed, width: int) -> native.Style:

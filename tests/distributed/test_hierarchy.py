@@ -353,7 +353,7 @@ def test_a_gather_that_fails_undoes_the_step():
 
     with pytest.MonkeyPatch.context() as patch:
         if first:
-            patch.setattr(hierarchy, "_all_gather", failing)
+            patch.setattr(hierarchy, "_gather", failing)
         error = message_of(train, ddp, range(3, 4))
     assert ("is gone" in error) == first
     assert sync.state_dict()["step"] == 4 - first

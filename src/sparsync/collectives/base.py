@@ -63,7 +63,7 @@ class Collective(Stateful):
     @property
     def whole(self) -> bool:
         """Whether its next call is to be given the whole vector: nothing is selected."""
-        return False
+        return self.result == "whole"
 
     def explain(self) -> str | None:
         """Say which of several ways it goes, and why; None: it has one."""

@@ -38,11 +38,6 @@ class Dense(Collective):
     order = "tree"
     overwrites = False  # the total takes the memory of ``selected``, where that is dense
 
-    @property
-    def whole(self) -> bool:
-        """Everything is summed."""
-        return True
-
     def cost(self, job: Job) -> Cost:
         """Return ``2 n (P - 1) / P`` words, ``2 log2 P`` messages (Ok-Topk, Table 1, "Dense").
 

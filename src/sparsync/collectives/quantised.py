@@ -61,11 +61,6 @@ class Quantised(Collective):
         self.codec = Whole(torch.bfloat16) if bits == 16 else LloydMax(bits, block=block)
         self.block = block
 
-    @property
-    def whole(self) -> bool:
-        """Everything is summed."""
-        return True
-
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages of a region each: the widest's, if blocks leave a rest.
 

@@ -262,7 +262,7 @@ class Member:
             if stale:
                 self.copied, self.log = None, []
                 # its keeper has it now, and it is to have given it up
-                self.given_up = self.world.taken.pop(self.number, self.given_up)
+                self.given_up = self.world.taken.pop(self.number, 0.0)
                 self.before = self.before - self.given_up
             if self.is_outside and job > self.outside:
                 self.world.returned["stale" if stale else "current"] += 1
@@ -642,6 +642,8 @@ class World:
         if former != attempt:  # those that had committed it have died, or have nothing in it
             alive = [number for number in by if number in self.members]
             assert not alive, "two groups committed one step"
+            for account in self.accounts[step, former].values():
+                self.taken = {n: c for n, c in self.taken.items() if n not in account.taken}
             self.weights.pop(step + 1, None)
             by = []
         self.attempts[step] = attempt, [*by, member.number]
@@ -656,10 +658,12 @@ class World:
         if not by:
             self.check_law(accounts.values())
         near(member.before, mine.kept, "a residual is wrong")
+        if not by:  # whether or not those that take over live on
+            for account in accounts.values():
+                self.taken |= account.taken
         for absent in mine.taken.keys() & self.residuals.keys():
             lacked = self.residuals[absent] - mine.taken[absent]
             self.lacked.append(float(np.linalg.norm(lacked)))
-        self.taken |= mine.taken
         self.residuals[member.number] = member.before
         if not member.members.behind:
             known = self.weights.setdefault(step + 1, member.weights)

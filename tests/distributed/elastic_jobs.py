@@ -66,4 +66,5 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
     pipe.send({**sync.stats()["elastic"], **end})
+    sync.close()  # the others have its last word then
     os._exit(0)

@@ -170,11 +170,8 @@ class _Call(Operation):
             return call()
         except RuntimeError as error:
             line = str(error).splitlines()[0].partition(". This is ")[0]
-            if "imed out" in line or "timeout" in line:
-                raise DeadlineError(
-                    f"{self._where} did not complete within {self._timeout:g} s; is that rank alive? "
-                    f"Raise timeout= if it is only slow ({line})"
-                ) from error
-            raise PeerError(
-                f"{self._where} failed: the peer is gone or broke off ({line})"
+            late = "imed out" in line or "timeout" in line
+            raise (DeadlineError if late else PeerError)(
+                f"{self._where} failed: the peer is gone, broke off, or needs more than "
+                f"{self._timeout:g} s; raise timeout= if it is only slow ({line})"
             ) from error

@@ -486,3 +486,4 @@ def _train(
     evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
     kept = sum(change["kept"] for change in state["changes"])
     pipe.send(Ended(evaluation, weights_digest(model.parameters()), state["lost_norm"], kept))
+    sync.close()  # the others have its last word then

@@ -15,8 +15,9 @@ MAX_FILE_LINES = 600
 
 # Lines of Python, docstrings included; the library is ``src/sparsync`` without ``cli``.  These only ever
 # fall, but for what a new feature brings (exchanged updates: 1,700 and 700; less processor time, and a
-# GPU: 900 and 1,000); the aims are 22,000, 6,500, 8,000 and 25,000.
-BUDGETS = {"library": 29_800, "cli": 8_000, "papers": 8_000, "tests": 32_200}
+# GPU: 900 and 1,000; copies of residuals, keys and gloo where ranks come and go: 680 and 850); the aims
+# are 22,000, 6,500, 8,000 and 25,000.
+BUDGETS = {"library": 30_100, "cli": 8_000, "papers": 8_000, "tests": 32_500}
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (

@@ -455,8 +455,16 @@ def _train(
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
     # last of all: from its first heartbeat on, the next quorum waits for a rank
     own = local_address() or _LOOPBACK
+    keys = settings.curve_keys and settings.curve_keys / f"rank-{rank}.key_secret"
     manager = make_manager(
-        1, lighthouse=lighthouse, name=str(rank), timeout=_TIMEOUT, interface=own, buddy=buddy
+        1,
+        lighthouse=lighthouse,
+        name=str(rank),
+        timeout=_TIMEOUT,
+        transport="zmq" if settings.transport == "auto" else settings.transport,
+        curve_keys=keys,
+        interface=own,
+        buddy=buddy,
     )
     delay = parse_delay(settings.delay)
     exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"

@@ -18,7 +18,8 @@ PIP := -m pip install --disable-pip-version-check
 ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/unit/test_native.py \
-  tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py
+  tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py \
+  tests/unit/test_forwarder.py
 
 AT_ONCE := -n 2 --dist loadfile tests src papers/src
 

@@ -15,6 +15,7 @@
 
 #include "dealing.h"
 #include "exchange.h"
+#include "forwarder.h"
 #include "messages.h"
 #include "packing.h"
 #include "parallel.h"
@@ -344,6 +345,20 @@ int64_t join(const std::vector<RawShare> &shares, const RawLayout &layout,
                                   {at<int64_t>(indices), at<float>(values), capacity});
 }
 
+using RawWire = std::tuple<double, double, double, double, double>;
+
+std::vector<sparsync::Wire> wires_of(const std::vector<RawWire> &raw) {
+  std::vector<sparsync::Wire> wires;
+  for (const auto &[rate, delay, jitter, loss, queue] : raw)
+    wires.push_back({rate, delay, jitter, loss, queue});
+  return wires;
+}
+
+void forward(const std::vector<int> &devices, const std::vector<RawWire> &ups,
+             const std::vector<RawWire> &downs, uint32_t network, int stop) {
+  sparsync::forward(devices, wires_of(ups), wires_of(downs), network, stop);
+}
+
 }  // namespace
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -357,7 +372,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 6;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 7;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -385,5 +400,6 @@ NB_MODULE(_native, m) {
   m.def("cut", &cut, released());
   m.def("fold", &fold, released());
   m.def("join", &join, released());
+  m.def("forward", &forward, released());
   bind_packing(m);
 }

@@ -163,6 +163,54 @@ def best(streams: list[tuple[socket.socket, socket.socket]], nbytes: int, enough
     return found
 
 
+def round_trips(source: socket.socket, dest: socket.socket, count: int) -> list[float]:
+    """Seconds of messages of a byte there and back."""
+
+    def echo() -> None:
+        for _ in range(count):
+            dest.sendall(dest.recv(1))
+
+    threading.Thread(target=echo, daemon=True).start()
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        source.sendall(b"x")
+        source.recv(1)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def datagrams(lab: Lab, source: int, dest: int, count: int, nbytes: int, pause: float) -> list[int]:
+    """Send datagrams, 20 at a time with a pause; the numbers of those that arrive, in their order."""
+    arrived: list[int] = []
+    listening = threading.Event()
+
+    def receive() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+            server.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)  # SO_RCVBUFFORCE
+            server.bind((lab.address(dest), PORT))
+            server.settimeout(1.0)
+            listening.set()
+            with contextlib.suppress(TimeoutError):
+                while len(arrived) < count:
+                    arrived.append(int.from_bytes(server.recv(65_536)[:8], "big"))
+
+    def send() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.setsockopt(socket.SOL_SOCKET, 32, 1 << 24)  # SO_SNDBUFFORCE
+            for number in range(count):
+                message = number.to_bytes(8, "big") + bytes(nbytes - 8)
+                client.sendto(message, (lab.address(dest), PORT))
+                if number % 20 == 19:
+                    time.sleep(pause)
+
+    receiving = in_rank(lab, dest, receive)
+    assert listening.wait(5)
+    in_rank(lab, source, send).join()
+    receiving.join()
+    return arrived
+
+
 # ---- parents --------------------------------------------------------------------------------------
 
 
@@ -171,11 +219,14 @@ def sleep_in_the_lab(directory: str) -> None:
     time.sleep(60)
 
 
-def parent(directory: str) -> None:
-    """Open a lab with two ranks in it; write down its namespaces; wait to be killed."""
-    with Lab(2, "100mbit") as lab:
-        inodes = [Path(lab.seat(rank).namespace).stat().st_ino for rank in range(2)]
-        inodes.append(lab._open().run(lambda: namespace_of("thread-self")))
+def parent(directory: str, *links: str) -> None:
+    """Open labs, the last with two ranks in it; write down their namespaces; wait to be killed."""
+    with contextlib.ExitStack() as stack:
+        inodes = []
+        for each in links:
+            lab = stack.enter_context(Lab(2, each))
+            inodes += [Path(lab.seat(rank).namespace).stat().st_ino for rank in range(2)]
+            inodes.append(lab._open().run(lambda: namespace_of("thread-self")))
         Path(directory, "namespaces").write_text(" ".join(map(str, inodes)))
         launch(sleep_in_the_lab, 2, directory, lab=lab, timeout=60.0)
 

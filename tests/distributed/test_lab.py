@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sparsync.cli import lab as kernel
 from sparsync.cli.lab import Lab, LabError
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import ConfigurationError
+from sparsync.kernels.native import EXTENSION
 
 from . import lab_programs as programs
 from .commands import end, start
@@ -100,6 +102,92 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
 
 
+# ---- links with a distance ------------------------------------------------------------------------
+
+
+def needs(carrier: str) -> str:
+    """Why this machine cannot delay packets in this way; empty if it can."""
+    if refusal():
+        return refusal()
+    if carrier == "netem":
+        return "" if kernel._has_netem() else "the kernel has no netem"
+    if EXTENSION is None:
+        return "no native kernels"
+    return "" if os.access("/dev/net/tun", os.W_OK) else "no /dev/net/tun"
+
+
+@pytest.fixture(params=["forwarder", "netem"])
+def carrier(request):
+    if reason := needs(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+def test_a_round_trip_is_the_mean_of_two_links(carrier):
+    with Lab(3, "100mbit,20ms;2=10mbit:100mbit,60ms", carrier) as lab:
+        for dest, asked in ((1, 0.02), (2, 0.04)):
+            with programs.connect(lab, 0, dest) as ends:
+                found = programs.round_trips(*ends, 20)
+            assert 0.99 * asked <= min(found) <= 1.05 * asked  # a busy machine is late, never early
+
+
+def test_far_links_have_rates_of_their_own_up_and_down(carrier):
+    with Lab(2, "100mbit,10ms;1=10mbit:40mbit", carrier) as lab:
+        with programs.connect(lab, 0, 1) as (here, there):
+            for ends, rate in (((here, there), 40e6), ((there, here), 10e6)):
+                best = programs.best([ends], int(rate / 8), 0.95 * rate)
+                assert 0.95 < best / rate < 1.05
+            sent = lab.traffic()[1].sent
+        assert sent > 10e6 / 8
+        assert launch(programs.new_groups_work, 2, lab=lab, timeout=60.0) == 2
+
+
+@pytest.mark.slow
+def test_one_stream_fills_a_long_path(carrier):
+    with Lab(2, "100mbit,80ms", carrier) as lab, programs.connect(lab, 0, 1) as ends:
+        best = programs.best([ends], 50_000_000, 0.95 * lab.bits_per_second)
+    assert 0.95 < best / lab.bits_per_second < 1.05
+
+
+def test_packets_are_lost_as_asked(carrier):
+    count, loss = 4_000, 0.05
+    with Lab(2, "100mbit,4ms,5%", carrier) as lab:
+        arrived = programs.datagrams(lab, 0, 1, count, 100, 0.002)
+    deviation = (count * loss * (1 - loss)) ** 0.5
+    assert abs(count - len(arrived) - count * loss) < 4 * deviation
+    assert arrived == sorted(set(arrived))
+
+
+def test_jitter_varies_the_round_trip_and_keeps_the_order(carrier):
+    with Lab(2, "100mbit,40ms,0%,20ms", carrier) as lab:
+        with programs.connect(lab, 0, 1) as ends:
+            found = sorted(programs.round_trips(*ends, 20))
+        arrived = programs.datagrams(lab, 0, 1, 500, 100, 0.001)
+    assert arrived == list(range(500))
+    assert found[0] > 0.02 and found[10] < 0.05  # late ones are a busy machine's
+    assert found[-1] - found[0] > 0.004
+
+
+def test_a_link_drops_what_would_wait_too_long(carrier):
+    with Lab(2, "10mbit,20ms", carrier) as lab:
+        room = lab.queue_seconds * lab.bits_per_second / 8
+        arrived = programs.datagrams(lab, 0, 1, 1_000, 1_000, 0.0)
+    assert room < 1_042 * len(arrived) < 500_000  # of 1 MB, in much less than a second
+    assert arrived == sorted(set(arrived))
+
+
+def test_nothing_is_left_of_the_forwarder():
+    if reason := needs("forwarder"):
+        pytest.skip(reason)
+    files, threads = open_files(), threading.active_count()
+    with Lab(2, "100mbit,20ms", "forwarder") as lab:
+        inodes = inodes_of(lab)
+        assert lab.forwarder.processor_seconds() < 10
+        assert threading.active_count() == threads + 1
+    assert (open_files(), threading.active_count()) == (files, threads)
+    assert gone(inodes) == []
+
+
 def test_ranks_meet_through_a_router_that_forwards_one_port():
     with Lab(2, "100mbit") as lab:
         found = launch(programs.meet_behind_a_router, 2, lab=lab, timeout=60.0)
@@ -177,7 +265,8 @@ def test_a_lab_that_cannot_be_built_leaves_nothing(monkeypatch):
     ],
 )
 def test_nothing_is_left_after_a_signal(number, tmp_path):
-    process = start("-m", programs.__name__, "parent", tmp_path)
+    far = [] if needs("forwarder") else ["100mbit,20ms"]
+    process = start("-m", programs.__name__, "parent", tmp_path, "100mbit", *far)
     try:
         deadline = time.monotonic() + 60
         ranks = [tmp_path / "rank0", tmp_path / "rank1"]
@@ -185,7 +274,9 @@ def test_nothing_is_left_after_a_signal(number, tmp_path):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         inodes = [int(word) for word in (tmp_path / "namespaces").read_text().split()]
-        assert len(inodes) == 3 and all(programs.holders(inode) for inode in inodes)
+        assert len(inodes) == 3 * (1 + len(far)) and all(
+            programs.holders(inode) for inode in inodes
+        )
         process.send_signal(number)
         end(process)
         assert process.returncode != 0

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsync.cli import forwarder
 from sparsync.cli import lab as kernel
 from sparsync.cli.lab import (
     Lab,
@@ -15,6 +16,7 @@ from sparsync.cli.lab import (
     parse_rate,
 )
 from sparsync.cli.launch import launch
+from sparsync.cli.links import Link, describe_links, parse_links
 from sparsync.errors import ConfigurationError
 
 MBIT, GBIT = 10**6, 10**9
@@ -46,6 +48,70 @@ def test_other_rates_are_refused_in_one_line(text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "links"),
+    [
+        ("100mbit", [Link(100 * MBIT, 100 * MBIT)] * 2),
+        ("1mbit:2mbit, 80 ms", [Link(MBIT, 2 * MBIT, 0.08)] * 2),
+        ("1gbit,20ms,0.1%,500us", [Link(GBIT, GBIT, 0.02, 0.0005, 0.001)] * 2),
+        ("1gbit,1s;1=5mbit", [Link(GBIT, GBIT, 1.0), Link(5 * MBIT, 5 * MBIT, 1.0)]),
+        ("1gbit;0=1mbit:2mbit,1ms,2%", [Link(MBIT, 2 * MBIT, 0.001, 0, 0.02), Link(GBIT, GBIT)]),
+    ],
+)
+def test_links_are_read(text, links):
+    assert parse_links(text, 2) == tuple(links)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("20ms", "rate '20ms' is not"),
+        ("1gbit,fast", "cannot read 'fast'; write the rtt like 20ms"),
+        ("1gbit,1ms,0.1", "cannot read '0.1'; write the loss like 0.1%"),
+        ("1gbit,1ms,0%,1%", "cannot read '1%'; write the jitter like 2ms"),
+        ("1gbit,1ms,0%,1ms,1ms", "has 5 parts; RATE"),
+        ("1gbit,1ms,100%", "a loss of 100%; give less"),
+        ("1gbit,11s", "an RTT of 11 s; give at most 10 s"),
+        ("1gbit,1ms,0%,2ms", "a jitter of 0.002 s; give at most the RTT, 0.001 s"),
+        ("1gbit;1gbit", "link '1gbit' is of none of 2 ranks; write RANK=RATE"),
+    ],
+)
+def test_other_links_are_refused_in_one_line(text, words):
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        parse_links(text, 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_wires_lose_what_was_asked_for():
+    delay, jitter, loss = Link(MBIT, MBIT, 0.08, 0.004, 0.19).one_wire
+    assert (delay, jitter) == (0.02, 0.001)
+    assert loss == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, None),
+        ({"lab": "1gbit,20ms"}, "1gbit,20ms"),
+        ({"lab": "1gbit", "loss": "1%"}, "1gbit,0ms,1%"),
+        ({"up": "1mbit", "down": "2mbit", "jitter": "1ms"}, "1mbit:2mbit,0ms,0%,1ms"),
+        ({"lab": "1gbit", "link": ["0=1mbit", "1=2mbit"]}, "1gbit;0=1mbit;1=2mbit"),
+    ],
+)
+def test_options_describe_links(options, text):
+    names = ("lab", "up", "down", "rtt", "loss", "jitter", "link")
+    assert describe_links(**(dict.fromkeys(names) | options)) == text
+
+
+def test_what_the_forwarder_needs_is_named(monkeypatch):
+    monkeypatch.setattr(forwarder, "EXTENSION", None)
+    with pytest.raises(ConfigurationError, match=r"need netem.*install a C\+\+ compiler"):
+        forwarder.Forwarder([], [], "10.0.0.0", 0.1)
+    monkeypatch.setattr(forwarder, "_DEVICE", "/dev/there/is/none")
+    with pytest.raises(ConfigurationError, match=r"cannot open /dev/there/is/none .*module tun"):
+        forwarder.open_device("eth0")
+
+
 @given(st.integers(100_000, 100 * GBIT))
 def test_the_burst_covers_the_timer_and_the_first_window(rate):
     burst = default_burst(rate)
@@ -75,11 +141,15 @@ def test_the_sizes_of_a_lab_fit_each_other(ranks, rate):
         ({"ranks": 0}, "ranks is 0; give a whole number from 1 to 1000"),
         ({"ranks": 1001}, "ranks is 1001"),
         ({"ranks": 2.0}, "ranks is 2.0"),
-        ({"rate": "1 furlong"}, "'1 furlong'"),
+        ({"links": "1 furlong"}, "'1 furlong'"),
+        ({"links": "1gbit;2=1mbit"}, "link '2=1mbit' is of none of 2 ranks; .*of rank 0 to 1"),
+        ({"links": [Link(MBIT, MBIT)]}, "1 links for 2 ranks; give one for each"),
+        ({"carrier": "pigeon"}, "unknown carrier 'pigeon'; choose auto, tbf, netem, forwarder"),
+        ({"links": "1gbit,20ms", "carrier": "tbf"}, "tbf neither delays nor loses packets; choose"),
     ],
 )
 def test_a_lab_refuses(change, words):
-    arguments = {"ranks": 2, "rate": "1gbit"} | change
+    arguments = {"ranks": 2, "links": "1gbit"} | change
     with pytest.raises(ConfigurationError, match=words):
         Lab(**arguments)
 

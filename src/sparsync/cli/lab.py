@@ -7,6 +7,9 @@
     rank 1: eth0 --(tbf)--> rank1 --+                  its link what it receives
             eth0 <--(tbf)-- rank1 --+
 
+Links with a delay, jitter or loss are ``netem``'s in place of ``tbf``; where the kernel has none, a
+thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
+
 Nothing has a name outside: the namespaces are held by the open files of the process that made them
 and by the ranks inside, so they vanish with these, however they end.
 """
@@ -15,22 +18,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, final
 
-from sparsync.errors import ConfigurationError
+from sparsync.cli.forwarder import Forwarder, open_device
+from sparsync.cli.links import MOST_RANKS, Link, parse_links, parse_rate
+from sparsync.errors import ConfigurationError, require
 
 __all__ = [
     "Lab",
     "LabError",
+    "Link",
     "LinkTraffic",
     "Seat",
     "default_burst",
@@ -47,8 +51,7 @@ _BRIDGE = "bridge"
 _INTERFACE = "eth0"  # the link's end inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
 _COUNTERS = Path("/proc/thread-self/net/dev")  # of the namespace that the calling thread is in
-_BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
-_SLOWEST, _FASTEST = 100_000, 100_000_000_000  # rates
+_CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
 _ALSO_IN = "/usr/sbin:/sbin"  # which a user's PATH omits on Debian
 _COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
@@ -56,33 +59,13 @@ _COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; below, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux gives a program that asks for more
+_LEAST_QUEUE_SECONDS = 0.1
+_DEVICE_PACKETS = 10_000  # between two turns of the forwarder
+_FRAME_BYTES = 1_514
 
 
 class LabError(ConfigurationError):
     """The kernel or iproute2 refused a part of the lab's network; names the command."""
-
-
-def parse_rate(text: str) -> int:
-    """Read the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
-
-    Below 100 kbit/s the bucket of ``tbf`` would hide seconds of the wire; above 100 Gbit/s no single
-    machine keeps up.
-
-    Example:
-        >>> parse_rate("100mbit"), parse_rate("1.5 Gbit/s")
-        (100000000, 1500000000)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", text.strip().lower())
-    if match is None:
-        raise ConfigurationError(
-            f"rate {text!r} is not a number and kbit, mbit or gbit; write it like 100mbit or 1.5gbit"
-        )
-    rate = round(float(match[1]) * _BITS_PER_SECOND[match[2]])
-    if not _SLOWEST <= rate <= _FASTEST:
-        raise ConfigurationError(
-            f"rate {text!r} is {rate} bits per second; give {_SLOWEST} to {_FASTEST}, as 100mbit"
-        )
-    return rate
 
 
 def default_burst(bits_per_second: int) -> int:
@@ -112,13 +95,14 @@ class Lab:
             lab.traffic()
 
     Args:
-        ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000 (a bridge has
-            1,024 ports).
-        rate: of every link, in each direction, Ethernet headers included; see ``parse_rate``.
+        ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000.
+        links: of the ranks, in their order; or all in one text, e.g. "200mbit", see ``parse_links``.
+        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that can.
 
     Attributes:
-        burst_bytes: bucket of ``tbf``, each direction: what a link lets through at once after a
-            silence, to be deducted from wire times; see ``default_burst``.
+        bits_per_second: the lowest rate.
+        burst_bytes: bucket of ``tbf`` at that rate: what a link lets through at once after a silence,
+            to be deducted from wire times; see ``default_burst``.
 
     Raises:
         ConfigurationError: an argument cannot work, iproute2 is missing, or the kernel forbids
@@ -134,13 +118,28 @@ class Lab:
         ('10.77.0.4', 31250)
     """
 
-    def __init__(self, ranks: int, rate: str) -> None:
-        self.ranks, self.bits_per_second = ranks, parse_rate(rate)
+    def __init__(self, ranks: int, links: str | Sequence[Link], carrier: str = "auto") -> None:
+        good = isinstance(ranks, int) and 1 <= ranks <= MOST_RANKS
+        require(good, f"lab: ranks is {ranks!r}; give a whole number from 1 to {MOST_RANKS}")
+        self.ranks = ranks
+        self.links = parse_links(links, ranks) if isinstance(links, str) else tuple(links)
+        each = f"{len(self.links)} links for {ranks} ranks; give one for each"
+        require(len(self.links) == ranks, f"lab: {each}")
+        known = ", ".join(("auto", *_CARRIERS))
+        require(
+            carrier in ("auto", *_CARRIERS), f"lab: unknown carrier {carrier!r}; choose {known}"
+        )
+        far = any(link.is_far for link in self.links)
+        no_tbf = "lab: tbf neither delays nor loses packets; choose netem, forwarder or auto"
+        require(not far or carrier != "tbf", no_tbf)
+        self.carrier = carrier if far or carrier != "auto" else "tbf"
+        rates = [rate for link in self.links for rate in (link.up, link.down)]
+        self.bits_per_second, self._fastest = min(rates), max(rates)
+        self._rtt = max(link.rtt for link in self.links)
         self.burst_bytes = default_burst(self.bits_per_second)
-        if not isinstance(ranks, int) or not 1 <= ranks <= 1000:
-            raise ConfigurationError(f"lab: ranks is {ranks!r}; give a whole number from 1 to 1000")
         self._bridge: _Namespace | None = None
         self._ranks: list[_Namespace] = []
+        self.forwarder: Forwarder | None = None
 
     def address(self, rank: int) -> str:
         """Return a rank's IPv4 address, from 10.77.0.1 on."""
@@ -152,19 +151,40 @@ class Lab:
 
         One of 64 KB would empty the bucket at once and hold up the acknowledgements after it: both
         directions at a time then got 61 to 81 % of 1 Gbit/s each, and 99 % with 16 KB (burst 64 KB).
+        The forwarder gets what crosses the link in half a millisecond, ``netem``, which loses all of
+        it, single packets.
         """
+        if self.carrier == "netem":
+            return 1_514
+        if self.carrier == "forwarder":
+            return min(max(self.bits_per_second // 16_000, 1_514), 65_536)
         return min(max(self.burst_bytes // 4, 1_514), 65_536)
 
     @property
     def send_buffer_bytes(self) -> int:
-        """Most bytes that a TCP connection may have under way: queues grow to it."""
+        """Most bytes that a TCP connection may have under way: queues grow to it.
+
+        Over a distance twice what fills the longest and fastest path, so that half of it still does;
+        and the kernel counts 2.3 KB for a packet of 1.5.
+        """
         wire = self.bits_per_second * _SEND_BUFFER_SECONDS / _BITS_PER_BYTE
-        return max(_LEAST_SEND_BUFFER, round(wire))
+        path = 3 * self._fastest * self._rtt / _BITS_PER_BYTE
+        return max(_LEAST_SEND_BUFFER, round(wire), round(path))
 
     @property
     def queue_bytes(self) -> int:
         """Room of a link's queue: for all that P ranks can have under way, so nothing is dropped."""
-        return self.burst_bytes + 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
+        under_way = 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
+        return default_burst(self._fastest) + under_way
+
+    @property
+    def queue_seconds(self) -> float:
+        """Longest that a packet may wait for a link of ``netem`` or the forwarder; then it is dropped.
+
+        The longest RTT, so that Reno, which halves what it has under way after a loss, keeps the link
+        busy; and at least what a home's modem holds.
+        """
+        return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
     def seat(self, rank: int) -> Seat:
         """Return what a process needs to enter the namespace of a rank."""
@@ -173,10 +193,8 @@ class Lab:
 
     def traffic(self) -> list[LinkTraffic]:
         """Return what has crossed each rank's link since the lab was opened, as the kernel counts."""
-        counters = self._open().run(_counters)
-        ends = [counters[f"rank{rank}"] for rank in range(self.ranks)]
-        # what the bridge's end receives is what the rank sent
-        return [LinkTraffic(sent=end.received, received=end.sent) for end in ends]
+        self._open()
+        return [namespace.run(_counters)[_INTERFACE] for namespace in self._ranks]
 
     def __enter__(self) -> Lab:
         _require_linux()
@@ -194,6 +212,9 @@ class Lab:
 
     def close(self) -> None:
         """Release all namespaces; they are gone when the ranks inside are."""
+        if self.forwarder is not None:
+            self.forwarder.close()
+            self.forwarder = None
         for namespace in (*self._ranks, self._bridge):
             if namespace is not None:
                 namespace.close()
@@ -211,6 +232,20 @@ class Lab:
                 self._ranks.append(_Namespace())
         except PermissionError as error:
             raise _refusal(str(error)) from None
+        if self.carrier == "auto":
+            self.carrier = "netem" if _has_netem() else "forwarder"
+        if self.carrier == "forwarder":
+            self._open_devices()
+        else:
+            self._connect()
+        for rank, namespace in enumerate(self._ranks):
+            address = f"ip address add {self.address(rank)}/16 dev {_INTERFACE}"
+            self._run(namespace, "ip link set lo up", address)
+            namespace.run(self._set_up_tcp)
+
+    def _connect(self) -> None:
+        """Join the ranks by a bridge, whose links the kernel shapes."""
+        assert self._bridge is not None
         self._run(
             self._bridge,
             # no IPv6, whose chatter would be counted
@@ -218,29 +253,36 @@ class Lab:
             f"ip link set {_BRIDGE} addrgenmode none up",
         )
         size = f"gso_max_size {self.segment_bytes}"
-        for rank, namespace in enumerate(self._ranks):
+        for rank, (namespace, link) in enumerate(zip(self._ranks, self.links, strict=True)):
             end = f"rank{rank}"  # the other one appears in the rank's namespace
             pair = f"{end} {size} type veth peer name {_INTERFACE} {size}"
             self._run(
                 self._bridge,
                 f"ip link add {pair} netns {namespace.path}",
                 f"ip link set {end} addrgenmode none master {_BRIDGE} up",
-                self._shape(end),
+                self._shape(end, link, link.down),
             )
-            self._run(
-                namespace,
-                "ip link set lo up",
-                f"ip link set {_INTERFACE} addrgenmode none up",
-                f"ip address add {self.address(rank)}/16 dev {_INTERFACE}",
-                self._shape(_INTERFACE),
-            )
-            namespace.run(self._set_up_tcp)
+            up = f"ip link set {_INTERFACE} addrgenmode none up"
+            self._run(namespace, up, self._shape(_INTERFACE, link, link.up))
 
-    def _shape(self, interface: str) -> str:
-        return (
-            f"tc qdisc add dev {interface} root tbf rate {self.bits_per_second}bit "
-            f"burst {self.burst_bytes} limit {self.queue_bytes}"
-        )
+    def _shape(self, interface: str, link: Link, rate: int) -> str:
+        add = f"tc qdisc add dev {interface} root {self.carrier} rate {rate}bit"
+        if self.carrier == "tbf":
+            return f"{add} burst {default_burst(rate)} limit {self.queue_bytes}"
+        delay, jitter, loss = link.one_wire
+        most = (self.queue_seconds + delay + jitter) * rate / _BITS_PER_BYTE / _FRAME_BYTES
+        vary = f"delay {delay * 1e6:.0f}us {jitter * 1e6:.0f}us loss {100 * loss:.6f}%"
+        return f"{add} {vary} limit {max(1000, round(most))}"
+
+    def _open_devices(self) -> None:
+        """Give every rank a device that the forwarder serves."""
+        devices = [namespace.run(lambda: open_device(_INTERFACE)) for namespace in self._ranks]
+        self.forwarder = Forwarder(devices, self.links, "10.77.0.0", self.queue_seconds)
+        # one hardware address for all, so that nobody has to ask for it
+        own = f"address 02:00:00:00:00:01 arp off txqueuelen {_DEVICE_PACKETS}"
+        size = f"gso_max_size {self.segment_bytes}"
+        for namespace in self._ranks:
+            self._run(namespace, f"ip link set {_INTERFACE} {own} {size} addrgenmode none up")
 
     def _run(self, namespace: _Namespace, *commands: str) -> None:
         def run_all() -> None:
@@ -253,6 +295,8 @@ class Lab:
         settings = Path("/proc/sys/net/ipv4")
         most = self.send_buffer_bytes
         (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
+        if self._rtt:  # bytes of small packets count for more than they carry
+            (settings / "tcp_rmem").write_text(f"4096 131072 {max(6_291_456, 2 * most)}")
         # allowed in every namespace, whatever the host prefers; without loss it fills the link
         (settings / "tcp_congestion_control").write_text("reno")
 
@@ -346,6 +390,15 @@ def _may_create() -> bool:
     try:
         _Namespace().close()
     except PermissionError:
+        return False
+    return True
+
+
+def _has_netem() -> bool:
+    """Tell whether the kernel has, or can load, what delays packets."""
+    try:
+        _Namespace().run(lambda: _run_command("tc qdisc add dev lo root netem delay 1ms"))
+    except LabError:
         return False
     return True
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sparsync.cli.lab import Lab, ensure_privileges, parse_rate
+from sparsync.cli.lab import Lab, ensure_privileges
 from sparsync.cli.launch import launch
+from sparsync.cli.links import MOST_RANKS, parse_links
 from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.launchers import detect
@@ -80,13 +81,12 @@ class Connection:
     transport: str | None = "auto"  # None: "sim", in the lab "auto"
     timeout: float = 300.0
     curve_keys: Path | None = None
-    lab: str | None = None  # rate of its links
+    lab: str | None = None  # its links, as ``parse_links`` reads them
     simulates: bool = False  # the command can run on virtual ranks
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        if self.lab is not None:
-            parse_rate(self.lab)
+        self.bits_per_second  # noqa: B018  refuses a text that describes no links
         if self.transport is None:
             object.__setattr__(self, "transport", "sim" if self.lab is None else "auto")
         choices = ", ".join(TRANSPORTS)
@@ -124,9 +124,11 @@ class Connection:
         return self.simulates and self.transport == "sim"
 
     @property
-    def bits_per_second(self) -> float | None:
-        """Rate of the lab's links; None without a lab."""
-        return None if self.lab is None else float(parse_rate(self.lab))
+    def bits_per_second(self) -> int | None:
+        """Lowest rate of the lab's links; None without a lab."""
+        if self.lab is None:
+            return None
+        return min(min(one.up, one.down) for one in parse_links(self.lab, MOST_RANKS))
 
     def prepare(self) -> None:
         """Get the right to make the lab, before anything is started or printed.

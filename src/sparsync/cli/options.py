@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from typer import Option
 
 from sparsync.cli.launch import launched_ranks
+from sparsync.cli.links import describe_links
 from sparsync.errors import ConfigurationError
 
 __all__ = [
@@ -77,6 +78,21 @@ def ranks_option(default: int) -> Any:
     )
 
 
+# of every command that has --lab, whose text they become
+_LINKS = tuple(
+    Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
+    for name, kind, text in (
+        ("up", str | None, "Rate at which a rank sends, if not --lab's."),
+        ("down", str | None, "Rate at which a rank receives, if not --lab's."),
+        ("rtt", str | None, "Round trip between two ranks, e.g. 20ms."),
+        ("loss", str | None, "Packets lost between two ranks, each way, e.g. 0.1%."),
+        ("jitter", str | None, "Variation of the RTT, either way, e.g. 2ms."),
+        ("link", list[str] | None, "Of one rank: RANK=RATE[,RTT[,LOSS]], e.g. 3=10mbit,80ms."),
+    )
+    for shown in [Option(help=text, rich_help_panel="Links of the lab")]
+)
+
+
 def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Give a command the options that a settings class declares; they arrive as its ``**fields``.
 
@@ -84,7 +100,7 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
         settings: a dataclass.  Fields without ``typer.Option`` are no options.
 
     The command's own parameters stay options too: positional ones come first in the help,
-    keyword-only ones last.
+    keyword-only ones last.  With ``lab`` come the options that describe its links.
     """
     hints = get_type_hints(settings, include_extras=True)
     declared = [
@@ -94,6 +110,7 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
         for option in _options_in(hint)
         for default in [Parameter.empty if option.default_factory else field.default]
     ]
+    declared += _LINKS if "lab" in hints else ()
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         annotations = get_type_hints(function, include_extras=True)
@@ -107,6 +124,9 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
         @functools.wraps(function)
         def command(**given: Any) -> T:
+            if "lab" in hints:
+                links = {one.name: given.pop(one.name, None) for one in _LINKS}
+                given["lab"] = describe_links(given.get("lab"), **links)
             return function(**given)
 
         signature = inspect.Signature([*first, *declared, *last])

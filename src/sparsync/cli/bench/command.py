@@ -27,7 +27,6 @@ from sparsync.cli.bench.selectors import (
     selector_tables,
     write_plot,
 )
-from sparsync.cli.lab import parse_rate
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.network import Connection, parse_network
 from sparsync.cli.options import (
@@ -224,8 +223,10 @@ def bench(settings: BenchSettings) -> list[Row] | None:
         measured = connection.start(_measure_on_rank, settings.ranks, settings)
     if measured is None:
         return None
-    rate = None if settings.lab is None else parse_rate(settings.lab)
-    return [summarize(c, m, rate) for c, m in zip(settings.cases(), measured, strict=True)]
+    rate = connection.bits_per_second
+    return [
+        summarize(c, m, rate, settings.lab) for c, m in zip(settings.cases(), measured, strict=True)
+    ]
 
 
 def _measure_on_rank(settings: BenchSettings) -> list[Measured]:

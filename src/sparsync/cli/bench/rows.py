@@ -39,7 +39,7 @@ class Row:
 
     collective: str
     transport: str  # carried the bytes; "dense" is always gloo's native allreduce
-    lab: float | None  # bits per second of the shaped links
+    lab: float | None  # bits per second of the shaped links, the lowest
     ranks: int
     size: int
     density: float
@@ -68,6 +68,7 @@ class Row:
     entries_min: float  # of the total / min(k, those of the sum of the selected); dense: 1
     law_error_max: float | None  # of the law of conservation, in units of its tolerance
     wrong: int  # entries of totals that differ between ranks or from the sum of the delivered
+    links: str | None = None  # of the lab, as ``parse_links`` reads them
 
     @property
     def correct(self) -> bool:
@@ -75,8 +76,10 @@ class Row:
         return self.wrong == 0 and (self.law_error_max is None or self.law_error_max <= 1)
 
 
-def summarize(case: Case, measured: Measured, rate: int | None = None) -> Row:
-    """Make a row of all steps of a case; ``rate``: bits per second of the lab's links."""
+def summarize(
+    case: Case, measured: Measured, rate: int | None = None, links: str | None = None
+) -> Row:
+    """Make a row of all steps of a case; ``rate``: bits per second of the lab's ``links``."""
     outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
     seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -92,6 +95,7 @@ def summarize(case: Case, measured: Measured, rate: int | None = None) -> Row:
         collective=str(case.collective),
         transport=measured.transport,
         lab=None if rate is None else float(rate),
+        links=links,
         **{
             name: getattr(case, name) for name in ("ranks", "size", "density", "k", "input", "seed")
         },
@@ -253,7 +257,7 @@ def _legend(rows: Sequence[Row]) -> str:
         )
     if first.lab is not None:
         lines.append(
-            f"wire: the time of a link of {first.lab / 1e6:g} Mbit/s for the volume, less its burst; "
+            f"links of {first.links}; wire: the time of the volume at the lowest rate, less its burst; "
             "kernel counted: with the headers of TCP, IP and Ethernet"
         )
     return "\n".join(lines)

@@ -198,6 +198,7 @@ def _result(
         ranks=len(reports),
         transport=transport,
         lab=settings.connection().bits_per_second,
+        links=settings.lab,
         **{key: getattr(reports[0], key) for key in of_all},
         accuracy_on="held-out rows" if settings.held_out_every else "training rows",
         seconds=[a + b for a, (b, _) in zip(computed, exchanged, strict=True)],

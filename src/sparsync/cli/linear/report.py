@@ -29,7 +29,7 @@ class LinearResult:
     data: str
     ranks: int
     transport: str
-    lab: float | None  # bits per second of the shaped links
+    lab: float | None  # bits per second of the shaped links, the lowest
     rows: int  # of the training, over all ranks
     dimensions: int
     steps: int  # of an epoch
@@ -48,6 +48,7 @@ class LinearResult:
     messages_sent: list[int]
     bytes_updates: list[int]
     replicas_equal: bool  # all ranks ended with bit-identical weights
+    links: str | None = None  # of the lab, as ``parse_links`` reads them
     speedup_communication: float | None = None  # the number of "dense" over this one's; likewise:
     speedup_updates: float | None = None
     speedup: float | None = None
@@ -112,7 +113,7 @@ def _losses(results: Sequence[LinearResult], columns: int = 6) -> Columns:
 def _caption(results: Sequence[LinearResult]) -> str:
     first = results[0]
     carriers = "/".join(sorted({result.transport for result in results}))
-    place = f", {first.lab / 1e9:g} Gbit/s" if first.lab else ""
+    place = f", links of {first.links}" if first.links else ""
     late = f", gradients {first.staleness} steps late" if first.staleness else ""
     lines = [
         f"{first.model} by {first.solver}, {first.data}: {first.rows:,} rows, "

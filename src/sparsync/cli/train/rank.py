@@ -229,6 +229,7 @@ def _result(
         bytes_kernel=None if settings.lab is None else kernel,
         transport=exchange.transport,
         lab=settings.connection().bits_per_second,
+        links=settings.lab,
         accuracy=evaluation.accuracy if workload.classifies else None,
         metrics=workload.objective.figures(evaluation),
         clip=settings.clip or None,

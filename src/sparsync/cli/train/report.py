@@ -69,7 +69,7 @@ def _caption(results: Sequence[TrainResult]) -> str:
     """Say what was run, how it was counted, and whether the replicas agree."""
     first = results[0]
     densities = sorted({result.density for result in results if result.density < 1})
-    network = f" on links of {first.lab / 1e6:g} Mbit/s" if first.lab else " on this machine"
+    network = f" on links of {first.links}" if first.links else " on this machine"
     target = workload_class(first.workload).target
     lines = [
         f"{first.ranks} ranks{network}, {first.parameters:,} parameters"
@@ -139,7 +139,7 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
                 axis.plot(x, curve, linestyle=style, color=colour, linewidth=1.8, label=label)
                 if reached is not None:
                     axis.plot(x[reached - 1], curve[reached - 1], "o", color=colour, markersize=6)
-        clock = f"links of {first.lab / 1e6:g} Mbit/s" if first.lab else "this machine, no network"
+        clock = f"links of {first.links}" if first.links else "this machine, no network"
         axes["seconds"].set_ylim(top=1.05 * max(result.loss[0] for result in results))
         axes["seconds"].set_xlabel(f"seconds ({clock})")
         axes["seconds"].set_ylabel(

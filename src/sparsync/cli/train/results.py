@@ -50,9 +50,10 @@ class TrainResult:
     bytes_counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
     bytes_kernel: list[int] | None  # per step: the most that the kernel counted on a lab's link
     transport: str  # carried the gradients
-    lab: float | None  # bits per second of the links
+    lab: float | None  # bits per second of the links, the lowest
     layers: int | None
     width: int | None
+    links: str | None = None  # of the lab, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # on held-out images, in [0, 1]
     nesterov: bool = False

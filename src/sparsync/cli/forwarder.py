@@ -1,0 +1,96 @@
+"""Wires between the ranks of the lab where the kernel has no netem: a thread that delays packets.
+
+Each rank's namespace has a TAP device; its packets are read here, and written to the device of their
+destination when two virtual wires have carried them (``native/forwarder.cpp``).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import IPv4Address
+from typing import final
+
+from sparsync.cli.links import Link
+from sparsync.errors import ConfigurationError
+from sparsync.kernels.native import EXTENSION
+
+__all__ = ["Forwarder", "open_device"]
+
+_DEVICE = "/dev/net/tun"
+# linux/if_tun.h
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
+_BITS_PER_BYTE = 8
+
+
+def open_device(interface: str) -> int:
+    """Make a TAP device in the calling thread's namespace; it vanishes when the file is closed."""
+    import fcntl  # Unix has it
+
+    try:
+        device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigurationError(
+            f"lab: cannot open {_DEVICE} ({error.strerror}), which links with delay or loss need "
+            "where the kernel has no netem; load the module tun, or give the container the device"
+        ) from None
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
+    # neither checksums nor the cutting of segments are done between processes of one machine
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
+    return device
+
+
+@final
+class Forwarder:
+    """A thread of this process that carries packets among devices, until it is closed.
+
+    Args:
+        devices: of ``open_device``, by rank; closed with the forwarder.
+        links: of the ranks.
+        network: address before that of rank 0.
+        queue: seconds that a packet may wait for a link.
+    """
+
+    def __init__(
+        self, devices: Sequence[int], links: Sequence[Link], network: str, queue: float
+    ) -> None:
+        if EXTENSION is None:
+            raise ConfigurationError(
+                "lab: links with delay or loss need netem, which this kernel lacks, or the native "
+                "kernels, which were not built; install a C++ compiler and sparsync again"
+            )
+        self._devices, (stop, self._stop) = devices, os.pipe()
+
+        def wire(link: Link, rate: int) -> tuple[float, ...]:
+            return rate / _BITS_PER_BYTE, *link.one_wire, queue
+
+        ups = [wire(link, link.up) for link in links]
+        downs = [wire(link, link.down) for link in links]
+
+        def run() -> None:
+            with suppress(OSError):  # without the right to it, it is as late as others
+                os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+            EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)
+            os.close(stop)
+
+        self._thread = threading.Thread(target=run, name="sparsync-forwarder", daemon=True)
+        self._thread.start()
+
+    def processor_seconds(self) -> float:
+        """Return the processor time of the thread so far; the ranks' kernels receive in it, too."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def close(self) -> None:
+        """End the thread; the devices vanish."""
+        os.close(self._stop)
+        self._thread.join()
+        for device in self._devices:
+            os.close(device)

@@ -23,4 +23,4 @@ def test_a_kill_a_minute_costs_little(tmp_path):
     assert found["replicas_equal"] and found["steps"] == 1050
     assert found["throughput_of_fault_free"] > 0.94
     assert found["throughput_of_present"] > 0.96
-    assert found["eval_loss"] == pytest.approx(found["eval_loss_fault_free"], rel=0.02)
+    assert found["eval_loss"] == pytest.approx(found["eval_loss_fault_free"], rel=0.05)

@@ -704,10 +704,11 @@ def near(found, expected, what):
 
 
 def world_of(seed, name):
-    """Return one of many small worlds: more orders in an hour, and other numbers of ranks."""
-    copies, more = seed % 2 == 1, seed // 2
-    often = {"change": 0.006, "absence": 0.008}
-    return World(seed, name, ranks=2 + more // 4 % 3, steps=3 + more % 4, buddy=copies, **often)
+    """Return a world in which more happens than in the tests'; every other one keeps copies.
+
+    Four ranks and six steps find the most per second: fewer are cheaper, and violations far rarer.
+    """
+    return World(seed, name, steps=6, buddy=seed % 2 == 1, change=0.006, absence=0.008)
 
 
 def play(job):

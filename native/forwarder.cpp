@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t second = 1'000'000'000;  // in nanoseconds, as all times here
 // Under load, packets are moved once in a tick: one by one, each costs a sleep and the start of a
 // receiver as well, which takes a virtual machine longer than to move it.
-constexpr int64_t tick = 500'000;
+constexpr int64_t tick = 1'000'000;
 constexpr double memory = 10'000'000, few = 20;  // load: more packets than a few in about this time
 // A wire makes up for this much lateness of this thread, as the buckets of the lab's other links do.
 constexpr int64_t late = 1'000'000;

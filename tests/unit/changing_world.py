@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from sparsync import auto
-from sparsync.elastic.buddy import number_of_name
-from sparsync.elastic.members import Members
+from sparsync.elastic.members import Members, _number
 from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -180,7 +179,7 @@ class Account(NamedTuple):
 
     @property
     def kept(self):
-        """What it begins the next step with."""
+        """The residual that it begins the next step with."""
         kept = self.gained if self.deals else self.rest + self.gained
         return sum(self.taken.values(), kept)
 
@@ -522,7 +521,7 @@ class World:
             link.pop()
 
     def sort(self):
-        """Say anew which links messages may arrive on."""
+        """Find the links on which messages may arrive."""
         self.busy = [
             key
             for key, link in self.links.items()
@@ -632,12 +631,14 @@ class World:
 
     def takes(self, member):
         """Return the copies that a member takes over, if the open step is applied."""
-        buddy, own = member.members.buddy, number_of_name(member.number)
+        buddy, own = member.members.buddy, _number(member.number)
         if buddy is None or own not in buddy._step.ring:
             return {}
         absent = set(range(self.born)) - set(member.ends.ends)
-        taken = [n for n in absent if buddy.keepers.get(number_of_name(n)) == own]
-        return {number: buddy._theirs[0].numpy().copy() for number in taken}
+        taken = [n for n in absent if buddy.keepers.get(_number(n)) == own]
+        (copy,) = buddy._theirs
+        nothing = np.zeros(self.size, np.float32)
+        return {number: nothing if copy is None else copy.numpy().copy() for number in taken}
 
     def committed(self, member, step, *, applied):
         """A step is committed by one group; all of it was prepared; nothing is lost in it."""

@@ -53,7 +53,8 @@ def test_dense_updates_need_no_copies():
     world = World(1, "quantised", change=0.004, buddy=True)
     everyone = list(world.members.values())
     world.run()
-    assert not any(one.members.buddy._mine[0].any() for one in everyone)
+    assert all(one.members.buddy._mine == [None] for one in everyone)
+    assert all(one.members.buddy.exposed is None for one in everyone)  # nothing was sent
 
 
 def test_residuals_are_dealt_by_those_that_leave():

@@ -20,8 +20,7 @@ exchange has rounded away, and is not copied.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
 import torch
@@ -34,17 +33,11 @@ from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Coo, LloydMax
 
-__all__ = ["Buddy", "number_of_name"]
+__all__ = ["Buddy"]
 
 _CODEC: Final = LloydMax(bits=2)
 _KNOWN: Final = 100  # absent ranks whose copies were taken over that are remembered
 _NONE: Final = (-1, 0)  # no step, by no group
-
-
-def number_of_name(name: Hashable) -> int:
-    """Return a number > 0 of 63 bits for a rank's name, the same on all ranks."""
-    digest = hashlib.blake2b(repr(name).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1 or 1
 
 
 class _Step(NamedTuple):
@@ -52,11 +45,10 @@ class _Step(NamedTuple):
 
     group: tuple[int, ...]  # its ranks' numbers
     ring: list[int]  # those that stay
-    delivered: (
-        list[SparseVector | None] | None
-    )  # of this rank, by unit; None: its copy begins again
+    # by unit, what this rank has delivered, None standing for all; nothing: its copy begins again
+    delivered: list[SparseVector | None]
     payloads: list[Tensor]  # of the ward; none: its copy begins again
-    subtract: list[SparseVector | None]  # what the ward has delivered; None: all
+    subtract: list[SparseVector | None]  # what the ward has delivered
 
 
 @final
@@ -68,7 +60,7 @@ class Buddy:
         taken: absent ranks whose copies were taken over.
         exposed: norm of the part of the residual that the keeper does not have; None: it has nothing.
 
-    Memory: two buffers of n elements, one of which equals the keeper's.
+    Memory: two buffers of n elements, one of which equals the keeper's; none where all is delivered.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -78,10 +70,11 @@ class Buddy:
         self.exposed: float | None = None
         self._applied = _NONE  # the last step, and the group that applied it
         self._own = self._keeper = self._ward = 0  # numbers; 0: none
-        self._mine, self._theirs = (
-            [torch.zeros_like(r.accumulated) for r in reducer.residuals] for _ in range(2)
-        )
+        # None stands for zeros
+        self._mine: list[Tensor | None] = [None] * len(reducer.units)
+        self._theirs: list[Tensor | None] = [None] * len(reducer.units)
         self._scale = reducer.scale  # of both
+        self._leaves_some = False  # of the last step, some entries were not delivered at all
         self._rest: list[Tensor] | None = None  # the payloads of the open step, by unit
         self._started: tuple[int, int] | None = None  # the step and group they were sent in
         self._sending: list[Operation] = []
@@ -92,11 +85,15 @@ class Buddy:
     def encode(self) -> None:
         """Round what the keeper does not have yet; call it between steps."""
         residuals = self.reducer.residuals
-        if self._rest is not None or not self._keeper or all(r.empty for r in residuals):
+        if self._rest is not None or not (self._keeper and self._leaves_some):
             return
         lacking, rest = 0.0, []
         for residual, mine in zip(residuals, self._mine, strict=True):
-            lacks = residual.accumulated - mine if not residual.empty else -mine
+            lacks = residual.accumulated
+            if residual.empty:
+                lacks = torch.zeros_like(lacks)
+            if mine is not None:
+                lacks = lacks - mine
             lacking += float(torch.linalg.vector_norm(lacks)) ** 2
             rest.append(_CODEC.written(lacks).cpu())
         self._rest, self.exposed = rest, lacking**0.5
@@ -123,8 +120,11 @@ class Buddy:
         self.start(comm, group, ring, attempt)
         own = group[comm.rank]
         keeper, ward = _neighbours(ring, own)
+        whole = [self.reducer.reduced[unit].delivered for unit in range(len(self.reducer.units))]
+        mine = [one if isinstance(one, SparseVector) else None for one in whole]
+        self._leaves_some = any(one is not None for one in mine)
         if not keeper:
-            self._step = _Step(tuple(group), ring, None, [], [])
+            self._step = _Step(tuple(group), ring, [], [], [])
             return
         above, below = group.index(keeper), group.index(ward)
         residuals = self.reducer.residuals
@@ -132,9 +132,10 @@ class Buddy:
         sizes = [_CODEC.nbytes(r.accumulated.numel(), r.accumulated.numel()) for r in residuals]
         payloads = [await comm.irecv(below, n, "copy", Raw("value")) for n in sizes if has]
         known = await _numbers(comm, above, 3)
-        delivered, subtract = None, list[SparseVector | None]()
+        delivered, subtract = list[SparseVector | None](), list[SparseVector | None]()
         if self._rest is not None and (self._keeper, known) == (keeper, [own, *self._applied]):
-            delivered = self._tell(comm, above)
+            self._tell(comm, above, mine)
+            delivered = mine
         if has and (self._ward, held) == (ward, [own, *self._applied]):
             counts = await _numbers(comm, below, len(residuals))
             for residual, count in zip(residuals, counts, strict=True):
@@ -156,16 +157,15 @@ class Buddy:
         """Return whose copy this rank has, or who has its own, and of when it is."""
         return torch.tensor([other, *self._applied, *has], dtype=torch.int64)
 
-    def _tell(self, comm: Communicator, dest: int) -> list[SparseVector | None]:
+    def _tell(
+        self, comm: Communicator, dest: int, delivered: Sequence[SparseVector | None]
+    ) -> None:
         """Send what was delivered of every unit; None where nothing is left, or only its rounding."""
-        whole = [self.reducer.reduced[unit].delivered for unit in range(len(self.reducer.units))]
-        sparse = [one if isinstance(one, SparseVector) else None for one in whole]
-        counts = [-1 if one is None else one.nnz for one in sparse]
+        counts = [-1 if one is None else one.nnz for one in delivered]
         self._send(comm, dest, torch.tensor(counts, dtype=torch.int64))
-        for one in sparse:
+        for one in delivered:
             if one is not None:
                 self._send(comm, dest, Coo().encode(one).payload)
-        return sparse
 
     def _send(self, comm: Communicator, dest: int, payload: Tensor) -> None:
         raw = payload.cpu().view(torch.uint8)
@@ -182,22 +182,21 @@ class Buddy:
             if absent not in this.group and keeper in this.ring:
                 self.taken[absent] = None
                 if keeper == own:
-                    for residual, copy in zip(self.reducer.residuals, self._theirs, strict=True):
-                        residual.add(slice(None), copy * factor)
+                    self._add(self._theirs, factor)
         for present in this.group:
             self.taken.pop(present, None)
         while len(self.taken) > _KNOWN:
             del self.taken[next(iter(self.taken))]
-        rest = [] if this.delivered is None or self._rest is None else self._rest
-        _follow(self._mine, rest, this.delivered or [], factor)
-        _follow(self._theirs, this.payloads, this.subtract, factor)
+        rest = self._rest if this.delivered and self._rest is not None else []
+        self._follow(self._mine, rest, this.delivered, factor)
+        self._follow(self._theirs, this.payloads, this.subtract, factor)
         self._keeper, self._ward = _neighbours(this.ring, own)
         self.keepers = {one: _neighbours(this.ring, one)[0] for one in this.ring}
         self._applied, self._scale = (step, attempt), self.reducer.scale
         self._step = self._rest = self._started = self.exposed = None
 
     def known(self) -> list[int]:
-        """Return what a rank that was away is told: pairs of the keepers, then absent ranks, and 0s."""
+        """Return what a rank that was away is told: two counts, pairs of the keepers, absent ranks."""
         pairs = [number for pair in self.keepers.items() for number in pair]
         return [len(pairs), len(self.taken), *pairs, *self.taken]
 
@@ -207,12 +206,36 @@ class Buddy:
         self.keepers = dict(zip(rest[:pairs:2], rest[1:pairs:2], strict=True))
         self.taken = dict.fromkeys(rest[pairs : pairs + absent])
         if own in self.taken:
-            factor = self.reducer.scale / self._scale
-            for residual, mine in zip(self.reducer.residuals, self._mine, strict=True):
-                residual.add(slice(None), mine * -factor)
-                mine.zero_()
+            self._add(self._mine, -self.reducer.scale / self._scale)
+            self._mine = [None] * len(self._mine)
         self._keeper = self._ward = 0  # copies begin again with the next step that is applied
         self._rest = self._started = self.exposed = None
+
+    def _add(self, copies: Sequence[Tensor | None], factor: float) -> None:
+        """Add copies to this rank's residual, multiplied."""
+        for residual, copy in zip(self.reducer.residuals, copies, strict=True):
+            if copy is not None:
+                residual.add(slice(None), copy * factor)
+
+    def _follow(
+        self,
+        copies: list[Tensor | None],
+        payloads: Sequence[Tensor],
+        delivered: Sequence[SparseVector | None],
+        factor: float,
+    ) -> None:
+        """``copy <- copy + payload - delivered``; zeros without a payload, or where all was delivered."""
+        for unit, residual in enumerate(self.reducer.residuals):
+            vector, copy = delivered[unit] if payloads else None, copies[unit]
+            if vector is None:
+                copies[unit] = None
+                continue
+            if copy is None:
+                copy = copies[unit] = torch.zeros_like(residual.accumulated)
+            _CODEC.decode_to(payloads[unit].to(copy.device), copy, add=True)
+            if factor != 1.0:
+                copy.mul_(factor)
+            vector.to(copy.device).subtract_from_(copy)
 
 
 def _neighbours(ring: Sequence[int], own: int) -> tuple[int, int]:
@@ -226,24 +249,6 @@ def _neighbours(ring: Sequence[int], own: int) -> tuple[int, int]:
         return 0, 0
     at = ring.index(own)
     return ring[(at + 1) % len(ring)], ring[at - 1]
-
-
-def _follow(
-    copies: Sequence[Tensor],
-    payloads: Sequence[Tensor],
-    delivered: Sequence[SparseVector | None],
-    factor: float,
-) -> None:
-    """``copy <- copy + payload - delivered``; zeros where there is no payload, or all was delivered."""
-    for unit, copy in enumerate(copies):
-        vector = delivered[unit] if payloads else None
-        if vector is None:
-            copy.zero_()
-            continue
-        _CODEC.decode_to(payloads[unit].to(copy.device), copy, add=True)
-        if factor != 1.0:
-            copy.mul_(factor)
-        vector.to(copy.device).subtract_from_(copy)
 
 
 async def _numbers(comm: Communicator, source: int, count: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from sparsync.elastic.copies import CopyServer, Source
 from sparsync.errors import ConfigurationError
+from sparsync.feedback.agreement import number_of
 from sparsync.transports.gloo import GlooCommunicator
 from sparsync.transports.process_group import check_transport
 from sparsync.transports.rendezvous import choose_interface, way_to
@@ -179,9 +180,8 @@ class ElasticGroup(ProcessGroup):
                 if misfit != self._said:
                     sys.stderr.write(f"sparsync: {misfit}; they are left out\n")
                 self._said, misfit = misfit, ""
-        told = json.dumps([opts.uuid, *fitting]).encode()
-        number = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
-        self.quorum = Quorum(number or 1, rank, names, exchanges, copies, misfit)
+        told = json.dumps([opts.uuid, *fitting])
+        self.quorum = Quorum(number_of(told) or 1, rank, names, exchanges, copies, misfit)
         return Done(None)
 
     def _misfit(self, peer: Mapping[str, Any]) -> str:
@@ -231,8 +231,8 @@ def make_manager(
         lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
         name: of this rank in torchft's logs.
         timeout: seconds that a message of an exchange may take.
-        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range`` and
-            ``advertise``.
+        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``,
+            ``advertise`` and ``buddy``.
     """
     if lighthouse is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse

@@ -26,8 +26,9 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from sparsync.elastic.buddy import Buddy, number_of_name
+from sparsync.elastic.buddy import Buddy
 from sparsync.errors import CheckpointError, CommunicationError, ConfigurationError
+from sparsync.feedback.agreement import number_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector
@@ -268,7 +269,7 @@ class Members:
 
     def _ring(self) -> tuple[list[int], list[int]]:
         """Return the numbers of the group's ranks, and of those that stay, sorted."""
-        numbers = [number_of_name(name) for name in self._names]
+        numbers = [_number(name) for name in self._names]
         leaves = self._present[:, 1].tolist()
         return numbers, sorted(n for n, when in zip(numbers, leaves, strict=True) if not when)
 
@@ -390,7 +391,7 @@ class Members:
                 if self.buddy:
                     self.buddy.conclude(reducer.step, by)
             if self.buddy:
-                self.buddy.return_to(known, number_of_name(self._names[comm.rank]))
+                self.buddy.return_to(known, _number(self._names[comm.rank]))
             pairs = zip(past[::2], past[1::2], strict=True)
             self.behind, self._past = True, list(dict.fromkeys(pairs))
             reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
@@ -425,8 +426,8 @@ class Members:
 
     def _keeper_of(self, name: Hashable) -> Hashable:
         """Return the name of the rank that keeps a copy of this one's residual; None: nobody does."""
-        number = self.buddy.keepers.get(number_of_name(name)) if self.buddy else None
-        return next((other for other in self._names if number_of_name(other) == number), None)
+        number = self.buddy.keepers.get(_number(name)) if self.buddy else None
+        return next((other for other in self._names if _number(other) == number), None)
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers: who is there, and what has changed.
@@ -442,6 +443,11 @@ class Members:
             "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
             "changes": [dict(event) for event in self._events],
         }
+
+
+def _number(name: Hashable) -> int:
+    """Return a number > 0 for a rank's name, the same on all ranks."""
+    return number_of(repr(name)) or 1
 
 
 async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int]:

@@ -216,7 +216,7 @@ class _Run:
     def _start(self, rank: int, lab: Lab | None, address: str) -> None:
         self.pipes[rank], theirs = self.context.Pipe(duplex=False)
         seat = None if lab is None else lab.seat(rank)
-        call = theirs, rank, self.settings, self.algorithm, address, self.buddy, seat
+        call = theirs, seat, rank, self.settings, self.algorithm, address, self.buddy
         self.starts.append((time.time(), rank))
         self.processes[rank] = self.context.Process(target=_be_rank, args=call, daemon=True)
         self.processes[rank].start()
@@ -403,22 +403,13 @@ def be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
         pipe.recv()
 
 
-def _be_rank(
-    pipe: Connection,
-    rank: int,
-    settings: TrainSettings,
-    algorithm: str,
-    lighthouse: str,
-    buddy: bool,
-    seat: Seat | None,
-) -> None:
-    """Train, and say so; an error ends this rank, and the run."""
+def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
+    """Train with what is ``given``, and say so; an error ends this rank, and the run."""
     _hush()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     if seat is not None:
         seat.enter()
     try:
-        _train(pipe, rank, settings, algorithm, lighthouse, buddy=buddy)
+        _train(pipe, *given)
     except SparsyncError as error:
         pipe.send(f"{type(error).__name__}: {error}")
     except BrokenPipeError:
@@ -442,13 +433,13 @@ def _train(
     settings: TrainSettings,
     algorithm: str,
     lighthouse: str,
-    *,
     buddy: bool,
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is needed for this command alone
     from sparsync.elastic.attendance import ElasticHandle
 
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     workload = settings.make_workload()
     model = workload.make_model(settings.seed)
     optimizers = settings.make_optimizers(model)

@@ -99,8 +99,8 @@ def _write() -> None:
     lines = [
         "# Ranks that are killed and started again",
         "",
-        "`python benchmarks/elastic.py`: each run over one without faults, on this machine, in the same "
-        "session; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
+        "`python benchmarks/elastic.py`: each run over one without faults, on one machine, one after the "
+        "other; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
         "its process started again at once. Survivors go on: from the kill to a step that another group "
         "has applied. Of updates, these are local steps. "
         "Lost norm: of the residuals that died.",

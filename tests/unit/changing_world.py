@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sparsync import auto
-from sparsync.elastic.members import Members, _number
+from sparsync.elastic.members import Members, _attempt_of, _number
 from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -36,8 +36,8 @@ GIVE_UP, DEATH, TIMEOUT = "give up", "death", "timeout"
 MOST = 30_000  # events of a world; one takes a few hundred
 
 
-class Forked(Exception):
-    """A member goes another way than those that have given it up."""
+class Withdrawn(Exception):
+    """A member has ended, and the others do its last step again."""
 
 
 class Waiting(Operation):
@@ -183,6 +183,11 @@ class Account(NamedTuple):
         kept = self.gained if self.deals else self.rest + self.gained
         return sum(self.taken.values(), kept)
 
+    @property
+    def change(self):
+        """What the attempt changes in the residual, if it is applied."""
+        return self.kept - self.accumulated if np.isfinite(self.total).all() else 0.0
+
 
 class Member:
     """A rank: its reducer, its weights, and its life."""
@@ -197,7 +202,9 @@ class Member:
         self.granted = 0  # its last group, which it may not know yet
         self.outside = None  # that before it was away, until it has met the others again
         self.copied, self.log = None, []  # the step of the copied weights, and averages since
-        self.given_up = 0.0  # of the residual, at the last roll
+        # of the residual, at the last roll: what its keeper had taken over; what another past has changed
+        self.given_up = self.swapped = 0.0
+        self.last = (-1, 0)  # the last step that is closed here, and the attempt that was applied
         # the residual that it must begin its next step with
         self.before = np.zeros(world.size, np.float32)
 
@@ -239,6 +246,8 @@ class Member:
                     return
             except CommunicationError:
                 await self.recover()
+                if self.reducer.step < self.world.steps:
+                    raise Withdrawn from None
 
     def has_last_weights(self):
         """Fetch them, sooner or later."""
@@ -251,21 +260,39 @@ class Member:
         while True:
             self.ends.regroup(ends.index(self.number), job, ends)
             try:
-                verdict = await self.members.call_the_roll(job, ends)
+                was = self.reducer.step
+                verdict = await self.members.call_the_roll(job, ends, job)
             except CommunicationError:
                 self.ends.give_up()
                 job, ends = await self.world.ask(self, failed=True)
                 continue
             stale = self.ends.rank in verdict.stale
             if stale:
-                self.copied, self.log = None, []
+                self.copied, self.log, self.members.ready = None, [], False
+                self.adopt(was)
                 # its keeper has it now, and it is to have given it up
                 self.given_up = self.world.taken.pop(self.number, 0.0)
-                self.before = self.before - self.given_up
+                self.before = self.before + self.swapped - self.given_up
             if self.is_outside and job > self.outside:
                 self.world.returned["stale" if stale else "current"] += 1
                 self.outside = None
             return verdict
+
+    def adopt(self, was):
+        """Go over to the past of the others, from this open step."""
+        world, (step, attempt) = self.world, self.last
+        holds = self.attempt_of(step)
+        self.swapped = 0.0
+        if holds is not None and holds != attempt:
+            self.swapped = world.change_of(self, step, holds) - world.change_of(self, step, attempt)
+            world.forks += np.any(world.change_of(self, step, attempt))
+            self.last = step, holds
+        if self.reducer.step > was:
+            self.last = was, self.attempt_of(was)
+        world.hold(self.reducer.step - 1, self.attempt_of(self.reducer.step - 1))
+
+    def attempt_of(self, step):
+        return _attempt_of(step, self.members._past, self.reducer.step)
 
     async def recover(self):
         self.ends.give_up()
@@ -309,7 +336,8 @@ class Member:
                     break
                 if self.ends.rank in verdict.stale:
                     kept = before if broken else accumulated  # if nothing of it is delivered
-                    self.before = world.meanwhile(self, step, before, kept) - self.given_up
+                    kept = world.meanwhile(self, step, before, kept)
+                    self.before = kept + self.swapped - self.given_up
                     return
                 self.met = False
         self.commit(step, before)
@@ -323,8 +351,6 @@ class Member:
 
     def commit(self, step, before):
         reducer, members, applied = self.reducer, self.members, True
-        if self.world.forks_by(self, step):
-            raise Forked
         try:
             (average,) = (average.to_dense().numpy().copy() for average in reducer.commit())
         except NonFiniteGradientError:
@@ -340,12 +366,14 @@ class Member:
             self.weights = self.world.weights[self.copied]
             for one in self.log:
                 self.weights = self.weights - one
-        self.before, self.given_up = self.residual, 0.0
+        self.before, self.given_up, self.swapped = self.residual, 0.0, 0.0
+        self.last = step, members._past[-1][1]
         members.start_copy()
         if not applied:
             near(self.before, before, "a refused step has changed a residual")
         self.world.committed(self, step, applied=applied)
         self.left = members.left
+        self.world.may_lose(self)
 
 
 @cache
@@ -368,8 +396,7 @@ class World:
     Args:
         change: probability of a death, and of a birth, at every message and move.
         absence: that of an absence.
-        forks: whether a member lives on that has committed a step while it was away, and is the only one
-            of those that are left: the others cannot know, and do the step again.
+        alone: that of an absence that begins when a member has committed, perhaps before others can.
         leaving: that of a member's wish to leave, in every step.
         broken: that of NaN in a gradient.
         buddy: members keep copies of each other's residuals.
@@ -386,7 +413,7 @@ class World:
         leaving=0.03,
         broken=0.01,
         absence=0.004,
-        forks=False,
+        alone=0.01,
         buddy=False,
         density=0.1,
     ):
@@ -394,7 +421,8 @@ class World:
         self.rng, self.size, self.steps, self.density = random.Random(seed), size, steps, density
         self.algorithm = prepared(algorithm)
         self.units = plan_units([("w", torch.zeros(size))])
-        self.change, self.leaving, self.broken, self.absence = change, leaving, broken, absence
+        self.change, self.leaving, self.broken = change, leaving, broken
+        self.absence, self.alone = absence, alone
         self.generator, self.gradients = torch.Generator().manual_seed(seed), []
         self.links = defaultdict(deque)  # (source, destination) -> what is under way
         self.busy = []  # links on which something is, and may arrive
@@ -406,11 +434,14 @@ class World:
         self.buddy, self.taken = buddy, {}  # copies that were taken over, until their owners return
         # after the last step; norms of what copies lacked of them
         self.residuals, self.lacked = {}, []
-        self.forks, self.forked = forks, 0
+        self.forks = 0  # steps that were taken back
+        self.standing = ()  # the last group that has committed
         self.over = False  # somebody has reached the end
         self.asked, self.groups = {}, [()]  # who asks for a quorum; the groups by number
         self.weights = {0: np.zeros(size, np.float32)}  # by step, of all that are not behind
-        self.accounts, self.attempts = {}, {}
+        # by step and attempt: accounts, who has committed, and weights afterwards; the attempt that holds
+        self.accounts, self.committers = {}, defaultdict(list)
+        self.reached, self.attempts = {}, {}
         for _ in range(ranks):
             self.bear(0.0)
 
@@ -476,8 +507,7 @@ class World:
         try:
             if not task.ended:
                 task.resume()
-        except Forked:
-            self.forked += 1
+        except Withdrawn:
             self.kill(number)
             return
         if task.ended:
@@ -561,20 +591,21 @@ class World:
             self.severed[number] = len(self.groups) - 1
         self.sort()
 
+    def may_lose(self, member):
+        """Let a member that has committed be away, perhaps."""
+        if (
+            self.rng.random() < self.alone
+            and member.number not in self.away
+            and self.can_spare(member)
+            and not member.left
+        ):
+            self.lose(member.number)
+            self.changes += 1
+
     def find(self, number):
         """Let a member return."""
         del self.away[number]
         self.sort()
-
-    def forks_by(self, member, step):
-        """Tell whether a member would commit what those that have given it up cannot know."""
-        group = member.members.attempt
-        given_up = member.is_outside and any(
-            one.granted > group for one in self.members.values() if one is not member
-        )
-        attempt, by = self.attempts.get(step, (0, ()))
-        known = attempt == group and any(number in self.members for number in by)
-        return given_up and not known and not self.forks
 
     # ---- quorums -----------------------------------------------------------------------------------
 
@@ -595,15 +626,12 @@ class World:
         asked = {number: one for number, one in self.asked.items() if number not in self.away}
         if not asked or len(asked) < len(self.members) - len(self.away):
             return
+        if not asked.keys() & self.standing and self.members.keys() & self.standing:
+            return  # until one of these returns
         ends = self.rng.sample(sorted(asked), len(asked))
         failed = any(operation.failed for operation in asked.values())
         if failed or set(self.groups[-1]) != set(ends):
             self.groups.append(tuple(ends))
-        reached = max(self.members[number].reducer.step for number in asked)
-        for number, one in list(self.members.items()):
-            if number not in asked and one.reducer.step > reached and not self.forks:
-                self.forked += 1
-                self.kill(number)
         for number, operation in asked.items():
             del self.asked[number]
             self.members[number].granted = len(self.groups) - 1
@@ -632,7 +660,7 @@ class World:
     def takes(self, member):
         """Return the copies that a member takes over, if the open step is applied."""
         buddy, own = member.members.buddy, _number(member.number)
-        if buddy is None or own not in buddy._step.ring:
+        if buddy is None or own not in buddy.copied.ring:
             return {}
         absent = set(range(self.born)) - set(member.ends.ends)
         taken = [n for n in absent if buddy.keepers.get(_number(n)) == own]
@@ -643,36 +671,56 @@ class World:
     def committed(self, member, step, *, applied):
         """A step is committed by one group; all of it was prepared; nothing is lost in it."""
         attempt = member.members._past[-1][1]
-        former, by = self.attempts.get(step, (attempt, []))
-        if former != attempt:  # those that had committed it have died, or have nothing in it
-            alive = [number for number in by if number in self.members]
-            assert not alive, "two groups committed one step"
-            for account in self.accounts[step, former].values():
-                self.taken = {n: c for n, c in self.taken.items() if n not in account.taken}
-            self.weights.pop(step + 1, None)
-            by = []
-        self.attempts[step] = attempt, [*by, member.number]
+        self.hold(step, attempt)
+        by, self.standing = self.committers[step, attempt], self.groups[attempt]
         accounts = self.accounts[step, attempt]
         assert set(accounts) == set(self.groups[attempt]), "somebody had not prepared"
         mine = accounts[member.number]
         if not applied:
-            self.weights[step + 1] = (
-                member.weights if not member.members.behind else self.weights[step]
-            )
+            by.append(member.number)
+            if not member.members.behind or step in self.weights:
+                here = member.weights if not member.members.behind else self.weights[step]
+                self.reached[step, attempt] = self.weights[step + 1] = here
             return
         if not by:
             self.check_law(accounts.values())
         near(member.before, mine.kept, "a residual is wrong")
         if not by:  # whether or not those that take over live on
-            for account in accounts.values():
-                self.taken |= account.taken
+            self.take_over(step, attempt)
+        by.append(member.number)
         for absent in mine.taken.keys() & self.residuals.keys():
             lacked = self.residuals[absent] - mine.taken[absent]
             self.lacked.append(float(np.linalg.norm(lacked)))
         self.residuals[member.number] = member.before
         if not member.members.behind:
-            known = self.weights.setdefault(step + 1, member.weights)
+            known = self.reached.setdefault((step, attempt), member.weights)
+            self.weights[step + 1] = known
             assert np.array_equal(member.weights, known), "replicas differ"
+
+    def hold(self, step, attempt):
+        """Go over to the past in which this attempt has committed the step."""
+        former = self.attempts.get(step, attempt)
+        self.attempts[step] = attempt
+        if former == attempt:
+            return
+        for account in self.accounts.get((step, former), {}).values():
+            self.taken = {n: c for n, c in self.taken.items() if n not in account.taken}
+        self.weights.pop(step + 1, None)
+        if (step, attempt) in self.reached:
+            self.weights[step + 1] = self.reached[step, attempt]
+        if self.committers[step, attempt]:
+            self.take_over(step, attempt)
+
+    def take_over(self, step, attempt):
+        accounts = self.accounts[step, attempt]
+        if np.isfinite(next(iter(accounts.values())).total).all():
+            for account in accounts.values():
+                self.taken |= account.taken
+
+    def change_of(self, member, step, attempt):
+        """Return what an attempt changes in a member's residual, if it is applied."""
+        account = self.accounts.get((step, attempt), {}).get(member.number)
+        return 0.0 if account is None else account.change
 
     def check_law(self, accounts):
         """Nothing is lost in an attempt, or by those that leave with it."""
@@ -689,8 +737,7 @@ class World:
 
         Its part in that, if the others have applied it; else it has ``kept`` everything.
         """
-        attempt, _ = self.attempts.get(step, (0, ()))
-        account = self.accounts.get((step, attempt), {}).get(member.number)
+        account = self.accounts.get((step, member.attempt_of(step)), {}).get(member.number)
         if account is None:
             return kept
         return account.kept if np.isfinite(account.total).all() else before
@@ -709,13 +756,13 @@ def world_of(seed, name):
 
     Four ranks and six steps find the most per second: fewer are cheaper, and violations far rarer.
     """
-    return World(seed, name, steps=6, buddy=seed % 2 == 1, change=0.006, absence=0.008)
+    return World(seed, name, steps=6, buddy=seed % 2 == 1, change=0.006, absence=0.008, alone=0.05)
 
 
 def play(job):
     """Run the worlds of a preset with some seeds; return their changes, and the violations."""
     name, seeds = job
-    changes, returned, violations = 0, Counter(), []
+    changes, seen, violations = 0, Counter(), []
     for seed in seeds:
         world = world_of(seed, name)
         try:
@@ -723,9 +770,9 @@ def play(job):
         except Exception as error:  # an assertion of the world, or what the library raised in it
             why = str(error) or type(error).__name__
             violations.append(f"{name}, seed {seed}: {why}")
-        returned += world.returned
+        seen += world.returned + Counter(forks=world.forks)
     gc.collect()
-    return name, len(seeds), changes, returned, violations
+    return name, len(seeds), changes, seen, violations
 
 
 def start():
@@ -747,16 +794,17 @@ def main():
     jobs = [(name, seeds[i : i + at_once]) for name in names for i in range(0, len(seeds), at_once)]
     played, violations, said = {name: [0, 0, Counter()] for name in names}, [], time.monotonic()
     with get_context("spawn").Pool(given.jobs, start) as pool:
-        for name, count, changes, returned, found in pool.imap(play, jobs):
+        for name, count, changes, seen, found in pool.imap(play, jobs):
             done = played[name]
-            done[0], done[1], done[2] = done[0] + count, done[1] + changes, done[2] + returned
+            done[0], done[1], done[2] = done[0] + count, done[1] + changes, done[2] + seen
             violations += found
             for violation in found:
                 print(violation, flush=True)
             if done[0] == len(seeds):
                 print(
                     f"{name}: {len(seeds)} orders, {done[1]} changes of the group, returned: "
-                    f"{done[2]['current']} current, {done[2]['stale']} stale",
+                    f"{done[2]['current']} current, {done[2]['stale']} stale, "
+                    f"{done[2]['forks']} after a step that it had applied alone",
                     flush=True,
                 )
             if time.monotonic() > said + 5:

@@ -36,6 +36,17 @@ def test_members_return_from_absences_as_stale_and_as_current():
     assert returned["stale"] > 10 and returned["current"] > 10, returned
 
 
+@pytest.mark.parametrize("buddy", [False, True], ids=["", "copies"])
+@pytest.mark.parametrize("name", ["budgeted", "dense", "quantised"])
+def test_a_step_that_one_rank_applied_alone_is_taken_back(name, buddy):
+    forks = 0
+    for seed in range(40):
+        world = World(seed, name, steps=6, alone=0.5, absence=0.01, buddy=buddy)
+        world.run()
+        forks += world.forks
+    assert forks > 0
+
+
 def test_a_copy_lacks_about_one_gradient():
     """Residuals grow here to several gradients; a copy lacks the last one, and what rounding has left."""
     gradient, lacked, residuals = (256 * 24) ** 0.5, [], []
@@ -75,9 +86,16 @@ def test_residuals_are_dealt_by_those_that_leave():
         # the one that has committed is behind: what it knows counts, its weights do not
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
         ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
+        # one has applied a step that the others did again, in a later group
+        ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(5, 4, 0, 0, 0, 1, 0, 7)], 5, {1}, set(), {0}),
+        ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 4, {1}, set(), {0}),
+        # one has trained on alone: no past of equal ranks is that far behind
+        ([Entry(6, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 6, {0}, set(), {1}),
     ],
 )
-def test_the_furthest_step_with_whole_weights_holds(entries, step, current, commits, stale):
+def test_the_furthest_step_of_the_latest_group_with_whole_weights_holds(
+    entries, step, current, commits, stale
+):
     verdict = judge(entries)
     found = verdict.step, set(verdict.current), set(verdict.commits), set(verdict.stale)
     assert found == (step, current, commits, stale)

@@ -162,8 +162,13 @@ class Attendance:
         Returns:
             Another rank's copy, if this one was behind.
         """
-        members = self.members
+        members, reached = self.members, self.reducer.step
         while not members.left:
+            if self.reducer.step < reached:
+                raise PeerError(
+                    f"step {reached - 1}: the others do it again without this rank, which has applied it "
+                    "alone; take the weights from one of them"
+                )
             try:
                 if run(members.end(whole=self._has_copy())):
                     break
@@ -239,7 +244,8 @@ class Attendance:
         while True:
             self.group.comm.regroup(quorum.rank, quorum.number, quorum.endpoints)
             try:
-                verdict = run(self.members.call_the_roll(quorum.number, quorum.names))
+                rolling = self.members.call_the_roll(quorum.number, quorum.names, quorum.serial)
+                verdict = run(rolling)
                 break
             except CommunicationError as error:
                 quorum = self._again(error)

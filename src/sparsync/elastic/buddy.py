@@ -21,27 +21,28 @@ exchange has rounded away, and is not copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.residual import Residual
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Coo, LloydMax
 
-__all__ = ["Buddy"]
+__all__ = ["Buddy", "Copied"]
 
 _CODEC: Final = LloydMax(bits=2)
 _KNOWN: Final = 100  # absent ranks whose copies were taken over that are remembered
 _NONE: Final = (-1, 0)  # no step, by no group
 
 
-class _Step(NamedTuple):
-    """One exchange of the open step, and its result."""
+class Copied(NamedTuple):
+    """What one attempt at a step has exchanged for the copies."""
 
     group: tuple[int, ...]  # its ranks' numbers
     ring: list[int]  # those that stay
@@ -52,6 +53,59 @@ class _Step(NamedTuple):
 
 
 @final
+class _Change:
+    """``copy <- factor (copy + payload) - delivered`` of every unit, and its inverse.
+
+    Zeros without a payload, or where all was delivered; None stands for them.
+    """
+
+    def __init__(
+        self,
+        copies: list[Tensor | None],
+        payloads: Sequence[Tensor],
+        delivered: Sequence[SparseVector | None],
+        factor: float,
+    ) -> None:
+        self.before, self.payloads, self.factor = copies, payloads, factor
+        self.delivered = delivered if payloads else [None] * len(copies)
+
+    def make(self, residuals: Sequence[Residual]) -> list[Tensor | None]:
+        """Return the copies afterwards, most of them changed in place."""
+        after = list[Tensor | None]()
+        for unit, vector in enumerate(self.delivered):
+            copy = None
+            if vector is not None:
+                copy = self.before[unit]
+                copy = torch.zeros_like(residuals[unit].accumulated) if copy is None else copy
+                _CODEC.decode_to(self.payloads[unit].to(copy.device), copy, add=True)
+                if self.factor != 1.0:
+                    copy.mul_(self.factor)
+                vector.to(copy.device).subtract_from_(copy)
+            after.append(copy)
+        return after
+
+    def undo(self) -> list[Tensor | None]:
+        """Return the copies before, but for rounding."""
+        for unit, vector in enumerate(self.delivered):
+            if vector is not None and (copy := self.before[unit]) is not None:
+                copy.neg_()
+                vector.to(copy.device).subtract_from_(copy)
+                copy.div_(self.factor)
+                _CODEC.decode_to(self.payloads[unit].to(copy.device), copy, add=True)
+                copy.neg_()
+        return self.before
+
+
+class _Concluded(NamedTuple):
+    """The last step's change, and what was before."""
+
+    fields: dict[str, Any]
+    mine: _Change
+    theirs: _Change
+    takes: bool  # the ward's copy was taken over
+
+
+@final
 class Buddy:
     """Both ends of a rank's copies: of its own residual, which its keeper has, and of its ward's.
 
@@ -59,6 +113,7 @@ class Buddy:
         keepers: of the ranks that applied the last step and stay, by number: their keepers.
         taken: absent ranks whose copies were taken over.
         exposed: norm of the part of the residual that the keeper does not have; None: it has nothing.
+        copied: what the last attempt at the open step has exchanged.
 
     Memory: two buffers of n elements, one of which equals the keeper's; none where all is delivered.
     """
@@ -78,7 +133,8 @@ class Buddy:
         self._rest: list[Tensor] | None = None  # the payloads of the open step, by unit
         self._started: tuple[int, int] | None = None  # the step and group they were sent in
         self._sending: list[Operation] = []
-        self._step: _Step | None = None
+        self.copied: Copied | None = None
+        self._concluded: _Concluded | None = None
 
     # ---- the open step -----------------------------------------------------------------------------
 
@@ -124,7 +180,7 @@ class Buddy:
         mine = [one if isinstance(one, SparseVector) else None for one in whole]
         self._leaves_some = any(one is not None for one in mine)
         if not keeper:
-            self._step = _Step(tuple(group), ring, [], [], [])
+            self.copied = Copied(tuple(group), ring, [], [], [])
             return
         above, below = group.index(keeper), group.index(ward)
         residuals = self.reducer.residuals
@@ -151,7 +207,7 @@ class Buddy:
         for operation in self._sending:
             await operation
         self._sending.clear()
-        self._step = _Step(tuple(group), ring, delivered, payloads, subtract)
+        self.copied = Copied(tuple(group), ring, delivered, payloads, subtract)
 
     def _mark(self, other: int, *has: bool) -> Tensor:
         """Return whose copy this rank has, or who has its own, and of when it is."""
@@ -173,27 +229,42 @@ class Buddy:
 
     # ---- when it is applied ------------------------------------------------------------------------
 
-    def conclude(self, step: int, attempt: int) -> None:
-        """Bring the copies to the end of a step that was applied, and take over those of absent ranks."""
-        this, factor = self._step, self.reducer.scale / self._scale
+    def conclude(self, step: int, attempt: int, copied: Copied | None = None) -> None:
+        """Bring the copies to the end of a step that was applied, and take over those of absent ranks.
+
+        ``copied`` is what the attempt that was applied has exchanged, by default the last one.
+        """
+        this, factor, own = copied or self.copied, self.reducer.scale / self._scale, self._own
         assert this is not None
-        own = self._own
-        for absent, keeper in self.keepers.items():
-            if absent not in this.group and keeper in this.ring:
-                self.taken[absent] = None
-                if keeper == own:
-                    self._add(self._theirs, factor)
-        for present in this.group:
-            self.taken.pop(present, None)
-        while len(self.taken) > _KNOWN:
-            del self.taken[next(iter(self.taken))]
+        names = "keepers", "taken", "_applied", "_scale", "_keeper", "_ward", "_rest"
+        fields = {name: getattr(self, name) for name in names}
+        lost = [one for one in self.keepers if one not in this.group]
+        lost = [one for one in lost if self.keepers[one] in this.ring]
+        if takes := own in [self.keepers[one] for one in lost]:
+            self._add(self._theirs, factor)
+        taken = [one for one in [*self.taken, *lost] if one not in this.group]
+        self.taken = dict.fromkeys(taken[-_KNOWN:])
         rest = self._rest if this.delivered and self._rest is not None else []
-        self._follow(self._mine, rest, this.delivered, factor)
-        self._follow(self._theirs, this.payloads, this.subtract, factor)
+        mine = _Change(self._mine, rest, this.delivered, factor)
+        theirs = _Change(self._theirs, this.payloads, this.subtract, factor)
+        residuals = self.reducer.residuals
+        self._mine, self._theirs = mine.make(residuals), theirs.make(residuals)
+        self._concluded = _Concluded(fields, mine, theirs, takes)
         self._keeper, self._ward = _neighbours(this.ring, own)
         self.keepers = {one: _neighbours(this.ring, one)[0] for one in this.ring}
         self._applied, self._scale = (step, attempt), self.reducer.scale
-        self._step = self._rest = self._started = self.exposed = None
+        self.copied = self._rest = self._started = self.exposed = None
+
+    def take_back(self) -> None:
+        """Undo the last ``conclude``: others have not applied that step."""
+        if self._concluded is None:
+            return
+        fields, mine, theirs, takes = self._concluded
+        self._mine, self._theirs, self._concluded = mine.undo(), theirs.undo(), None
+        for name, value in fields.items():
+            setattr(self, name, value)
+        if takes:
+            self._add(self._theirs, -self.reducer.scale / self._scale)
 
     def known(self) -> list[int]:
         """Return what a rank that was away is told: two counts, pairs of the keepers, absent ranks."""
@@ -209,33 +280,13 @@ class Buddy:
             self._add(self._mine, -self.reducer.scale / self._scale)
             self._mine = [None] * len(self._mine)
         self._keeper = self._ward = 0  # copies begin again with the next step that is applied
-        self._rest = self._started = self.exposed = None
+        self._rest = self._started = self.exposed = self._concluded = None
 
     def _add(self, copies: Sequence[Tensor | None], factor: float) -> None:
         """Add copies to this rank's residual, multiplied."""
         for residual, copy in zip(self.reducer.residuals, copies, strict=True):
             if copy is not None:
                 residual.add(slice(None), copy * factor)
-
-    def _follow(
-        self,
-        copies: list[Tensor | None],
-        payloads: Sequence[Tensor],
-        delivered: Sequence[SparseVector | None],
-        factor: float,
-    ) -> None:
-        """``copy <- copy + payload - delivered``; zeros without a payload, or where all was delivered."""
-        for unit, residual in enumerate(self.reducer.residuals):
-            vector, copy = delivered[unit] if payloads else None, copies[unit]
-            if vector is None:
-                copies[unit] = None
-                continue
-            if copy is None:
-                copy = copies[unit] = torch.zeros_like(residual.accumulated)
-            _CODEC.decode_to(payloads[unit].to(copy.device), copy, add=True)
-            if factor != 1.0:
-                copy.mul_(factor)
-            vector.to(copy.device).subtract_from_(copy)
 
 
 def _neighbours(ring: Sequence[int], own: int) -> tuple[int, int]:

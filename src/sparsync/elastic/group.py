@@ -42,6 +42,7 @@ class Quorum(NamedTuple):
     """The members of a quorum as this rank sees them."""
 
     number: int  # > 0, another one for every change
+    serial: int  # grows with every change that a lighthouse has seen
     rank: int
     names: tuple[str, ...]
     exchanges: list[str]
@@ -181,7 +182,9 @@ class ElasticGroup(ProcessGroup):
                     sys.stderr.write(f"sparsync: {misfit}; they are left out\n")
                 self._said, misfit = misfit, ""
         told = json.dumps([opts.uuid, *fitting])
-        self.quorum = Quorum(number_of(told) or 1, rank, names, exchanges, copies, misfit)
+        self.quorum = Quorum(
+            number_of(told) or 1, opts.uuid, rank, names, exchanges, copies, misfit
+        )
         return Done(None)
 
     def _misfit(self, peer: Mapping[str, Any]) -> str:

@@ -13,25 +13,32 @@ ends what the others wait for, and whoever is left meets in a new group, where t
 So a step is applied by all that are left or by none, its gradients count once, and residuals are those of
 the ranks that took part.  A rank that is killed takes its residual along, unless another one keeps a copy
 (``buddy``).
+
+A rank that has committed and is cut off may find on return that the others did the step again without it.
+The past of the latest group holds; the rank takes back what it had delivered, and fetches the weights.  For
+that it remembers its part in the last step, in every attempt that was complete here.  This is exact while
+every group has a rank of the last one that applied a step, as it has if all have more than half of the
+ranks.  With fewer, two pasts can grow apart by many steps; weights are equal all the same, but of the
+past that is given up only the last step is taken back.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from sparsync.elastic.buddy import Buddy
+from sparsync.elastic.buddy import Buddy, Copied
 from sparsync.errors import CheckpointError, CommunicationError, ConfigurationError
 from sparsync.feedback.agreement import number_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
-from sparsync.sparse import DenseVector
+from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Ledger, Raw
@@ -39,6 +46,7 @@ from sparsync.transports.ledger import Ledger, Raw
 __all__ = ["Entry", "Members", "Verdict", "judge"]
 
 _PAST: Final = 32  # changes of the group that a rank may have missed
+_ATTEMPTS: Final = 8  # at one step, whose part of this rank is remembered
 _MEASURED: Final = 10  # steps between measurements of the residual's norm
 
 
@@ -54,6 +62,7 @@ class Entry(NamedTuple):
     leaves: int  # 1: its residual is dealt in the next step; 2: it was, and it leaves after the next one
     set_up: int  # a digest of everything that must be equal on all ranks
     clock: int = 0  # where its training is, for those that are stale
+    view: int = 0  # serial number of the last group whose roll was complete here
 
 
 class Verdict(NamedTuple):
@@ -79,8 +88,9 @@ class Verdict(NamedTuple):
 def judge(entries: Sequence[Entry]) -> Verdict:
     """Say who goes on, who commits first, and who is stale.
 
-    The furthest step holds that a rank with whole weights can go on with; of several pasts that led there
-    (before the first step: of several weights) that of most ranks, and of as many that of the lowest.
+    Of all pasts that end with whole weights, at most one step before the furthest of them, that of the
+    latest group holds; of several, the furthest; of several that led there (before the first step: of
+    several weights) that of most ranks, and of as many that of the lowest.
 
     Raises:
         CheckpointError: those that had the weights are gone; a rank with fresh ones does not begin again.
@@ -103,15 +113,39 @@ def judge(entries: Sequence[Entry]) -> Verdict:
         stale = set(range(len(entries))) - there - commits
         sets = frozenset(current), frozenset(commits), frozenset(stale)
         if current:
-            verdicts.append(Verdict(step, *sets, min(current), min(there)))
-    chosen = max(verdicts, key=lambda v: (v.step, len(v.current), -v.donor), default=None)
+            view = max(entries[rank].view for rank in there | commits)
+            verdicts.append((view, Verdict(step, *sets, min(current), min(there))))
+    reached = max((verdict.step for _, verdict in verdicts), default=0)
+    _, chosen = max(
+        ((view, verdict) for view, verdict in verdicts if verdict.step >= reached - 1),
+        key=lambda one: (one[0], one[1].step, len(one[1].current), -one[1].donor),
+        default=(0, None),
+    )
     furthest = max(entry.step for entry in entries)
-    if chosen is None or chosen.step < furthest - 1:
+    if chosen is None or reached < furthest - 1:
         raise CheckpointError(
             f"the ranks that had the weights of step {furthest} are gone, and those that are left "
             f"({len(entries)}) do not have them; load a checkpoint"
         )
     return chosen
+
+
+class _Part(NamedTuple):
+    """What an attempt at a step changes in this rank's residuals, if it is applied."""
+
+    minus: list[Vector]  # by unit; nothing: all have refused it
+    plus: list[tuple[int, slice, Tensor]]  # dealt by ranks that leave
+    deals: bool  # this rank leaves: what is left of its residuals goes to others
+    copies: Copied | None
+    scale: float  # of the reducer
+
+
+class _Last(NamedTuple):
+    """The last step that is closed here."""
+
+    step: int
+    attempt: int  # that was applied; 0: none
+    parts: dict[int, _Part]  # by attempt, of all that were complete here
 
 
 @final
@@ -147,7 +181,9 @@ class Members:
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
         self.behind = self.ready = self.leaving = self.left = False
         # (step, attempt) since which steps were committed by it; the first is of the weights alone
-        self._past, self._prepared = [(-1, start)], 0
+        self._past, self._prepared, self._view = [(-1, start)], 0, 0
+        self._parts: dict[int, _Part] = {}  # in the open step, of attempts before the present one
+        self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # the residual was dealt
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
@@ -155,6 +191,7 @@ class Members:
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
         self._norm = 0.0
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
+        self._delivered: list[Vector] = []  # in the attempt that is prepared, by unit
         self._dealt: list[tuple[int, slice, Tensor]] = []  # of ranks that leave with the open step
         self._events: list[dict[str, Any]] = []
 
@@ -178,7 +215,8 @@ class Members:
         Raises:
             CommunicationError: somebody's vote did not come.
         """
-        self._prepared = self.attempt
+        self._prepared, reduced = self.attempt, self.reducer.reduced
+        self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self.ready) and leaves < 2
         if self.reducer.step % _MEASURED == 0 or not self._norm:
@@ -208,6 +246,9 @@ class Members:
         if arrived:
             self.behind = self.ready = False
         self.left = self._spent
+        part = self._applied() if applied else _Part([], [], False, None, 1.0)
+        self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
+        self._parts, self._delivered = {}, []
         self._hand_over()
         if self.buddy and applied:
             self.buddy.conclude(step, self._prepared)
@@ -229,6 +270,22 @@ class Members:
         for unit, where, values in self._dealt:
             self.reducer.residuals[unit].add(where, values)
         self._dealt = []
+
+    def _applied(self) -> _Part:
+        """Return this rank's part in the step that is applied, for ``_take_back``; copies nothing."""
+        minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
+        for unit, residual in enumerate(self.reducer.residuals):
+            delivered = self._delivered[unit]
+            if delivered.values is residual.accumulated:
+                former = spare.minus[unit].values if spare and spare.minus else None
+                delivered = DenseVector(residual.renew(former))
+            if self.deals:
+                rest = residual.value
+                all_of_it = delivered.to_dense()
+                delivered = DenseVector(all_of_it if rest is None else all_of_it + rest)
+            minus.append(delivered)
+        copies = self.buddy.copied if self.buddy else None
+        return _Part(minus, self._dealt, self.deals, copies, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
         """Tell whether all are at the end, and have ``whole`` weights; those behind may still fetch them.
@@ -299,10 +356,11 @@ class Members:
 
     # ---- a change ----------------------------------------------------------------------------------
 
-    async def call_the_roll(self, attempt: int, names: Sequence[Hashable]) -> Verdict:
+    async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
         """Find out, in a new group of ranks with these names, who goes on with which step.
 
-        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.
+        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.  ``serial``
+        grows with every group, unless the lighthouse begins again.
 
         Raises:
             CommunicationError: somebody is gone again: meet once more.
@@ -314,7 +372,8 @@ class Members:
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
         prepared, behind = self._prepared, int(self.behind)
-        mine = Entry(reducer.step, history, prepared, behind, leaves, self._set_up, self.clock)
+        place = history, prepared, behind, leaves, self._set_up, self.clock, self._view
+        mine = Entry(reducer.step, *place)
         told = await comm.allgather(torch.tensor(mine, dtype=torch.int64), "roll")
         entries = [Entry(*row.tolist()) for row in told]
         verdict = judge(entries)
@@ -332,20 +391,22 @@ class Members:
             name: row[3:] for name, row in zip(self._names, self._present.tolist(), strict=False)
         }
         self._note(tuple(names), verdict)
-        await self._brief(comm, verdict, {rank: entries[rank].step for rank in verdict.stale})
-        rows = [
-            (
-                rank in verdict.current and entry.leaves < 2,
-                entry.leaves,
-                verdict.donor,
-                *norms.get(names[rank], (0, 0)),
-            )
-            for rank, entry in enumerate(entries)
-        ]
+        await self._brief(comm, verdict)
+        applied = [*self._past]
+        if comm.rank in verdict.commits:
+            applied.append((verdict.step - 1, self._prepared))
+        rows = []
+        for rank, entry in enumerate(entries):
+            leaves = entry.leaves
+            if leaves == 2 and _attempt_of(entry.step - 1, applied, verdict.step) != entry.history:
+                leaves = 1  # the step in which its residual was dealt does not hold
+            counts = rank in verdict.current and leaves < 2
+            rows.append((counts, leaves, verdict.donor, *norms.get(names[rank], (0, 0))))
         self._next = torch.tensor(rows, dtype=torch.float64)
         self.newcomers = {}
+        self._view = max(serial, 1 + max(entry.view for entry in entries))
         if comm.rank not in verdict.commits:
-            self._prepared = 0
+            self._set_aside()
             self.go_on()
         return verdict
 
@@ -356,53 +417,111 @@ class Members:
         self._norm = 0.0  # the next vote tells the new group
         self.reducer.regroup()
 
-    async def _brief(self, comm: Communicator, verdict: Verdict, stale: Mapping[int, int]) -> None:
-        """Tell those that are stale, whose open steps are given, what the state of the exchange is."""
+    async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
+        """Tell those that are stale what the state of the exchange is."""
         reducer, shares = self.reducer, self.reducer.plan.shares
         if comm.rank == verdict.there:
             key = -1 if shares.key is None else shares.key
             past = [number for pair in self._past for number in pair]
             past += past[-2:] * (_PAST - len(self._past))
-            for rank, step in sorted(stale.items()):
-                runs = [attempt for since, attempt in self._past if since <= step < verdict.step]
-                by = runs[-1] if runs else 0
-                numbers = [verdict.step, by, *past, reducer.skipped, key, *shares.quotas]
+            for rank in sorted(verdict.stale):
+                numbers = [verdict.step, *past, reducer.skipped, key, *shares.quotas]
                 known = self.buddy.known() if self.buddy else []
                 for told in ([*numbers, len(known)], known):
                     raw = torch.tensor(told, dtype=torch.int64).view(torch.uint8)
                     await comm.isend(raw, rank, "brief", Raw("control"))
-        elif comm.rank in stale:
-            count = 5 + 2 * _PAST + len(reducer.units)
-            step, by, *rest, more = await _numbers_from(comm, verdict.there, count)
+        elif comm.rank in verdict.stale:
+            count = 4 + 2 * _PAST + len(reducer.units)
+            step, *rest, more = await _numbers_from(comm, verdict.there, count)
             known = await _numbers_from(comm, verdict.there, more)
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
-            applied = self._prepared != 0 and self._prepared == by  # by others, meanwhile
-            broken = [self._is_broken(unit, applied=applied) for unit in range(len(reducer.units))]
-            refused = applied and any(broken)  # by all
-            for unit, residual in enumerate(reducer.residuals):
-                if refused or broken[unit]:
-                    residual.restore()
-                elif applied:
-                    residual.retain(reducer.reduced[unit].delivered)
-                else:
-                    residual.keep()
-            if applied and not refused:
-                self._hand_over()
-                if self.buddy:
-                    self.buddy.conclude(reducer.step, by)
+            self._past = list(dict.fromkeys(zip(past[::2], past[1::2], strict=True)))
+            self._adopt(step)
             if self.buddy:
                 self.buddy.return_to(known, _number(self._names[comm.rank]))
-            pairs = zip(past[::2], past[1::2], strict=True)
-            self.behind, self._past = True, list(dict.fromkeys(pairs))
+            self.behind = True
             reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
             reducer.step, reducer.skipped = step, skipped
             reducer.comm.ledger.begin_step(step)
 
-    def _is_broken(self, unit: int, *, applied: bool) -> bool:
-        """Tell whether there is NaN or Inf in what was applied, or else in what was accumulated."""
-        residual = self.reducer.residuals[unit]
-        whole = self.reducer.reduced[unit].total if applied else DenseVector(residual.accumulated)
-        return whole.first_nonfinite(residual.accumulated.dtype) is not None
+    # ---- another past ------------------------------------------------------------------------------
+
+    def _set_aside(self) -> None:
+        """Remember this rank's part in the attempt that is prepared: somebody may have applied it."""
+        if self._prepared:
+            reducer, minus, plus = self.reducer, list[Vector](), [*self._dealt]
+            if any(
+                self._is_broken(reducer.reduced[unit].total) for unit in range(len(reducer.units))
+            ):
+                plus = []
+            else:
+                for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
+                    if self.deals or delivered.values is residual.accumulated:
+                        delivered = DenseVector(residual.accumulated.clone())
+                    minus.append(delivered)
+            copies = self.buddy.copied if self.buddy else None
+            while len(self._parts) >= _ATTEMPTS:
+                del self._parts[next(iter(self._parts))]
+            self._parts[self._prepared] = _Part(minus, plus, self.deals, copies, reducer.scale)
+        self._prepared, self._delivered = 0, []
+
+    def _adopt(self, step: int) -> None:
+        """Close the open step; bring residuals to the past of the others, who are at ``step``."""
+        reducer, last = self.reducer, self._last
+        self._set_aside()
+        by = _attempt_of(reducer.step, self._past, step) or 0
+        part = self._parts.get(by)
+        for residual in reducer.residuals:
+            refused = part is not None and not part.minus
+            broken = part is None and self._is_broken(DenseVector(residual.accumulated))
+            if refused or broken:
+                residual.restore()
+            else:
+                residual.keep()
+        if part is not None:
+            self._apply(part, reducer.step, by)
+        else:
+            holds = _attempt_of(last.step, self._past, step)
+            if holds is not None and holds != last.attempt:
+                self._take_back(last.parts.get(last.attempt))
+                self._apply(last.parts.get(holds), last.step, holds)
+                self._last = last = last._replace(attempt=holds)
+        if step > reducer.step:
+            self._last, self._parts = _Last(reducer.step, by, self._parts), {}
+        elif step < reducer.step:
+            self._parts = last.parts if step == last.step else {}
+            self._last = _Last(-1, 0, {})
+
+    def _apply(self, part: _Part | None, step: int, attempt: int) -> None:
+        """Bring residuals, and copies, to the end of a step that others have applied."""
+        if part is None or not part.minus:
+            return
+        for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
+            residual.add(slice(None), -vector.to_dense())
+        for unit, where, values in part.plus:
+            self.reducer.residuals[unit].add(where, values)
+        self._spent = self._spent or part.deals
+        if self.buddy:
+            self.buddy.conclude(step, attempt, part.copies)
+
+    def _take_back(self, part: _Part | None) -> None:
+        """Undo this rank's part in a step, which others have not applied."""
+        if part is None or not part.minus:
+            return
+        if self.buddy:
+            self.buddy.take_back()
+        factor = self.reducer.scale / part.scale
+        for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
+            residual.add(slice(None), factor * vector.to_dense())
+        for unit, where, values in part.plus:
+            self.reducer.residuals[unit].add(where, -factor * values)
+        self._spent = self._spent and not part.deals
+
+    def _is_broken(self, vector: Vector) -> bool:
+        """Tell whether there is NaN or Inf in what was exchanged or accumulated."""
+        return vector.first_nonfinite(self.reducer.residuals[0].accumulated.dtype) is not None
+
+    # ---- what is told ------------------------------------------------------------------------------
 
     def _note(self, names: tuple[Hashable, ...], verdict: Verdict) -> None:
         """Keep who came and who went, for ``state``."""
@@ -443,6 +562,18 @@ class Members:
             "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
             "changes": [dict(event) for event in self._events],
         }
+
+
+def _attempt_of(step: int, past: Sequence[tuple[int, int]], end: int) -> int | None:
+    """Return the attempt that committed a step of a past; 0 from ``end`` on; None: it is too long ago.
+
+    Example:
+        >>> [_attempt_of(step, [(3, 7), (5, 9)], end=8) for step in (2, 3, 4, 7, 8)]
+        [None, 7, 7, 9, 0]
+    """
+    if step >= end:
+        return 0
+    return next((attempt for since, attempt in reversed(past) if since <= step), None)
 
 
 def _number(name: Hashable) -> int:

@@ -129,6 +129,14 @@ class Residual:
         self.accumulated[where] += values
         self.empty = False
 
+    def renew(self, buffer: Tensor | None = None) -> Tensor:
+        """Return the buffer, all of which was delivered, and go on with another one, between steps."""
+        delivered = self.accumulated
+        if buffer is None or buffer.shape != delivered.shape or buffer is delivered:
+            buffer = torch.empty_like(delivered)
+        self.accumulated = buffer
+        return delivered
+
     def restore(self) -> None:
         """Undo the open step, bit for bit; the gradients of it are zeroed."""
         for piece in self._pieces:

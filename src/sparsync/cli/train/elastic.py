@@ -256,8 +256,14 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill a rank that contributes, if others do, too, and start it again."""
-        counted = {rank for step in sorted(self.applied)[-3:-1] for rank in self._counted(step)}
+        """Kill a rank that has contributed since it was started, if another one has; start it again."""
+        started = {rank: when for when, rank in self.starts}
+        counted = {
+            rank
+            for step in sorted(self.applied)[-3:-1]
+            for rank in self._counted(step)
+            if self.applied[step][rank].when > started[rank]
+        }
         living = sorted(counted - self.ended.keys())
         if len(living) < 2:
             return

@@ -15,10 +15,10 @@ the ranks that took part.  A rank that is killed takes its residual along, unles
 (``buddy``).
 
 A rank that has committed and is cut off may find on return that the others did the step again without it.
-The past of the latest group holds; the rank takes back what it had delivered, and fetches the weights.  For
-that it remembers its part in the last step, in every attempt that was complete here.  This is exact while
-every group has a rank of the last one that applied a step, as it has if all have more than half of the
-ranks.  With fewer, two pasts can grow apart by many steps; weights are equal all the same, but of the
+The past of the latest group holds; the rank takes back what it had delivered, and fetches the weights.
+For that it remembers its part in the last step, in every attempt that was complete here.  This is exact
+while every group has a rank of the last one that applied a step, as it has if all have more than half of
+the ranks.  With fewer, two pasts can grow apart by many steps; weights are equal all the same, but of the
 past that is given up only the last step is taken back.
 """
 
@@ -359,8 +359,8 @@ class Members:
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
         """Find out, in a new group of ranks with these names, who goes on with which step.
 
-        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.  ``serial``
-        grows with every group, unless the lighthouse begins again.
+        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.
+        ``serial`` grows with every group, unless the lighthouse begins again.
 
         Raises:
             CommunicationError: somebody is gone again: meet once more.

@@ -266,15 +266,18 @@ class Member:
                 self.ends.give_up()
                 job, ends = await self.world.ask(self, failed=True)
                 continue
-            stale = self.ends.rank in verdict.stale
+            world, step, stale = self.world, verdict.step - 1, self.ends.rank in verdict.stale
+            if job == len(world.groups) - 1 and step >= 0:
+                commits = self.ends.rank in verdict.commits
+                world.hold(step, self.members._prepared if commits else self.attempt_of(step))
             if stale:
                 self.copied, self.log, self.members.ready = None, [], False
                 self.adopt(was)
                 # its keeper has it now, and it is to have given it up
-                self.given_up = self.world.taken.pop(self.number, 0.0)
+                self.given_up = world.taken.pop(self.number, 0.0)
                 self.before = self.before + self.swapped - self.given_up
             if self.is_outside and job > self.outside:
-                self.world.returned["stale" if stale else "current"] += 1
+                world.returned["stale" if stale else "current"] += 1
                 self.outside = None
             return verdict
 
@@ -283,13 +286,12 @@ class Member:
         world, (step, attempt) = self.world, self.last
         holds = self.attempt_of(step)
         self.swapped = 0.0
-        if holds is not None and holds != attempt:
+        if holds is not None and holds != attempt and step < was:
             self.swapped = world.change_of(self, step, holds) - world.change_of(self, step, attempt)
             world.forks += np.any(world.change_of(self, step, attempt))
             self.last = step, holds
         if self.reducer.step > was:
             self.last = was, self.attempt_of(was)
-        world.hold(self.reducer.step - 1, self.attempt_of(self.reducer.step - 1))
 
     def attempt_of(self, step):
         return _attempt_of(step, self.members._past, self.reducer.step)
@@ -671,8 +673,12 @@ class World:
     def committed(self, member, step, *, applied):
         """A step is committed by one group; all of it was prepared; nothing is lost in it."""
         attempt = member.members._past[-1][1]
-        self.hold(step, attempt)
-        by, self.standing = self.committers[step, attempt], self.groups[attempt]
+        if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
+            self.hold(step, attempt)
+        by = self.committers[step, attempt]
+        holds = self.attempts[step] == attempt  # or it is late, and others have done it again
+        if holds:
+            self.standing = self.groups[attempt]
         accounts = self.accounts[step, attempt]
         assert set(accounts) == set(self.groups[attempt]), "somebody had not prepared"
         mine = accounts[member.number]
@@ -680,12 +686,14 @@ class World:
             by.append(member.number)
             if not member.members.behind or step in self.weights:
                 here = member.weights if not member.members.behind else self.weights[step]
-                self.reached[step, attempt] = self.weights[step + 1] = here
+                self.reached[step, attempt] = here
+                if holds:
+                    self.weights[step + 1] = here
             return
         if not by:
             self.check_law(accounts.values())
         near(member.before, mine.kept, "a residual is wrong")
-        if not by:  # whether or not those that take over live on
+        if not by and holds:  # whether or not those that take over live on
             self.take_over(step, attempt)
         by.append(member.number)
         for absent in mine.taken.keys() & self.residuals.keys():
@@ -694,7 +702,8 @@ class World:
         self.residuals[member.number] = member.before
         if not member.members.behind:
             known = self.reached.setdefault((step, attempt), member.weights)
-            self.weights[step + 1] = known
+            if holds:
+                self.weights[step + 1] = known
             assert np.array_equal(member.weights, known), "replicas differ"
 
     def hold(self, step, attempt):
@@ -740,7 +749,7 @@ class World:
         account = self.accounts.get((step, member.attempt_of(step)), {}).get(member.number)
         if account is None:
             return kept
-        return account.kept if np.isfinite(account.total).all() else before
+        return kept + account.change if np.isfinite(account.total).all() else before
 
 
 def near(found, expected, what):

@@ -42,7 +42,7 @@ _NONE: Final = (-1, 0)  # no step, by no group
 
 
 class Copied(NamedTuple):
-    """What one attempt at a step has exchanged for the copies."""
+    """The copies' part of one attempt at a step, as exchanged."""
 
     group: tuple[int, ...]  # its ranks' numbers
     ring: list[int]  # those that stay

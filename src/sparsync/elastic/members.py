@@ -131,7 +131,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
 
 
 class _Part(NamedTuple):
-    """What an attempt at a step changes in this rank's residuals, if it is applied."""
+    """The changes that an attempt at a step makes in this rank's residuals, if it is applied."""
 
     minus: list[Vector]  # by unit; nothing: all have refused it
     plus: list[tuple[int, slice, Tensor]]  # dealt by ranks that leave

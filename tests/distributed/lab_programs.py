@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ from sparsync.cli.lab import (
 )
 from sparsync.cli.launch import launch
 from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.zmq import mesh
 from tests.unit.zmq_group import forwarded
 
 PORT = 5000
@@ -59,6 +62,23 @@ def meet_behind_a_router() -> list[str]:
     with forwarded(outside, own, [PORT]), sparsync.connect(20, transport="zmq", **settings) as comm:
         total = run(comm.allreduce(torch.ones(3), "sum"))
         return [*comm.mesh.endpoints, f"{total.tolist()}"]
+
+
+def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
+    """Send one that takes many heartbeats; return whether it arrives as it was."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mesh, "HEARTBEAT", heartbeat)
+        patched.setattr(mesh, "PIECE", piece)
+        whole = torch.arange(nbytes).to(torch.uint8)
+        with sparsync.connect(0.5, transport="zmq", interface=local_address()) as comm:
+            if comm.rank:
+                receiving = comm.irecv(0, nbytes, "long", Raw("value"))
+                receiving.wait()
+                assert torch.equal(receiving.result, whole)
+            else:
+                comm.isend(whole, 1, "long", Raw("value")).wait()
+            dist.barrier()  # a rank that has sent all would be gone while the other one waits
+    return True
 
 
 def new_groups_work() -> float:

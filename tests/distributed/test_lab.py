@@ -102,6 +102,18 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
 
 
+@pytest.mark.parametrize("piece", [2**18, 2**30])
+def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
+    """In frames it is not; as one frame it would be."""
+    with Lab(2, "10mbit") as lab:
+        call = programs.pass_a_long_message, 2, 4_000_000, 0.6, piece
+        if piece == 2**18:
+            assert launch(*call, lab=lab, timeout=60.0)
+        else:
+            with pytest.raises(RankError, match=r"gone|ended|within"):
+                launch(*call, lab=lab, timeout=60.0)
+
+
 # ---- links with a distance ------------------------------------------------------------------------
 
 

@@ -28,9 +28,10 @@ def test_the_contract_of_a_communicator_holds(world_size):
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40_000)), min_size=1, max_size=12),
     st.sampled_from([1, 64, 8192]),
     st.sampled_from([100, 10_000, 10**9]),
+    st.sampled_from([1000, 10_000, 10**9]),
 )
-def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy):
-    """Whatever way a payload travels: in the header's frame, apart, or from the tensor's memory."""
+def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy, piece):
+    """Whatever way a payload travels: with the header, apart, in pieces, from the tensor's memory."""
 
     def content(place, size):
         return torch.arange(place, place + size).to(torch.uint8)
@@ -56,6 +57,7 @@ def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mesh, "INLINE", inline)
         patched.setattr(mesh, "ZERO_COPY", zero_copy)
+        patched.setattr(mesh, "PIECE", piece)
         assert together(program, 2) == [True, True]
 
 

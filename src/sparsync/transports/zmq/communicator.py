@@ -252,11 +252,13 @@ class ZmqCommunicator(Communicator):
 class _Wait(Operation):
     """An operation that makes everything advance while it waits.
 
-    Its deadline counts from the first wait on.
+    Its deadline counts from the first wait on, and is a second later for each MiB of a payload whose
+    length is known.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float) -> None:
-        self.mesh, self.timeout = mesh, timeout
+    def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
+        self.mesh = mesh
+        self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
     def wait(self) -> None:
@@ -288,7 +290,7 @@ class _Send(_Wait):
     """A message that ZeroMQ has not taken yet, or whose memory it still reads."""
 
     def __init__(self, mesh: Mesh, link: Link, parcel: Parcel, where: str, timeout: float) -> None:
-        super().__init__(mesh, timeout)
+        super().__init__(mesh, timeout, parcel.length)
         self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
@@ -321,7 +323,7 @@ class Receive(_Wait):
     """Receives, one or several in any order; the result is the payload of the first."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
-        super().__init__(mesh, timeout)
+        super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
         self.ledger, self.claims = ledger, claims
         self._waiting = claims
         self._error: CommunicationError | None = None

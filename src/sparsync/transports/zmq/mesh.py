@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -54,6 +54,9 @@ INLINE: Final = 2**17
 # payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
 # wake-up (a memcpy of 1 MiB takes as long)
 ZERO_COPY: Final = 2**20
+# longer payloads travel in frames of this size: every frame is a sign of life, so that a payload that
+# takes longer than a heartbeat over a slow link does not look like a death
+PIECE: Final = 2**20
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -65,13 +68,16 @@ WATCHED: Final = (
 
 @final
 class Parcel:
-    """A message to be sent: one frame with a short payload after its header, or two frames."""
+    """A message to be sent: one frame with a short payload after its header, or a header and frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
+        self.length = length
         self.frames: list[Any] = [header, view]
         if length <= INLINE:
             self.frames = [header + view if length else header]
+        elif length > PIECE:
+            self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
         self.zero_copy = length >= ZERO_COPY
         self.tracker: zmq.MessageTracker | None = None  # until it is done ZeroMQ reads the payload
         self.accepted = False  # by ZeroMQ
@@ -412,10 +418,14 @@ class Mesh:
                 self.mailboxes.break_off(f"rank {header.source} has given this step up")
             elif header.flags != HELLO:
                 apart, inline = header.flags == APART, len(raw) - HEADER_BYTES
-                body = frames[-1].buffer if apart else raw[HEADER_BYTES:]
-                if len(body) != header.length or len(frames) != 1 + apart or (apart and inline):
+                pieces = [part.buffer for part in frames[1:]] if apart else [raw[HEADER_BYTES:]]
+                if (
+                    sum(map(len, pieces)) != header.length
+                    or (apart and inline)
+                    or (len(frames) > 1 and not apart)
+                ):
                     raise WireFormatError("the frames are not as long as the header says")
-                self._deliver(header, _taken(body))
+                self._deliver(header, _taken(pieces[0]) if len(pieces) == 1 else _joined(pieces))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
         source = header.source
@@ -499,6 +509,16 @@ def _taken(raw: memoryview) -> Tensor:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     payload = torch.frombuffer(raw, dtype=torch.uint8)
     return payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
+
+
+def _joined(pieces: Sequence[memoryview]) -> Tensor:
+    """Make one tensor of a long payload's frames."""
+    whole, at = torch.empty(sum(map(len, pieces)), dtype=torch.uint8), 0
+    into = whole.numpy()
+    for piece in pieces:
+        into[at : at + len(piece)] = piece
+        at += len(piece)
+    return whole
 
 
 def _close(

@@ -141,7 +141,7 @@ def gradients(
     *,
     algorithm: str,
     density: float,
-    beta2: float,
+    beta2: float | None,
     local_clip: float | None,
 ) -> Exchange:
     """Attach a preset to DDP's gradients; ``local_clip``: before the exchange, beside that after it."""
@@ -155,7 +155,7 @@ def gradients(
         transport=Transport(timeout=TIMEOUT),
     )
     optimizers = make_optimizers(model, kind, lr)
-    for group in optimizers[-1].param_groups:
+    for group in optimizers[-1].param_groups if beta2 is not None else ():
         group["betas"] = (group["betas"][0], beta2)
     return Exchange(ddp, optimizers, since(sync.reducer.comm.ledger), "ledger", close=sync.close)
 
@@ -267,11 +267,17 @@ _PUBLISHED_KNOBS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "dense": Method(dense),
+        "dense": Method(dense, optimizers=("adamw", "muon", "sgd")),
         "fp16": Method(dense, {"half": True}),
         **{f"powersgd-r{r}": Method(power_sgd, {"rank": r}, _HOOK_KNOBS) for r in (2, 4, 8)},
         "top-k": Method(gradients, {"algorithm": "allgather", "density": 0.01}, _GRADIENT_KNOBS),
         "budgeted": Method(gradients, {"algorithm": "budgeted", "density": 0.01}, _GRADIENT_KNOBS),
+        # the one line with SGD
+        "gradients": Method(
+            gradients,
+            {"algorithm": "budgeted", "density": 0.01, "beta2": None, "local_clip": None},
+            optimizers=("sgd",),
+        ),
         "1-bit-adam": Method(
             one_bit_adam,
             knobs={"warmup": (0.2, 0.15, 0.25), "block": (256, 2048, 16384)},

@@ -8,7 +8,8 @@ import torch
 
 import sparsync
 from sparsync.averaging import AdaptivePeriod, OuterStep
-from sparsync.cli.train.elastic import ElasticResult, check_kill, write_elastic_plot
+from sparsync.cli.train.elastic import Applied, ElasticResult, _Run, check_kill, write_elastic_plot
+from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 
@@ -22,6 +23,22 @@ def manager():
     group = ElasticGroup(interface="127.0.0.1")
     yield SimpleNamespace(_pg=group, start_quorum=lambda **_: None)
     group.shutdown()
+
+
+def test_nobody_is_killed_while_the_others_have_not_returned():
+    run = _Run(TrainSettings(ranks=3), "budgeted", 1.0, buddy=False)
+    run.starts = [(0.0, rank) for rank in range(3)]
+    for step in range(3):
+        run.applied[step] = {r: Applied(1.0 + step, step, 1, 3, True, 0.0) for r in range(3)}
+    assert run._contributing() == [0, 1, 2]
+    run.starts += [(5.0, 1), (5.1, 2)]  # killed and started again; no step since
+    assert run._contributing() == [0]
+    for step in (3, 4):
+        run.applied[step] = {
+            0: Applied(6.0, step, 2, 1, True, 0.0),
+            1: Applied(6.0, step, 2, 1, False, 0),
+        }
+    assert run._contributing() == [0]  # rank 1 takes part, and is behind
 
 
 @pytest.fixture

@@ -256,15 +256,8 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill a rank that has contributed since it was started, if another one has; start it again."""
-        started = {rank: when for when, rank in self.starts}
-        counted = {
-            rank
-            for step in sorted(self.applied)[-3:-1]
-            for rank in self._counted(step)
-            if self.applied[step][rank].when > started[rank]
-        }
-        living = sorted(counted - self.ended.keys())
+        """Kill a rank that contributes, if others do, too, and start it again."""
+        living = self._contributing()
         if len(living) < 2:
             return
         rank = self.random.choice(living)
@@ -274,6 +267,17 @@ class _Run:
         while self._hear(rank, self.pipes[rank]):
             pass  # what it had said before
         self._start(rank, lab, address)
+
+    def _contributing(self) -> list[int]:
+        """Return the ranks that have contributed to one of the last steps since they were started.
+
+        Those that were killed since are not among them: their weights are gone.
+        """
+        started = {rank: when for when, rank in self.starts}
+        steps = sorted(self.applied)[-3:-1]
+        counted = [one for step in steps for one in self._counted(step).items()]
+        fresh = {rank for rank, one in counted if one.when > started[rank]}
+        return sorted(fresh - self.ended.keys())
 
     def _time_left(self, step: int) -> float:
         """Guess the seconds to the end."""

@@ -1,0 +1,278 @@
+"""Seconds to dense's loss, over rates and round-trip times: every method in every cell of a real network.
+
+    python benchmarks/surface.py --curves     (about 40 minutes: trains what has no curve yet)
+    python benchmarks/surface.py --cells      (about 2 hours; Linux, root; resumes)
+    python benchmarks/surface.py --report     (only writes what is there)
+
+4 ranks train the 8.4 M-parameter GPT of the frontier.  A loss by step does not depend on the network,
+so curves are the frontier's (``frontier/results.jsonl``).  In each cell a method trains for some steps,
+whose seconds and bytes are measured: seconds to the loss are steps to it times seconds per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from frontier.methods import METHODS
+from frontier.report import reached, value_at
+from frontier.results import Results, Row, chosen, comparable, loss_of
+from frontier.training import Run
+from rich.console import Console
+
+from sparsync.cli.launch import RankError
+from sparsync.cli.network import Connection
+
+HERE = Path(__file__).parent
+CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results.jsonl"
+OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
+RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
+RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after so many of its steps
+LONG = 600  # steps of methods that are not there after 300
+BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
+MANY_BYTES: Final = (
+    1.0  # per parameter and step: measured for 10 steps at 10 Mbit/s, the rest for 20
+)
+
+
+class Line(NamedTuple):
+    """A row of the surface."""
+
+    label: str
+    method: str
+    optimizer: str
+    bytes_per_parameter: float  # and step, about
+    steps: int = STEPS
+    ours: bool = False
+
+
+LINES = (
+    Line("dense, AdamW", "dense", "adamw", 6.0),
+    Line("PyTorch's fp16 hook", "fp16", "adamw", 3.0),
+    Line("PyTorch's PowerSGD hook, rank 4", "powersgd-r4", "adamw", 0.1),
+    Line("DiLoCo, H = 30", "diloco-h30", "adamw", 0.2, LONG),
+    Line("DiLoCo, H = 100", "diloco-h100", "adamw", 0.06, LONG),
+    Line("SparseLoCo", "sparseloco", "adamw", 0.003, LONG),
+    Line("attach(model, adamw)", "updates", "adamw", 0.1, ours=True),
+    Line("dense, SGD", "dense", "sgd", 6.0),
+    Line("attach(model, sgd)", "gradients", "sgd", 0.05, ours=True),
+)
+
+
+def networks() -> list[str]:
+    """Return the links of every cell."""
+    return [f"{rate},{rtt}ms" if rtt else rate for rate, rtt in product(RATES, RTTS)]
+
+
+def run_of(line: Line, lr: float) -> Run:
+    """Return a training, with the settings as published."""
+    knobs = METHODS[line.method].untuned
+    return Run("gpt-9m", line.steps, RANKS, BATCH, line.method, line.optimizer, lr, 1, knobs)
+
+
+def train(curves: Results, line: Line) -> None:
+    """Make a method's curve; with SGD at the better of two rates."""
+    for lr in SGD_RATES if line.optimizer == "sgd" else (RATE,):
+        curves.get(run_of(line, lr))
+
+
+def best(curves: Results, line: Line) -> Row | None:
+    """Return a method's finished curve."""
+    rows = comparable(curves.rows, run_of(line, RATE))
+    rows = [row for row in rows if row["knobs"] == METHODS[line.method].untuned]
+    return min(chosen(rows), key=loss_of) if rows else None
+
+
+def time(cells: Results, line: Line, lab: str, lr: float) -> None:
+    """Measure seconds and bytes per step in one cell, in whole periods; a dense phase is 2 steps."""
+    method = METHODS[line.method]
+    knobs = {**method.untuned}
+    period = {**method.settings, **knobs}.get("period", 1)
+    wanted = 10 if line.bytes_per_parameter > MANY_BYTES and lab.startswith("10mbit") else 20
+    steps = -(-wanted // period) * period
+    knobs |= {"start": 2} if knobs.get("start") else {}
+    cells.get(replace(run_of(line, lr), knobs=knobs, lab=lab, steps=steps))
+
+
+class Cell(NamedTuple):
+    """A method on a network."""
+
+    seconds: float  # per step
+    computation: float  # of that
+    sent: float  # bytes per step, by the kernel's count
+    received: float
+    to_goal: float | None  # seconds; None: not reached in the steps that were trained
+    at_least: float  # seconds of those steps
+
+
+def surface(curves: Results, cells: Results) -> dict[tuple[str, str], Cell]:
+    """Return every measured cell by label and network."""
+    found, timed = {}, cells.rows
+    for line in LINES:
+        base = best(curves, Line("", "dense", line.optimizer, 6.0))
+        curve = best(curves, line)
+        if base is None or curve is None:
+            continue
+        steps = reached(curve["curve"], value_at(base["curve"], GOAL))
+        for lab in networks():
+            same = [row for row in timed if _is_of(row, line, lab)]
+            if not same:
+                continue
+            row = same[-1]
+            phase = row["rest"]
+            seconds, before = phase["seconds"], 0.0
+            if row["dense"] is not None:  # the steps before compression begins
+                before = METHODS[line.method].untuned["start"] * (row["dense"]["seconds"] - seconds)
+            found[line.label, lab] = Cell(
+                seconds,
+                row["computation"],
+                phase["sent"],
+                phase["received"],
+                None if steps is None else steps * seconds + before,
+                line.steps * seconds + before,
+            )
+    return found
+
+
+def _is_of(row: Row, line: Line, lab: str) -> bool:
+    asked = {"method": line.method, "optimizer": line.optimizer, "lab": lab, "batch": BATCH}
+    return asked.items() <= row.items()
+
+
+# ---- the report ---------------------------------------------------------------------------------------
+
+
+def seconds_of(cell: Cell | None) -> str:
+    """Write a cell's time to the loss."""
+    if cell is None:
+        return "-"
+    return f"> {cell.at_least:,.0f}" if cell.to_goal is None else f"{cell.to_goal:,.0f}"
+
+
+def write(found: dict[tuple[str, str], Cell]) -> None:
+    """Write the tables."""
+    labs = networks()
+    lines = [
+        f"# Seconds to dense's loss after {GOAL} of {STEPS} steps",
+        "",
+        *(__doc__ or "").split("\n\n")[2:],
+        "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and fp16 "
+        "at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With SGD: "
+        "to dense SGD's loss. `>`: not reached in the steps that were trained. Settings as published, rate "
+        f"{RATE:g} (SGD: the better of {SGD_RATES}); one seed.",
+        "",
+        "![seconds to dense's loss](../docs/images/surface.png)",
+        "",
+        "| method | " + " | ".join(labs) + " |",
+        "|---|" + "---:|" * len(labs),
+    ]
+    for line in LINES:
+        row = [seconds_of(found.get((line.label, lab))) for lab in labs]
+        lines.append(f"| {line.label} | " + " | ".join(row) + " |")
+    lines += ["", "Seconds per step; of it computation; kB sent and received per step:", ""]
+    lines += ["| method | " + " | ".join(labs) + " |", "|---|" + "---:|" * len(labs)]
+    for line in LINES:
+        row = []
+        for lab in labs:
+            cell = found.get((line.label, lab))
+            row.append(
+                "-"
+                if cell is None
+                else f"{cell.seconds:.3g}; {min(1.0, cell.computation / cell.seconds):.0%}; "
+                f"{cell.sent / 1000:,.0f}, {cell.received / 1000:,.0f}"
+            )
+        lines.append(f"| {line.label} | " + " | ".join(row) + " |")
+    OUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def draw(found: dict[tuple[str, str], Cell]) -> None:
+    """Draw how many times faster than dense each method reaches the loss, a panel per method."""
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import TwoSlopeNorm
+
+    shown = [line for line in LINES if any(label == line.label for label, _ in found)]
+    shown = [line for line in shown if line.method != "dense"]
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(2.3 * len(shown) + 1, 3.2), layout="constrained", squeeze=False
+    )
+    for axis, line in zip(axes[0], shown, strict=True):
+        values: list[list[float]] = []
+        base = f"dense, {'SGD' if line.optimizer == 'sgd' else 'AdamW'}"
+        for row, rate in enumerate(RATES):
+            values.append([])
+            for column, rtt in enumerate(RTTS):
+                lab = f"{rate},{rtt}ms" if rtt else rate
+                cell, dense = found.get((line.label, lab)), found.get((base, lab))
+                ratio = (
+                    dense.to_goal / cell.to_goal
+                    if cell and dense and cell.to_goal and dense.to_goal
+                    else float("nan")
+                )
+                values[-1].append(math.log2(ratio))
+                said = "never" if cell and cell.to_goal is None else f"{ratio:.3g} x"
+                axis.text(column, row, said if cell else "-", ha="center", va="center", fontsize=8)
+        norm = TwoSlopeNorm(0.0, -2.0, 6.0)
+        axis.imshow(values, cmap="RdYlGn", norm=norm, aspect="auto")
+        axis.set_title(line.label, fontsize=8, weight="bold" if line.ours else "normal")
+        axis.set_xticks(range(len(RTTS)), [f"{rtt} ms" for rtt in RTTS], fontsize=7)
+        axis.set_yticks(range(len(RATES)), RATES, fontsize=7)
+    figure.suptitle("times faster than dense of the same optimizer to its loss", fontsize=9)
+    figure.savefig(PICTURE, dpi=110)
+    plt.close(figure)
+
+
+def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
+    """Say in which cells our default is the fastest to the loss, and by how much it is not."""
+    said = []
+    for ours in (line for line in LINES if line.ours):
+        others = [line for line in LINES if not line.ours and line.optimizer == ours.optimizer]
+        ratios = {}
+        for lab in networks():
+            mine = found.get((ours.label, lab))
+            times = [found[o.label, lab].to_goal for o in others if (o.label, lab) in found]
+            rest = [seconds for seconds in times if seconds]
+            if mine and mine.to_goal and rest:
+                ratios[lab] = mine.to_goal / min(rest)
+        if ratios:
+            each = ", ".join(f"{lab} {ratio:.2f}" for lab, ratio in ratios.items())
+            said.append(f"{ours.label}: seconds over the best other's: {each}")
+    return said
+
+
+def main() -> None:
+    """Run what is missing, then write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--curves", action="store_true", help="train what has no curve yet")
+    parser.add_argument("--cells", action="store_true", help="measure cells that are not there")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--networks", help="of the cells, with semicolons (default: all)")
+    parser.add_argument("--methods", help="labels, with semicolons (default: all)")
+    given = parser.parse_args()
+    console, curves, cells = Console(stderr=True), Results(CURVES), Results(CELLS)
+    chosen_lines = [
+        line for line in LINES if not given.methods or line.label in given.methods.split(";")
+    ]
+    labs = given.networks.split(";") if given.networks else networks()
+    if given.cells:
+        Connection(lab=labs[0]).prepare()
+    for line in chosen_lines if given.curves else ():
+        train(curves, line)
+    for lab, line in product(labs, chosen_lines) if given.cells else ():
+        curve = best(curves, line)
+        try:
+            time(cells, line, lab, RATE if curve is None else curve["lr"])
+        except RankError as error:  # the other cells are worth their time
+            console.print(f"failed: {line.label} at {lab}: {error}", markup=False)
+    found = surface(curves, cells)
+    write(found)
+    if found:
+        draw(found)
+    Console().print(f"wrote {OUT}", *verdict(found), sep="\n", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -162,7 +162,7 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
         *(__doc__ or "").split("\n\n")[2:],
         "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and fp16 "
         "at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With SGD: "
-        "to dense SGD's loss. `>`: not reached in the steps that were trained. Settings as published, rate "
+        "to dense SGD's loss. `>`: not reached in the steps trained. Settings as published, rate "
         f"{RATE:g} (SGD: the better of {SGD_RATES}); one seed.",
         "",
         "![seconds to dense's loss](../docs/images/surface.png)",

@@ -56,6 +56,13 @@ def test_a_measured_machine_is_used_and_a_named_network_goes_before_it(command, 
     assert named["table"][-1]["seconds_exchange"] < 1e-3
 
 
+def test_a_round_trip_comes_on_top(command):
+    far = [*BERT, "--density", "0.001", "--rtt", "80ms"]
+    assert "40 ms per message" in command("plan", *far)[1]
+    code, _, err = command("plan", *BERT, "--rtt", "80")
+    assert code == 2 and "--rtt '80' is no duration; write it like 80ms" in err
+
+
 def test_one_rank_has_one_sentence(command):
     code, out, _ = command("plan", "--ranks", 1, "--model-size", 1000, "--network", "1gbit,1us")
     assert code == 0 and "1 rank, n = 1,000" in out

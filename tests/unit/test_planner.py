@@ -40,6 +40,18 @@ def test_dense_wins_on_fast_links(density):
     assert made.break_even_bandwidth < 1 / FAST.beta
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 32])
+def test_messages_that_leave_together_share_the_way(ranks):
+    """Far apart, what counts is rounds: two of ``budgeted``, 2 log P of ``halving``."""
+    near = Machine(alpha=50e-6, beta=8e-8)
+    far = replace(near, alpha=near.alpha + 0.04, distance=0.04)
+    for name, rounds in (("budgeted", 2), ("quantised", 2), ("halving", 2 * math.log2(ranks))):
+        times = [plan(VGG, ranks, on, [name], density=0.01).table[0].seconds for on in (near, far)]
+        assert times[1] - times[0] == pytest.approx(0.04 * rounds), name
+    with pytest.raises(ConfigurationError, match=r"distance is 0.1; give at most alpha"):
+        Machine(alpha=0.01, distance=0.1)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     size=st.integers(10**4, 10**9),

@@ -26,7 +26,7 @@ from sparsync.transports.process_group import (
 )
 from sparsync.transports.sim import Links
 
-__all__ = ["TRANSPORTS", "Connection", "parse_network", "transport_of"]
+__all__ = ["TRANSPORTS", "Connection", "parse_network", "parse_seconds", "transport_of"]
 
 _NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
 _UNITS = MappingProxyType(
@@ -65,6 +65,19 @@ def parse_network(text: str) -> Links:
     (rate, bits), (latency, per_second) = found["bandwidth"], found["latency"]
     require(rate > 0, f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
     return Links(alpha=latency / per_second, beta=_BITS_PER_BYTE / (rate * bits))
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Read a duration: a number and ns, us, ms or s.
+
+    Example:
+        >>> parse_seconds("80ms", "--rtt")
+        0.08
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", text.strip().lower())
+    if match is None:
+        raise ConfigurationError(f"{option} {text!r} is no duration; write it like 80ms")
+    return float(match[1]) / _UNITS["latency"][match[2]]
 
 
 def transport_of(comm: Communicator) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.cli.network import parse_network
+from sparsync.cli.network import parse_network, parse_seconds
 from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.collectives.costs import WORD_BYTES
@@ -39,6 +39,9 @@ def command(
     network: Annotated[
         str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")
     ] = None,
+    rtt: Annotated[
+        str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
+    ] = None,
     compute: Annotated[
         float | None, option("Seconds of a forward and backward pass, which hides dense buckets.")
     ] = None,
@@ -60,7 +63,7 @@ def command(
 
     Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
     """
-    here = _machine(machine, network)
+    here = _machine(machine, network, rtt)
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
@@ -115,18 +118,21 @@ def read_machine(file: Path) -> Machine:
         ) from error
 
 
-def _machine(file: Path | None, network: str | None) -> Machine:
-    """Return the measured machine, with the network that was named."""
+def _machine(file: Path | None, network: str | None, rtt: str | None) -> Machine:
+    """Return the measured machine, with the network and the round trip that were named."""
     if file is None and network is None:
         raise ConfigurationError(
             "no network is known; name one, e.g. --network 10gbit,20us, or give --machine FILE, "
             'which "sparsync doctor --json FILE" writes'
         )
     machine = Machine() if file is None else read_machine(file)
-    if network is None:
+    if network is not None:
+        links = parse_network(network)
+        machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
+    if rtt is None:
         return machine
-    links = parse_network(network)
-    return replace(machine, alpha=links.alpha, beta=links.beta)
+    way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
+    return replace(machine, alpha=alone + way, distance=way)
 
 
 def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:

@@ -87,7 +87,9 @@ class Budgeted(Collective):
         pair = self.codec.nbytes(round(mean), width) + self.codec.nbytes(share, width)
         split, gathered = job.k * job.share, job.k / job.world_size
         decoded = 2 * split + _PASSES * job.k
-        return Cost(2 * peers, peers * pair, 0, split + gathered, decoded, turns=2)
+        together = 2 * (peers - 1)
+        work = {"encoded": split + gathered, "decoded": decoded}
+        return Cost(2 * peers, peers * pair, **work, turns=2, together=together)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
         """Return the budget: below Theorem 3.1's words, as indices and values are packed."""

@@ -97,6 +97,7 @@ class Cost:
         decoded: entries that it unpacks and merges.
         dense_bytes: bytes of dense vectors that it adds, or puts in their place.
         turns: times that it works, then waits for entries of others.
+        together: messages that leave at once with another one, and are under way at the same time.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -110,6 +111,7 @@ class Cost:
     decoded: float = 0.0
     dense_bytes: float = 0.0
     turns: float = 0.0
+    together: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -123,9 +125,13 @@ class Cost:
         """Volume in the papers' unit of 4 bytes."""
         return self.nbytes / WORD_BYTES
 
-    def seconds(self, alpha: float, beta: float) -> float:
-        """Return the links' part, at alpha seconds per message and beta per byte (papers: per word)."""
-        return self.messages * alpha + (self.nbytes + self.relayed) * beta
+    def seconds(self, alpha: float, beta: float, distance: float = 0.0) -> float:
+        """Return the links' part, at alpha seconds per message and beta per byte (papers: per word).
+
+        ``distance`` is the part of alpha that messages which leave together share.
+        """
+        latency = self.messages * alpha - self.together * distance
+        return latency + (self.nbytes + self.relayed) * beta
 
 
 def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -> Cost:

@@ -411,7 +411,8 @@ def split_cost(k: float, world_size: int) -> Cost:
     Supposes regions that hold equally many of every rank's entries.
     """
     peers = world_size - 1
-    return Cost(peers, peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size))
+    nbytes = peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size)
+    return Cost(peers, nbytes, together=max(peers - 1, 0))
 
 
 def gather_cost(k: float, world_size: int) -> Cost:

@@ -73,7 +73,8 @@ class Quantised(Collective):
         peers, widest = job.world_size - 1, max(self._widths(job.size, job.world_size))
         sent = 2 * peers * self.codec.nbytes(widest, widest)
         passed = 2 * job.size + 2 * peers * widest
-        return Cost(2 * peers, sent, dense_bytes=WORD_BYTES * passed, turns=2)
+        added, together = WORD_BYTES * passed, 2 * (peers - 1)
+        return Cost(2 * peers, sent, dense_bytes=added, turns=2, together=together)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
         """Return its cost."""

@@ -244,6 +244,7 @@ class Dynamic(StreamCollective):
             decoded=(job.k + entries) * job.share,
             dense_bytes=placed,
             turns=1 + job.rounds,
+            together=peers - 1,
         )
 
     async def total(self, call: Call) -> Vector:

@@ -6,7 +6,7 @@ All ranks work at the same time, so more ranks than cores are seen as slow as th
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -47,6 +47,7 @@ _LEAST, _MOST = 8, 50  # exchanges
 _AHEAD = (
     0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores
 )
+_FAR = 1e-3  # seconds of a way below which what both ends do is most of a message's latency
 _SMALLER = 4  # than what is worked on, so that turns are more than the rest
 
 
@@ -111,8 +112,23 @@ async def calibrate(
     line, links, clocks, sizes = await measure_links(comm, seconds, probe)
     measured = line | await _measure_work(comm, left, probe)
     ahead, rehearsal = clocks[comm.rank].ahead, _REHEARSAL * seconds
-    measured["turn"] = await _measure_turn(comm, _machine(measured), ahead, rehearsal, probe)
-    return Calibration(_machine(measured), _intervals(measured), links, clocks, sizes)
+    machine = _machine(measured)
+    if not _stands_still(comm):
+        machine = replace(machine, distance=_distance(machine.alpha, clocks))
+    measured["turn"] = await _measure_turn(comm, machine, ahead, rehearsal, probe)
+    machine = replace(machine, turn=measured["turn"][0])
+    return Calibration(machine, _intervals(measured), links, clocks, sizes)
+
+
+def _distance(alpha: float, clocks: Sequence[Clock]) -> float:
+    """Return the part of alpha that is the way: half of the fastest round trip, where that is long.
+
+    Example:
+        >>> _distance(0.0411, [Clock(), Clock(0.3, 0.0402)]), _distance(50e-6, [Clock(), Clock(0, 30e-6)])
+        (0.0402, 0.0)
+    """
+    way = median(clock.uncertainty for clock in clocks[1:])
+    return min(alpha, way) if way >= _FAR else 0.0
 
 
 def _machine(measured: Mapping[str, Measured]) -> Machine:

@@ -27,6 +27,8 @@ class Machine:
         select: seconds per element that is accumulated and selected from.
         encode: seconds per entry that is packed.
         decode: seconds per entry that is unpacked and merged.
+        distance: part of alpha: seconds that a message is under way.  Those that leave together share it,
+            where the rest of alpha is spent on each.
         turn: seconds lost where a rank has worked and waits for the entries of others: with more ranks
             than cores, a time slice of the system's; 0 where each has its own.
 
@@ -43,11 +45,16 @@ class Machine:
     encode: float = 3e-9
     decode: float = 6e-9
     turn: float = 0.0
+    distance: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             fits = isinstance(value, int | float) and 0 <= value < math.inf
             require(fits, f"Machine: {name} is {value!r}; give seconds >= 0")
+        shares = self.distance <= self.alpha
+        require(
+            shares, f"Machine: distance is {self.distance!r}; give at most alpha ({self.alpha!r})"
+        )
 
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers."""

@@ -92,7 +92,7 @@ def predict(
     return Prediction(
         collective=algorithm.name,
         seconds_selection=selection,
-        seconds_exchange=cost.seconds(machine.alpha, machine.beta)
+        seconds_exchange=cost.seconds(machine.alpha, machine.beta, machine.distance)
         + cost.dense_bytes * machine.gamma
         + cost.encoded * machine.encode
         + cost.decoded * machine.decode

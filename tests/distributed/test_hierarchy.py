@@ -9,13 +9,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.collectives import quantised
 from sparsync.errors import CommunicationError, PeerError
-from sparsync.integrations import hierarchy
+from sparsync.integrations import hierarchy, sites
 from sparsync.transports.driver import Operation
 from sparsync.units import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -150,6 +150,38 @@ def test_what_cannot_work_is_refused():
     with pytest.MonkeyPatch.context() as patch, refused("LOCAL_WORLD_SIZE", "'3'"):
         patch.setenv("LOCAL_WORLD_SIZE", "3")
         attach(ddp_model(), hierarchy="node")
+
+
+async def _two_sites(_comm):
+    """Stand in for ``time_pairs``: ranks 0 and 2 are at one site, 1 and 3 at another."""
+    return {(a, b): 0.002 if b == a + 2 else 0.04 for b in range(4) for a in range(b)}, 1024
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("exchanged", ["gradients", "updates"])
+def test_sites_found_by_their_links_train_as_a_mesh_of_them_does(exchanged):
+    weights = []
+    for given in ("links", DeviceMesh("cpu", [[0, 2], [1, 3]])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sites, "time_pairs", _two_sites)
+            if exchanged == "gradients":
+                (net, sync), optimizer = on_nodes(hierarchy=given), None
+            else:
+                net, optimizer, sync = updating(algorithm="quantised", hierarchy=given)
+        train(net, range(5), optimizer)
+        sync.finish() if exchanged == "updates" else None
+        assert same_everywhere(flat(net))
+        weights.append(flat(net))
+        sync.close()
+    assert torch.equal(*weights)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_links_that_are_alike_are_measured_and_refused(transport):
+    with pytest.MonkeyPatch.context() as patch, refused("links are alike", "omit hierarchy="):
+        patch.setattr(sites, "_SHORTEST", 10.0)  # however busy this machine is
+        attach(ddp_model(), hierarchy="links", transport=transport)
 
 
 # ---- updates: gradients are averaged in a node, and nodes exchange what its optimizers do -----------

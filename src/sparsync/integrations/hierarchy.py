@@ -27,32 +27,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparsync.errors import CommunicationError, ConfigurationError
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
+from sparsync.integrations.sites import measured_sites
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Parts
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import Piece, Slot, Unit
 
-__all__ = ["Node", "NodeReducer", "nodes_of"]
+__all__ = ["Node", "NodeReducer", "grid_of", "nodes_of"]
 
 _AVERAGE: Final = "node allreduce"
 _SCATTER: Final = "node reduce-scatter"
 _GATHER: Final = "node allgather"
 
 
-def nodes_of(
+def grid_of(
     hierarchy: Any, ranks: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> tuple[list[int], list[int]]:
-    """Return the global ranks of this rank's node, and those of the same place in every node.
+) -> list[list[int]]:
+    """Return the global ranks of every node, ascending.
 
     "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or a mesh of two
     dimensions, (nodes, ranks of a node).
 
     Example:
-        >>> nodes_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "4"})
-        ([0, 1, 2, 3], [0])
+        >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})
+        [[0, 1], [2, 3]]
     """
-    me = dist.get_rank() if dist.is_initialized() else ranks[0]
     if isinstance(hierarchy, DeviceMesh):
         grid = hierarchy.mesh.tolist() if hierarchy.ndim == 2 else None
         if grid is None or sorted(r for node in grid for r in node) != sorted(ranks):
@@ -71,9 +71,19 @@ def nodes_of(
         grid = [list(ranks[start : start + int(size)]) for start in starts]
     else:
         raise ConfigurationError(
-            f"hierarchy is {hierarchy!r}; give 'node', or a mesh (nodes, ranks of a node)"
+            f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"
         )
-    grid = [sorted(node) for node in grid]  # as ranks of a group are
+    return [sorted(node) for node in grid]  # as ranks of a group are
+
+
+def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[list[int], list[int]]:
+    """Return the global ranks of this rank's node, and those of the same place in every node.
+
+    All ranks call it together: for "links" they measure.
+    """
+    given = options.transport.hierarchy
+    grid = measured_sites(options, ranks, groups) if given == "links" else grid_of(given, ranks)
+    me = dist.get_rank()
     (inner,) = [node for node in grid if me in node]
     return inner, [node[inner.index(me)] for node in grid]
 
@@ -96,7 +106,7 @@ class NodeReducer:
     def __init__(
         self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
     ) -> None:
-        inner, outer = nodes_of(options.transport.hierarchy, ranks)
+        inner, outer = nodes_of(options, ranks, groups)
         group = groups.make(inner, backend=None)  # NCCL, where DDP has it
         self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
         options.agree_with(node)
@@ -204,7 +214,7 @@ class Node:
     """
 
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
-        inner, self.peers = nodes_of(options.transport.hierarchy, ranks)
+        inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))

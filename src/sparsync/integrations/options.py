@@ -92,8 +92,8 @@ class Transport:
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
         interface, port_range, advertise: of zmq's sockets: see ``sparsync.connect``.
         hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
-            as many consecutive ranks as the launcher started on a machine; or a mesh (nodes, ranks of a
-            node).
+            as many consecutive ranks as the launcher started on a machine; "links": sites that are
+            found by measuring all links at ``attach``; or a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, which refuse steps together.
             None: all ranks.
     """
@@ -219,6 +219,25 @@ class Options:
         output = apart if self.algorithm.output else ()
         return plan_units(trained, given.unit_bytes, given.compress, output)
 
+    def connect(self, group: dist.ProcessGroup) -> Communicator:
+        """Connect the ranks of a group of their own over the transport that was asked for.
+
+        Raises:
+            PeerError: they ask for different ones, or run different versions.
+        """
+        carried = self.transport
+        # first of all, and over gloo: ranks that differ here may not even compare the same
+        wanted = {
+            "the version of sparsync": _version(),
+            "the version of torch": torch.__version__,
+            "transport": carried.name,
+            "encryption": carried.curve_keys is not None,
+        }
+        run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
+        return connect_group(
+            group, transport=carried.name, timeout=carried.timeout, **carried.sockets
+        )
+
     def reducer(
         self,
         group: dist.ProcessGroup,
@@ -231,18 +250,7 @@ class Options:
         The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
         settings that must be equal.
         """
-        watched, carried = self.monitoring, self.transport
-        # first of all, and over gloo: ranks that differ here may not even compare the same
-        wanted = {
-            "the version of sparsync": _version(),
-            "the version of torch": torch.__version__,
-            "transport": carried.name,
-            "encryption": carried.curve_keys is not None,
-        }
-        run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
-        comm = connect_group(
-            group, transport=carried.name, timeout=carried.timeout, **carried.sockets
-        )
+        watched, comm = self.monitoring, self.connect(group)
         try:
             reducer = Reducer(
                 comm,

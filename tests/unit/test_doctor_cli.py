@@ -8,7 +8,8 @@ import pytest
 from sparsync.cli import network
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.command import Examination, as_json, sentence
-from sparsync.cli.doctor.facts import check_versions, local_facts
+from sparsync.cli.doctor.facts import check_versions, local_facts, tcp_settings
+from sparsync.cli.doctor.far import bytes_in_flight, check_far, round_trip, window
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
@@ -25,6 +26,7 @@ FACTS = dataclasses.replace(
     openmp=1,
     backends={"torch.distributed gloo": "", "torch.distributed nccl": ""},
     loopback=False,
+    tcp={},
 )
 
 
@@ -172,3 +174,109 @@ def test_ranks_of_different_versions_end_with_a_clear_error():
         "ranks run different versions of sparsync: 0.1.0 on ranks 0, 2; 0.2.0 on rank 1; "
         "install the same everywhere"
     )
+
+
+# ---- far links --------------------------------------------------------------------------------------
+
+TCP = {
+    "tcp_wmem": (4096, 16384, 4 << 20),
+    "tcp_rmem": (4096, 131072, 6 << 20),
+    "tcp_adv_win_scale": (1,),
+    "tcp_slow_start_after_idle": (1,),
+}
+
+
+def far(alpha, beta, *changes):
+    """Judge two ranks or more, each in a network stack of its own, with settings changed from TCP."""
+    changes = changes or ({}, {})
+    machine = Machine(alpha=alpha, beta=beta)
+    pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
+    ends = {"alpha": (alpha, alpha), "beta": (0.9 * beta, beta)}
+    found = Calibration(machine, ends, tuple(Link(s, d, alpha, beta) for s, d in pairs))
+    facts = [
+        dataclasses.replace(FACTS, network=str(rank), tcp=TCP | change)
+        for rank, change in enumerate(changes)
+    ]
+    return list(check_far(found, facts))
+
+
+def test_buffers_that_far_links_fill_are_named_with_the_command():
+    # 1 Gbit/s and 24 ms are 3 MB in flight; 3 MiB are what half of 6 MiB allow
+    (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
+    assert narrow == Check(
+        "note",
+        "the links have 3 MB in flight, rate x round trip, and TCP of ranks 0, 1 allows 3.15 MB at most, "
+        "which may hold the rate down",
+        'sysctl -w net.ipv4.tcp_wmem="4096 16384 12582912" net.ipv4.tcp_rmem="4096 131072 24117248" '
+        "(then measure again)",
+    )
+    wide = {"tcp_wmem": (4096, 16384, 12 << 20), "tcp_rmem": (4096, 131072, 24 << 20)}
+    assert not any("in flight" in check.what for check in far(12e-3, 8e-9, wide, wide))
+    checks = far(12e-3, 8e-9, wide, {}, wide)
+    assert any("TCP of rank 1 allows" in check.what for check in checks)
+
+
+def test_starting_slowly_after_a_pause_is_said_of_far_links():
+    (found,) = far(40e-3, 8e-7)
+    assert found == Check(
+        "note",
+        "after a pause of 280 ms TCP of ranks 0, 1 starts slowly again, which costs round trips of 80 ms "
+        "in each exchange after a long computation",
+        "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+    )
+    off = {"tcp_slow_start_after_idle": (0,)}
+    assert far(40e-3, 8e-7, off, off) == []
+    assert far(4e-3, 8e-7) == [], "near"
+
+
+def test_another_kernel_is_named():
+    found = far(1e-3, 8e-9, {}, {}, {"tcp_rmem": (4096, 131072, 1 << 20)})
+    assert [check.what for check in found] == [
+        "net.ipv4.tcp_rmem differs: 4096 131072 6291456, but 4096 131072 1048576 on rank 2"
+    ]
+
+
+def test_a_kernel_that_tells_nothing_is_not_judged(tmp_path):
+    assert tcp_settings(tmp_path) == {}
+    silent = dataclasses.replace(FACTS, tcp={})
+    assert window(silent) is None
+    found = calibration()
+    assert (
+        list(check_far(found, [dataclasses.replace(silent, network=str(r)) for r in range(4)]))
+        == []
+    )
+    alone = Calibration(MACHINE, {})
+    assert list(check_far(alone, [FACTS])) == []
+
+
+def test_settings_are_read(tmp_path):
+    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
+    (tmp_path / "tcp_adv_win_scale").write_text("-2\n")
+    (tmp_path / "tcp_rmem").write_text("garbled")
+    found = tcp_settings(tmp_path)
+    assert found == {"tcp_wmem": (4096, 16384, 4 << 20), "tcp_adv_win_scale": (-2,)}
+
+
+@pytest.mark.parametrize(("scale", "mib"), [(1, 3), (2, 4), (-2, 1.5), (0, 4)])
+def test_the_part_of_a_buffer_that_is_window(scale, mib):
+    facts = dataclasses.replace(FACTS, tcp=TCP | {"tcp_adv_win_scale": (scale,)})
+    assert window(facts) == mib * (1 << 20)
+
+
+def test_ranks_that_share_a_network_stack_have_no_far_links():
+    slow = Machine(alpha=40e-3, beta=8e-9)
+    links = Link(0, 1, 40e-3, 8e-9), Link(1, 0, 40e-3, 8e-9)
+    found = Calibration(slow, {"beta": (8e-9, 8e-9)}, links)
+    assert list(check_far(found, [dataclasses.replace(FACTS, tcp=TCP)] * 2)) == []
+
+
+def test_bytes_in_flight_are_of_the_farthest_pair():
+    links = (
+        Link(0, 1, 1e-3, 8e-9),
+        Link(1, 0, 1e-3, 8e-9),
+        Link(2, 0, 0.05, 8e-9),
+        Link(0, 2, 0.03, 8e-9),
+    )
+    found = Calibration(MACHINE, {"beta": (6e-9, 8e-9)}, links)
+    assert round_trip(found) == pytest.approx(0.08)
+    assert bytes_in_flight(found) == pytest.approx(10e6)

@@ -12,7 +12,7 @@ from typing import Literal
 from sparsync.cli.doctor.facts import Facts, some
 from sparsync.cost.calibrate import Calibration
 
-__all__ = ["Check", "check_facts", "check_links"]
+__all__ = ["Check", "check_facts", "check_links", "equal"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
     """Judge the software, the placement and the interfaces of all ranks, given in rank order."""
     mine = everyone[0]
     pace = "results are the same, but the slowest rank sets the pace"
-    yield _equal("torch", [f.torch for f in everyone], "bad", "install the same on all ranks")
-    yield _equal("Python", [f.python for f in everyone], "note", "use the same on all ranks")
-    yield _equal("native kernels", [f.kernels for f in everyone], "note", pace)
+    yield equal("torch", [f.torch for f in everyone], "bad", "install the same on all ranks")
+    yield equal("Python", [f.python for f in everyone], "note", "use the same on all ranks")
+    yield equal("native kernels", [f.kernels for f in everyone], "note", pace)
     version = tuple(int(part) for part in re.findall(r"\d+", mine.torch)[:2])
     if version < (2, 7):
         yield Check("bad", f"torch {mine.torch}", "install torch 2.7 or newer")
@@ -71,7 +71,7 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
         yield Check("note", what, "give DDP a bucket_cap_mb that holds the model")
 
 
-def _equal(name: str, values: Sequence[str], level: Literal["note", "bad"], advice: str) -> Check:
+def equal(name: str, values: Sequence[str], level: Literal["note", "bad"], advice: str) -> Check:
     """Judge a fact that should be the same on all ranks."""
     common, ranks = Counter(values).most_common(1)[0]
     if ranks == len(values):

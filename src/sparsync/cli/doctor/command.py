@@ -14,6 +14,7 @@ from typer import Option
 
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
+from sparsync.cli.doctor.far import check_far
 from sparsync.cli.launch import gather, leads
 from sparsync.cli.network import Connection, transport_of
 from sparsync.cli.options import (
@@ -128,7 +129,7 @@ def examine(settings: DoctorSettings) -> Examination:
         started = _check_start(comm)
         calibration = run(calibrate(comm, seconds=settings.seconds))
         links = check_links(calibration, [f.wall for f in facts])
-        checks = *check_facts(facts), started, *links
+        checks = *check_facts(facts), started, *links, *check_far(calibration, facts)
         return Examination(
             transport_of(comm), settings.lab, tuple(facts), calibration, tuple(checks)
         )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from sparsync.errors import PeerError
 from sparsync.kernels import native
 from sparsync.transports.mpi import load_mpi
 
-__all__ = ["Facts", "check_versions", "local_facts", "some"]
+__all__ = ["Facts", "check_versions", "local_facts", "some", "tcp_settings"]
+
+_TCP: Final = ("tcp_wmem", "tcp_rmem", "tcp_adv_win_scale", "tcp_slow_start_after_idle")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Facts:
     host: str | None  # its name, if that was asked for
     wall: float  # seconds that the wall clock is ahead of the steady one
     mpi: str | None  # the MPI library, if it carries the messages
+    tcp: dict[
+        str, tuple[int, ...]
+    ]  # settings of the kernel that far links depend on, where it has them
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
@@ -67,6 +73,7 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
         host=socket.gethostname() if hosts else None,
         wall=time.time() - time.perf_counter(),
         mpi=library,
+        tcp=tcp_settings(),
     )
 
 
@@ -110,6 +117,20 @@ def _backends() -> dict[str, str]:
         found["triton"] = ""
     if native.EXTENSION is not None:
         found["native kernels"] = ", ".join(native.instruction_sets())
+    return found
+
+
+def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
+    """Return some of the kernel's settings by name, as numbers; those that it does not tell are missing.
+
+    They are those of the process's network stack: a container's may differ from its host's.
+    """
+    found = {}
+    for name in _TCP:
+        try:
+            found[name] = tuple(int(number) for number in (folder / name).read_text().split())
+        except (OSError, ValueError):
+            continue
     return found
 
 

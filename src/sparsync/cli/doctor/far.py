@@ -1,0 +1,120 @@
+"""Judgements of ``sparsync doctor`` on the kernels' TCP, where links are far; each has its command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from sparsync.cli.doctor.checks import Check, equal
+from sparsync.cli.doctor.facts import Facts, some
+from sparsync.cost.calibrate import Calibration
+from sparsync.cost.wording import format_bytes, format_seconds
+
+__all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
+
+_FAR: Final = 0.01  # seconds of a round trip; each pause costs a few of them
+# of a window: the kernel counts 2.3 KB for a packet of 1.5, so one that is 0.63 full may be the limit
+_FULL: Final = 0.5
+# times what is in flight: twice for packets, as above, and twice for a higher rate
+_SPARE: Final = 4
+_MIB: Final = 1 << 20
+_TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
+
+
+def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
+    """Judge the kernels' TCP by the links; nothing where the ranks share a network stack, and no wire."""
+    if not found.links or len({facts.network for facts in everyone}) == 1:
+        return
+    yield from _differing(everyone)
+    yield from _narrow(bytes_in_flight(found), everyone)
+    rtt = round_trip(found)
+    slow = [r for r, f in enumerate(everyone) if f.tcp.get("tcp_slow_start_after_idle", (0,))[0]]
+    if rtt > _FAR and slow:
+        pause, far = format_seconds(rtt + _TIMEOUT), format_seconds(rtt)
+        yield Check(
+            "note",
+            f"after a pause of {pause} TCP of {some(slow)} starts slowly again, which costs round trips "
+            f"of {far} in each exchange after a long computation",
+            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+
+
+def round_trip(found: Calibration) -> float:
+    """Return the seconds of an empty message and its answer, of the farthest ranks.
+
+    That is twice what all links together show, or what a pair does, if it is more: where only some
+    links are far, their share of a round varies; a pair may show too little, by its clocks.
+
+    Example:
+        >>> from sparsync.cost.links import Link
+        >>> from sparsync.cost.machine import Machine
+        >>> links = Link(0, 1, 0.03, 8e-9), Link(1, 0, 0.05, 8e-9)
+        >>> round_trip(Calibration(Machine(alpha=0.03), {}, links))
+        0.08
+    """
+    there = {(link.source, link.dest): link.alpha for link in found.links}
+    # of many ranks not every link is measured both ways
+    pairs = (alpha + there.get((dest, source), alpha) for (source, dest), alpha in there.items())
+    return max(2 * found.machine.alpha, *pairs)
+
+
+def bytes_in_flight(found: Calibration) -> float:
+    """Return how many bytes fill the links: their rate, at its lower end, times the round trip."""
+    _, slowest = found.intervals["beta"]
+    return round_trip(found) / slowest if slowest > 0 else 0.0
+
+
+def window(facts: Facts) -> float | None:
+    """Return the bytes of a TCP connection that this rank's kernel lets be in flight; None: unknown.
+
+    The receive buffer has a part that is no window: ``tcp_adv_win_scale`` says how large.
+
+    Example:
+        >>> from sparsync.cli.doctor.facts import local_facts
+        >>> from dataclasses import replace
+        >>> tcp = {"tcp_wmem": (4096, 16384, 4 << 20), "tcp_rmem": (4096, 131072, 6 << 20)}
+        >>> int(window(replace(local_facts("zmq"), tcp=tcp))) >> 20
+        3
+    """
+    if not {"tcp_wmem", "tcp_rmem"} <= facts.tcp.keys():
+        return None
+    return min(facts.tcp["tcp_wmem"][-1], facts.tcp["tcp_rmem"][-1] * _share(facts))
+
+
+def _share(facts: Facts) -> float:
+    """Return the part of a receive buffer that is window, as the kernel's ``tcp_win_from_space``."""
+    (scale,) = facts.tcp.get("tcp_adv_win_scale", (1,))
+    return 1 - 0.5**scale if scale > 0 else 2.0**scale
+
+
+def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
+    """Name the ranks whose buffers hold the rate down, and larger ones."""
+    windows = {rank: w for rank, f in enumerate(everyone) if (w := window(f)) is not None}
+    narrow = [rank for rank, its in windows.items() if needed > _FULL * its]
+    if not narrow:
+        return
+    first = everyone[narrow[0]]
+    send, receive = (
+        max(-int(-_SPARE * needed / share // _MIB) * _MIB, first.tcp[name][-1])
+        for name, share in (("tcp_wmem", 1.0), ("tcp_rmem", _share(first)))
+    )
+    command = " ".join(
+        f'net.ipv4.{name}="{" ".join(map(str, first.tcp[name][:-1]))} {most}"'
+        for name, most in (("tcp_wmem", send), ("tcp_rmem", receive))
+    )
+    yield Check(
+        "note",
+        f"the links have {format_bytes(needed)} in flight, rate x round trip, and TCP of {some(narrow)} "
+        f"allows {format_bytes(windows[narrow[0]])} at most, which may hold the rate down",
+        f"sysctl -w {command} (then measure again)",
+    )
+
+
+def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
+    """Name a rank whose kernel is set otherwise than most."""
+    for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
+        values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
+        advice = "set the same on all ranks: the slowest sets the pace"
+        found = equal(f"net.ipv4.{name}", values, "note", advice)
+        if found.level != "ok":
+            yield found

@@ -22,6 +22,8 @@ ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/un
   tests/unit/test_forwarder.py
 
 AT_ONCE := -n 2 --dist loadfile tests src papers/src
+# as collected: the ten minutes of tests/claims/test_elastic.py are not to begin last
+LONGEST_FIRST := --no-loadscope-reorder
 
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
@@ -61,7 +63,7 @@ test: check
 	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE)
+	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE) $(LONGEST_FIRST)
 	$(BIN)/pytest -m "slow and alone" tests/distributed
 
 # libstdc++ is loaded early as well: the sanitizer must find what throws exceptions before it is used

@@ -3,7 +3,7 @@
 Every row is ``sparsync train --elastic``, which trains twice, first without faults.  Writes
 ``benchmarks/elastic.md`` and a picture.
 
-    python benchmarks/elastic.py                 # about 2.5 hours; --quick: 5 minutes
+    python benchmarks/elastic.py                 # about 3 hours; --quick: 5 minutes
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ ROWS = {
     ),
     "4 ranks, 8.6 M parameters, 100 Mbit/s, a kill a minute, copies of residuals": (
         f"{LARGE} --steps 300 --lab 100mbit --kill random:60 --buddy"
+    ),
+    "8 ranks, 0.3 s of pause in a step, a kill a minute for 30 minutes, copies of residuals": (
+        f"{SMALL} --ranks 8 --steps 4200 --kill random:60 --buddy {PACED}"
     ),
 }
 COLUMNS = {

@@ -1,0 +1,152 @@
+"""How many more steps than dense training a method needs to a loss: a fit to measured curves.
+
+    ratio = exp(sum of coefficient x feature)        1: as many as dense of the same optimizer
+
+The numbers are those that ``python benchmarks/steps.py`` fits to the curves of
+``benchmarks/frontier/results.jsonl`` and writes here; ``benchmarks/steps.md`` has the data, and the
+errors for tasks that were not fitted to.  They are of small models (0.1 to 8.4 M parameters), of 60 to
+3,000 steps, mostly of 4 ranks: farther away they are a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+from sparsync.errors import require
+
+__all__ = [
+    "COEFFICIENTS",
+    "FARTHEST",
+    "LIKELY",
+    "Family",
+    "Optimizer",
+    "Ratio",
+    "Recipe",
+    "features",
+    "steps_ratio",
+]
+
+Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
+Optimizer = Literal["sgd", "adamw", "muon"]
+
+FARTHEST: Final = 2.0  # a run as long as dense's shows no larger ratio at the middle of dense's
+_SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
+_USUAL_RANKS, _USUAL_STEPS, _USUAL_PERIOD, _USUAL_RANK = 4, 300, 2, 4
+
+# begin: fitted by benchmarks/steps.py
+COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "sparse gradients": 0.1152,
+        "low-rank": 0.3828,
+        "matrix rank": 0.1781,
+        "updates": -0.0133,
+        "period": 0.3293,
+        "period of Muon": -0.0467,
+        "delay": -0.0358,
+        "selection": 0.0630,
+        "ranks": 0.2650,
+        "ranks of updates": 0.0528,
+        "length": -0.3130,
+        "local": 0.0556,
+        "outer momentum": -0.1662,
+        "sparse gradients into moments": 0.8054,
+    }
+)
+LIKELY: Final = 1.40  # factor, either way
+# end
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The part of a method that decides how many steps it needs.
+
+    Attributes:
+        family: "local": local steps whose changes are averaged; "updates": likewise, and moments follow
+            the average; "outer momentum": likewise, and the average passes through an outer momentum.
+        period: local steps between exchanges, H.
+        delayed: an exchange is applied a step or more after it began.
+        selects: a part of the entries is exchanged.
+        matrix_rank: of low-rank gradients.
+    """
+
+    family: Family
+    period: int = 1
+    delayed: bool = False
+    selects: bool = False
+    matrix_rank: int = _USUAL_RANK
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Steps over those of dense; 8 of 10 measurements of other tasks were between ``low`` and ``high``.
+
+    Example:
+        >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached
+        (True, False)
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def reached(self) -> bool:
+        """Whether measured runs could show it: if not, dense's loss counts as not reached."""
+        return self.mean <= FARTHEST
+
+
+def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> dict[str, float]:
+    """Return the terms of the ratio's logarithm by name; none for dense.
+
+    Args:
+        recipe: of the method.
+        optimizer: takes the steps.
+        ranks: world size.
+        steps: of the whole run of dense.
+
+    Example:
+        >>> features(Recipe("updates", period=4), "adamw", 4, 300)["period"]
+        0.693...
+    """
+    family = recipe.family
+    if family == "dense":
+        return {}
+    if family == "low-rank":
+        return {family: 1.0, "matrix rank": math.log2(_USUAL_RANK / recipe.matrix_rank)}
+    if family == "sparse gradients":
+        return {family if optimizer == "sgd" else "sparse gradients into moments": 1.0}
+    period, more = math.log(recipe.period / _USUAL_PERIOD), math.log2(ranks / _USUAL_RANKS)
+    return {
+        family: 1.0,
+        "period": period,
+        "period of Muon": period if optimizer == "muon" else 0.0,
+        "delay": float(recipe.delayed),
+        "selection": float(recipe.selects),
+        "ranks": 0.0 if family == "updates" else more,
+        "ranks of updates": more if family == "updates" else 0.0,
+        "length": math.log10(min(max(steps, _SHORTEST), _LONGEST) / _USUAL_STEPS),
+    }
+
+
+def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
+    """Predict how many times the steps of dense a method needs; arguments as of ``features``.
+
+    Raises:
+        ConfigurationError: a number makes no sense.
+
+    Example:
+        >>> steps_ratio(Recipe("dense"), "adamw", 4, 1000)
+        Ratio(mean=1.0, low=1.0, high=1.0)
+    """
+    for name, value in (("ranks", ranks), ("steps", steps)):
+        good = 0 < value < math.inf
+        require(good, f"steps to a loss: {name} is {value}; give more than 0")
+    terms = features(recipe, optimizer, ranks, steps)
+    if not terms:
+        return Ratio(1.0, 1.0, 1.0)
+    mean = math.exp(sum(COEFFICIENTS[name] * value for name, value in terms.items()))
+    return Ratio(mean, mean / LIKELY, mean * LIKELY)

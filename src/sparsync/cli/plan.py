@@ -15,6 +15,7 @@ from typer import Option
 from sparsync.cli.network import parse_network, parse_seconds
 from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
+from sparsync.cli.time_to_loss import USUAL_STEPS, Training, loss_as_json, loss_page
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import Plan, plan
@@ -24,7 +25,7 @@ from sparsync.cost.wording import (
     format_percent,
     format_seconds,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.presets import candidates
 
 __all__ = ["as_json", "command", "read_machine"]
@@ -43,7 +44,15 @@ def command(
         str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
     ] = None,
     compute: Annotated[
-        float | None, option("Seconds of a forward and backward pass, which hides dense buckets.")
+        float | None, option("Seconds of a step without exchange, which hide part of it.")
+    ] = None,
+    goal: Annotated[
+        str | None,
+        option("step: collectives; loss: methods, by time to a loss.", "loss with --optimizer"),
+    ] = None,
+    optimizer: Annotated[str | None, option("sgd, adamw or muon: for --goal loss.")] = None,
+    steps_to_loss: Annotated[
+        float | None, option("Steps that dense takes to the loss.", f"{USUAL_STEPS}")
     ] = None,
     machine: Annotated[
         Path | None,
@@ -61,12 +70,23 @@ def command(
 ) -> None:
     """Predict which collective is fastest, and from which bandwidth and density on dense is.
 
-    Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
+    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, methods
+    of training are compared by their time to a loss: dense, averages, local steps, sparse gradients.
+    Nothing is run.
     """
     here = _machine(machine, network, rtt)
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
+    if _for_loss(goal, optimizer, steps_to_loss, budget, all_=all_):
+        training = Training(model_size, str(optimizer), compute, steps_to_loss, density)
+        found = training.planned(ranks, here)
+        if alone:
+            sys.stdout.write(to_json(loss_as_json(found)))
+        else:
+            write_json(json, loss_as_json(found))
+            Console().print(loss_page(found, training, ranks, here), highlight=False)
+        return
     made = plan(
         model_size,
         ranks,
@@ -81,6 +101,29 @@ def command(
     else:
         write_json(json, as_json(made))
         Console().print(_shown(made, here, model_size, ranks), highlight=False)
+
+
+def _for_loss(
+    goal: str | None,
+    optimizer: str | None,
+    steps: float | None,
+    budget: float | None,
+    *,
+    all_: bool,
+) -> bool:
+    """Tell whether methods are compared by their time to a loss; refuse what is for the other goal."""
+    require(goal in (None, "loss", "step"), f"--goal is {goal}; give loss or step")
+    if goal == "step" or (goal is None and optimizer is None and steps is None):
+        given = {"--optimizer": optimizer, "--steps-to-loss": steps}
+        extra = next((name for name, value in given.items() if value is not None), None)
+        require(extra is None, f"{extra} is for --goal loss; omit it, or --goal step")
+        return False
+    require(optimizer is not None, "--goal loss needs --optimizer: sgd, adamw or muon")
+    require(
+        budget is None and not all_,
+        "--budget and --all are for --goal step; omit them, or --optimizer",
+    )
+    return True
 
 
 def as_json(made: Plan) -> dict[str, Any]:

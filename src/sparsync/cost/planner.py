@@ -42,13 +42,21 @@ from sparsync.cost.wording import (
 from sparsync.errors import ConfigurationError, require
 from sparsync.selection import Everything
 
-__all__ = ["Plan", "Prediction", "bound_words", "plan", "predict"]
+__all__ = [
+    "BACKWARD",
+    "BUCKET_BYTES",
+    "Plan",
+    "Prediction",
+    "bound_words",
+    "plan",
+    "predict",
+]
 
 # all are compared with it
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 _DEFAULT_DENSITY = 0.01
-_BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
-_BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
+BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
+BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
 _NEARLY = 0.9  # of the entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is looked for
 _PER_DECADE, _HALVINGS = 4, 40  # points at which, and then halvings of the interval
@@ -190,10 +198,10 @@ def plan(
 
     def predicted(algorithm: Algorithm, entries: int, on: Machine = machine) -> Prediction:
         made = predict(algorithm, size=size, k=entries, world_size=world_size, machine=on)
-        part = _BUCKET_BYTES if algorithm.name == "dense" else unit_bytes
+        part = BUCKET_BYTES if algorithm.name == "dense" else unit_bytes
         parts = 1 if part is None else max(math.ceil(WORD_BYTES * size / part), 1)
         early = made.seconds_exchange * (1 - 1 / parts)
-        return replace(made, seconds_hidden=min(early, _BACKWARD * (compute or 0.0)))
+        return replace(made, seconds_hidden=min(early, BACKWARD * (compute or 0.0)))
 
     def most_entries(algorithm: Algorithm, budget: float) -> int:
         fitting = bisect_right(

@@ -1,0 +1,355 @@
+"""Predict the time to a loss of whole training methods; find the fastest, and say why.
+
+    seconds to the loss = steps of dense x ratio x seconds per step
+    seconds per step    = computation + work + (exchange - hidden) / period
+
+The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messages:
+
+- PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of 1 MiB, two of them
+  under way at a time, so far links wait for the latency where a segment takes less.
+- Averages of few bits: two rounds, in each of which a rank sends to all others at once.
+- Sparse gradients: the fastest collective of ``planner.plan``, messages one after the other.
+
+After a pause of more than 0.2 s and a round trip, TCP starts again with a window of 10 packets and
+doubles it per round trip.  Hidden: of dense, all but the last bucket of 25 MiB during the backward
+pass; of delayed averages, what the steps of the delay compute.
+
+Pure arithmetic: a ``Machine`` and sizes in, a ``LossPlan`` out, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from sparsync.algorithm import Algorithm
+from sparsync.collectives.costs import WORD_BYTES, Job
+from sparsync.collectives.quantised import Quantised
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import BACKWARD, BUCKET_BYTES, plan
+from sparsync.cost.steps import Optimizer, Ratio, Recipe, steps_ratio
+from sparsync.errors import require
+
+__all__ = ["METHODS", "LossPlan", "Method", "Outlook", "Way", "allreduced", "plan_loss", "rounds"]
+
+Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
+
+_SEGMENT = 2**20  # bytes of gloo's ring
+_UNDER_WAY = 2  # segments
+_WINDOW = 14_600  # bytes that TCP sends before it hears of any
+_PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it starts slowly again
+# elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
+_LOW_RANK = 10.6
+# passes over the model, in the time of a dense sum: of PowerSGD's products, of Adam's and the shared
+# weights' per step and per exchange (the frontier's lab runs)
+_LOW_RANK_PASSES, _STEP_PASSES, _EXCHANGE_PASSES = 20, 8, 8
+_ALIKE = 1.05  # times as long, which is not told apart
+_SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
+
+
+@dataclass(frozen=True)
+class Method:
+    """A training method that the planner compares.
+
+    Attributes:
+        name: as in ``benchmarks/frontier.md``.
+        recipe: decides the steps.
+        optimizers: that it has been measured with.
+        use: how it is asked for.
+        bits: of an element of an exchange of averages; 32: gloo's allreduce.
+        block: elements that share a scale, where they have few bits.
+        fragments: parts of the model, exchanged in turn within a period.
+        delay: steps that an exchange may take.
+    """
+
+    name: str
+    recipe: Recipe
+    optimizers: tuple[Optimizer, ...]
+    use: str
+    bits: int = 32
+    block: int = 256
+    fragments: int = 1
+    delay: int = 0
+
+    @property
+    def way(self) -> Way:
+        """The kind of exchange."""
+        if self.recipe.family == "dense":
+            return "dense"
+        if self.recipe.family == "low-rank":
+            return "low-rank gradients"
+        if self.recipe.family == "sparse gradients":
+            return "sparse gradients"
+        return "averages" if self.recipe.period <= 2 else "local steps"
+
+
+def _updates(name: str, period: int, use: str, fragments: int = 1, delay: int = 0) -> Method:
+    recipe = Recipe("updates", period, delayed=delay > 0)
+    return Method(name, recipe, ("adamw", "muon"), use, 1, 512, fragments, delay)
+
+
+_ALL: Final[tuple[Optimizer, ...]] = ("sgd", "adamw", "muon")
+_OWN: Final[tuple[Optimizer, ...]] = ("adamw", "muon")
+
+METHODS: Final = (
+    Method("dense", Recipe("dense"), _ALL, "DistributedDataParallel"),
+    Method("fp16", Recipe("dense"), _ALL, "DDP with PyTorch's fp16_compress_hook", 16),
+    Method("powersgd-r4", Recipe("low-rank"), _ALL, "DDP with PyTorch's powerSGD_hook, rank 4"),
+    _updates("updates", 2, "attach(model, optimizer)"),
+    _updates("updates-overlap", 2, "OuterStep: fragments=2, delay=1", 2, 1),
+    _updates("updates-h4-overlap1", 4, "OuterStep: period=4, fragments=4, delay=1", 4, 1),
+    _updates("updates-h10-overlap2", 10, "OuterStep: period=10, fragments=10, delay=2", 10, 2),
+    Method("diloco-h30", Recipe("outer momentum", 30), _OWN, 'OuterStep of "diloco": period=30'),
+    Method("diloco-h100", Recipe("outer momentum", 100), _OWN, 'OuterStep of "diloco": period=100'),
+    Method(
+        "streaming-diloco",
+        Recipe("outer momentum", 100, delayed=True),
+        ("adamw",),
+        'attach(model, optimizer, "streaming-diloco")',
+        4,
+        fragments=10,
+        delay=1,
+    ),
+    Method(
+        "muloco",
+        Recipe("outer momentum", 30),
+        ("muon",),
+        'attach(model, optimizer, "muloco")',
+        2,
+    ),
+    Method(
+        "sparseloco",
+        Recipe("local", 30, selects=True),
+        ("adamw",),
+        'attach(model, optimizer, "sparseloco")',
+    ),
+    Method("sparse", Recipe("sparse gradients"), _ALL, "attach(ddp, algorithm=...)"),
+)
+"""Of sparse gradients one, which stands for the fastest collective."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The predicted cost of one method."""
+
+    method: str
+    way: Way
+    period: int  # steps between exchanges
+    use: str
+    steps: Ratio  # over those of dense
+    seconds_step: float  # computation included
+    bytes_step: float  # the most that a rank sends or receives, mean over steps
+    seconds: Ratio  # to the loss
+
+    @property
+    def named(self) -> str:
+        """The way, with its period."""
+        return f"local steps every {self.period}" if self.way == "local steps" else self.way
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """The method that is soonest at the loss that dense has after a number of steps, and why."""
+
+    choice: str
+    way: str  # "dense", "averages", "local steps every H", "sparse gradients", "low-rank gradients"
+    why: str  # one sentence
+    steps: float  # of dense
+    table: tuple[Outlook, ...]  # the soonest first, then those that do not reach it
+
+    @property
+    def dense(self) -> Outlook:
+        """The method that all are compared with."""
+        return next(entry for entry in self.table if entry.method == "dense")
+
+
+def plan_loss(
+    size: int,
+    world_size: int,
+    machine: Machine,
+    candidates: Sequence[Algorithm],
+    *,
+    optimizer: Optimizer,
+    steps: float = 1000,
+    compute: float = 0.0,
+    density: float | None = None,
+    methods: Sequence[str] | None = None,
+) -> LossPlan:
+    """Choose the method that is soonest at a loss.
+
+    Args:
+        size: trained elements, n.
+        world_size: ranks, P.
+        machine: its links and ranks.
+        candidates: collectives for sparse gradients.
+        optimizer: of the training.
+        steps: that dense takes to the loss, in a run made for it.
+        compute: seconds of a step without any exchange.
+        density: k / n of sparse gradients; None: 0.01, which is the one that curves are known of.
+        methods: names of those that compete; None: all.
+
+    Raises:
+        ConfigurationError: a number makes no sense, or no such optimizer.
+    """
+    known = sorted({name for method in METHODS for name in method.optimizers})
+    for name, value, good, expected in (
+        ("size", size, size >= 0, "at least 0 elements"),
+        ("world_size", world_size, world_size >= 1, "at least 1 rank"),
+        ("optimizer", optimizer, optimizer in known, f"one of {', '.join(known)}"),
+        ("steps", steps, 0 < steps < math.inf, "the steps that dense takes, > 0"),
+        ("compute", compute, 0 <= compute < math.inf, "seconds >= 0"),
+    ):
+        require(good, f"time to a loss: {name} is {value}; give {expected}")
+    found = []
+    for method in METHODS:
+        asked = methods is None or method.name in methods or method.name == "dense"
+        if not asked or optimizer not in method.optimizers:
+            continue
+        name, seconds, nbytes = method.name, *_step(method, size, world_size, machine, compute)
+        if method.way == "sparse gradients":
+            made = plan(size, world_size, machine, candidates, density=density, compute=compute)
+            sparse = [entry for entry in made.table if entry.collective != "dense"]
+            if not sparse:
+                continue
+            name, nbytes = sparse[0].collective, sparse[0].bytes_sent
+            seconds = compute + sparse[0].seconds
+        ratio = steps_ratio(method.recipe, optimizer, world_size, steps)
+        times = steps * seconds
+        until = Ratio(times * ratio.mean, times * ratio.low, times * ratio.high)
+        period = method.recipe.period
+        found.append(Outlook(name, method.way, period, method.use, ratio, seconds, nbytes, until))
+    table = tuple(sorted(found, key=lambda one: (not one.steps.reached, one.seconds.mean)))
+    return LossPlan(table[0].method, table[0].named, _why(table, world_size, size), steps, table)
+
+
+# ---- a step ------------------------------------------------------------------------------------------
+
+
+class _Exchange(NamedTuple):
+    """Seconds of links, seconds of a rank's work, bytes that it sends."""
+
+    wire: float
+    work: float
+    nbytes: float
+
+
+def _step(
+    method: Method, size: int, world_size: int, machine: Machine, compute: float
+) -> tuple[float, float]:
+    """Return the seconds of a step, and its bytes."""
+    if world_size == 1 or size == 0:
+        return compute, 0.0
+    period, parts = method.recipe.period, method.fragments
+    idle = compute * period / parts  # between exchanges
+    each = _exchange(method, -(-size // parts), world_size, machine, idle)
+    averages = method.way in ("averages", "local steps")
+    whole = machine.gamma * WORD_BYTES * size  # seconds of a pass over the model
+    hidden = method.delay * compute
+    if method.way == "dense":
+        buckets = max(math.ceil(WORD_BYTES * size / BUCKET_BYTES), 1)
+        hidden = min(each.wire * (1 - 1 / buckets), BACKWARD * compute)
+    wait = max(each.wire - hidden, 0.0) + each.work
+    often = parts / period
+    per_step = _STEP_PASSES * whole if averages else 0.0
+    return compute + per_step + often * wait, often * each.nbytes
+
+
+def _exchange(
+    method: Method, size: int, world_size: int, machine: Machine, idle: float
+) -> _Exchange:
+    """Return an exchange of ``size`` elements."""
+    share, whole = (world_size - 1) / world_size, machine.gamma * WORD_BYTES * size
+    family = method.recipe.family
+    if family == "low-rank":
+        sent = WORD_BYTES * min(_LOW_RANK * method.recipe.matrix_rank * math.sqrt(size), size)
+        # left and right factors, and what is no matrix
+        wire = 3 * allreduced(sent / 3, world_size, machine, idle)
+        return _Exchange(wire, _LOW_RANK_PASSES * whole, 2 * share * sent)
+    if method.recipe.selects:
+        sent = _SPARSELOCO * size
+        wire = rounds(1, sent, world_size, machine, idle)
+        select = machine.select * size + machine.decode * world_size * size / 64
+        return _Exchange(wire, select + _EXCHANGE_PASSES * whole, (world_size - 1) * sent)
+    if family == "dense" or method.bits == 32:
+        nbytes = size * method.bits / 8
+        passes = share + (_EXCHANGE_PASSES if family != "dense" else 2 * (method.bits < 32))
+        wire = allreduced(nbytes, world_size, machine, idle)
+        return _Exchange(wire, passes * whole, 2 * share * nbytes)
+    cost = Quantised(method.bits, method.block).cost(Job(size, size, world_size))
+    wire = rounds(2, cost.nbytes / 2 / (world_size - 1), world_size, machine, idle)
+    work = cost.dense_bytes * machine.gamma + cost.turns * machine.turn
+    return _Exchange(wire, work + _EXCHANGE_PASSES * whole, cost.nbytes)
+
+
+def rounds(
+    count: int, nbytes: float, world_size: int, machine: Machine, idle: float = 0.0
+) -> float:
+    """Return the seconds of rounds in which every rank sends ``nbytes`` to every other at once.
+
+    The first one is after a pause of ``idle`` seconds.
+
+    Example:
+        >>> round(rounds(2, 1e6, 4, Machine(alpha=0.01, beta=8e-8)), 9)
+        0.5
+    """
+    peers = world_size - 1
+    wire = machine.alpha + peers * nbytes * machine.beta
+    return count * wire + _slow_start(peers * nbytes, peers * _WINDOW, machine, idle)
+
+
+def allreduced(nbytes: float, world_size: int, machine: Machine, idle: float = 0.0) -> float:
+    """Return the seconds of gloo's ring over vectors of ``nbytes``, after a pause of ``idle`` seconds.
+
+    Example:
+        >>> round(allreduced(1e6, 4, Machine(alpha=0.0, beta=8e-8)), 9)
+        0.12
+    """
+    part = nbytes / world_size
+    segments = max(math.ceil(part / _SEGMENT), _UNDER_WAY)
+    wire = part / segments * machine.beta
+    each = max(wire, (wire + machine.alpha) / _UNDER_WAY)
+    start = _slow_start(part / segments, _WINDOW, machine, idle)
+    return 2 * (world_size - 1) * segments * each + start
+
+
+def _slow_start(nbytes: float, window: float, machine: Machine, idle: float) -> float:
+    """Return the seconds by which TCP's first windows are late after a pause."""
+    trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
+    if idle <= _PAUSE + trip:
+        return 0.0
+    while sent + window < nbytes and window * machine.beta < trip:
+        seconds += trip - window * machine.beta
+        sent, window = sent + window, 2 * window
+    return seconds
+
+
+# ---- the sentence ------------------------------------------------------------------------------------
+
+
+def _why(table: Sequence[Outlook], world_size: int, size: int) -> str:
+    """Say in one sentence what to use, and why."""
+    best = table[0]
+    if world_size == 1 or size == 0:
+        alone = "one rank has nobody to exchange with"
+        return f"dense: {alone if world_size == 1 else 'there is nothing to exchange'}"
+    dense = next(entry for entry in table if entry.method == "dense")
+    if best.method == "dense":
+        others = [entry for entry in table[1:] if entry.steps.reached]
+        if not others:
+            return "dense: nothing else was measured to reach its loss"
+        rival = others[0]
+        over = rival.seconds.mean / dense.seconds.mean
+        longer = "as long" if over < _ALIKE else f"{over:.2g} times as long"
+        return f"dense: the next best, {rival.method}, would take {longer}"
+    step = best.seconds_step / dense.seconds_step
+    ends = [value / dense.seconds.mean for value in (best.seconds.low, best.seconds.high)]
+    said = "the steps of dense"
+    if best.steps.low < best.steps.high:
+        said = f"({best.steps.low:.2g} to {best.steps.high:.2g}) {said}"
+    why = (
+        f"{best.named}: {best.method} takes {best.steps.mean:.2g} times {said} at {step:.2g} of its "
+        f"seconds per step"
+    )
+    return why + ("; dense may be as fast" if ends[1] >= 1 else "")

@@ -44,6 +44,7 @@ DEVIATIONS = {  # of the others
     ),
     **dict.fromkeys(("ranks", "ranks of updates"), 0.1),  # one small model had others than 4
 }
+LEAST_SPREAD = 0.05  # of the logarithm around the fit
 ROUNDS = 100  # of expectation and maximisation
 DIGITS = 4  # of coefficients in the package
 
@@ -167,20 +168,26 @@ class Fit:
         return sum(self.coefficients.get(name, 0.0) * x for name, x in seen.features.items())
 
 
+def numbers(given: Sequence[Any]) -> torch.Tensor:
+    """Return a tensor in double precision."""
+    return torch.tensor(given, dtype=torch.float64)
+
+
 def fit(data: Sequence[Observation]) -> Fit:
     """Fit by least squares with a prior, bounds replaced by the value expected beyond them."""
     names = list(dict.fromkeys(name for seen in data for name in seen.features))
     tasks = list(dict.fromkeys(seen.task for seen in data))
     deviation = [DEVIATIONS.get(name, FAMILY_DEVIATION) for name in names]
-    deviation = torch.tensor(deviation + [TASK_DEVIATION] * len(tasks))
-    x = torch.tensor(
+    deviation = numbers(deviation + [TASK_DEVIATION] * len(tasks))
+    x = numbers(
         [
             [seen.features.get(name, 0.0) for name in names] + [seen.task == task for task in tasks]
             for seen in data
         ]
     )
-    measured = torch.tensor([math.log(seen.ratio) for seen in data])
-    weight, bound = (torch.tensor([getattr(s, n) for s in data]) for n in ("weight", "bound"))
+    measured = numbers([math.log(seen.ratio) for seen in data])
+    weight = numbers([seen.weight for seen in data])
+    bound = torch.tensor([seen.bound for seen in data])
     weighted, normal = x * weight[:, None], torch.distributions.Normal(0.0, 1.0)
     y, unsure, spread, solved = measured, torch.zeros_like(measured), 0.2, x[0]
     for _ in range(ROUNDS):
@@ -188,7 +195,7 @@ def fit(data: Sequence[Observation]) -> Fit:
         solved = torch.linalg.solve(weighted.T @ x + prior, weighted.T @ y)
         predicted = x @ solved
         variance = (weight * ((y - predicted) ** 2 + unsure)).sum() / weight.sum()
-        spread = float(variance.sqrt())
+        spread = max(float(variance.sqrt()), LEAST_SPREAD)
         z = ((measured - predicted) / spread).clamp(-8, 5)
         hazard = normal.log_prob(z).exp() / (1 - normal.cdf(z)).clamp_min(1e-9)
         y = torch.where(bound, predicted + spread * hazard, measured)
@@ -207,17 +214,20 @@ def likely(errors: Sequence[float]) -> float:
     return math.exp(sorted(errors)[math.ceil(0.8 * len(errors)) - 1])
 
 
-def written(coefficients: Mapping[str, float], factor: float) -> str:
-    """Write the package's lines."""
-    rows = [f'    "{name}": {value:.{DIGITS}f},' for name, value in coefficients.items()]
+def written(data: Sequence[Observation], found: Fit) -> str:
+    """Write the package's lines, as its formatter has them."""
+    factor = likely(
+        [abs(math.log(seen.ratio) - log) for seen, log in left_out(data) if not seen.bound]
+    )
     return "\n".join(
         [
             "COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(",
             "    {",
-            *(f"    {row}" for row in rows),
+            *(f'        "{name}": {c:.{DIGITS}f},' for name, c in found.coefficients.items()),
             "    }",
             ")",
             f"LIKELY: Final = {factor:.2f}  # factor, either way",
+            "",
         ]
     )
 
@@ -304,16 +314,12 @@ def report(data: Sequence[Observation], found: Fit) -> str:
 
 def main() -> None:
     """Fit, report, and write the coefficients into the package."""
-    torch.set_default_dtype(torch.float64)
     data = observations(Results(DATA).rows)
     found = fit(data)
     OUT.write_text(report(data, found), encoding="utf-8")
-    text = PACKAGE.read_text("utf-8")
-    head, rest = text.split(BEGIN)
+    head, rest = PACKAGE.read_text("utf-8").split(BEGIN)
     tail = rest.split(END)[1]
-    factor = likely([abs(math.log(s.ratio) - log) for s, log in left_out(data) if not s.bound])
-    lines = f"{head}{BEGIN}{written(found.coefficients, factor)}\n{END}{tail}"
-    PACKAGE.write_text(lines, encoding="utf-8")
+    PACKAGE.write_text(f"{head}{BEGIN}{written(data, found)}{END}{tail}", encoding="utf-8")
     Console().print(f"wrote {OUT} and {PACKAGE}", markup=False)
 
 

@@ -9,8 +9,11 @@ import torch.distributed as dist
 
 import sparsync
 from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.cost.calibrate import Calibration
+from sparsync.cost.machine import Machine
 from sparsync.errors import PeerError
 from sparsync.feedback.reducer import Reducer
+from sparsync.integrations import soonest
 from sparsync.integrations.updates import UpdateSync
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -291,6 +294,37 @@ def test_attach_says_what_it_exchanges_and_why():
             assert sync.stats()["exchange"] == "updates"
     told = ["sparsync: exchanges updates: AdamW"] * (dist.get_rank() == 0)
     assert [line[:34] for line in said.getvalue().splitlines()] == told
+
+
+@on_ranks(2)
+def test_auto_exchanges_what_is_sooner_at_a_loss():
+    """On slow links updates, on fast ones dense gradients; without DDP it can only be updates."""
+    for beta, exchange, way in (
+        (1e-3, "updates", "averages: updates"),
+        (0.0, "gradients", "dense"),
+    ):
+
+        async def known(_comm, beta=beta):
+            return Calibration(Machine(alpha=0.0, beta=beta), {}, (), (), (0, 0))
+
+        net = ddp_model()
+        optimizer = adam(net)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(soonest, "calibrate", known)
+            sync = sparsync.attach(net, optimizer, "auto")
+        with sync:
+            for step in range(4):
+                step_of(net, optimizer, step)
+            stats = sync.stats()
+            assert stats["exchange"] == exchange
+            assert [text.startswith(way) for text in stats["choices"]] == [True]
+            assert gathered(stats["choices"]) == [stats["choices"]] * 2
+            if exchange == "updates":
+                sync.finish()
+        assert same_everywhere(flat(net))
+    plain = model()
+    with sparsync.attach(plain, adam(plain), "auto") as sync:
+        assert sync.stats()["exchange"] == "updates" and sync.stats()["period"] == 2
 
 
 @on_ranks(2)

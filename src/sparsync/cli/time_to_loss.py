@@ -87,7 +87,7 @@ def loss_page(made: LossPlan, training: Training, ranks: int, machine: Machine) 
         )
     lines = [
         f"steps: over the {made.steps:,g} of dense; in all: to the loss; sent: per step",
-        f"between: a factor {LIKELY:.2g} either way, within which 8 of 10 measurements of other models were",
+        f"between: a factor {LIKELY:.2g} either way, as 8 of 10 measurements of models left out",
         f"not reached: more than {FARTHEST:.2g} times, which no run of dense's length can show",
         "(small models, short runs, mostly 4 ranks: docs/planning.md, Time to a loss)",
     ]

@@ -62,7 +62,8 @@ def attach(
         algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
-            model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step.
+            model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
+            DDP measures the group, and takes dense gradients where those are sooner at a loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
             ``AdaptiveDensity`` changes it as training goes on (gradients).
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
@@ -103,6 +104,16 @@ def attach(
     given, optimizers = compression or Compression(), _plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
+    decided = ""
+    if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
+        algorithm = None
+        if isinstance(model, DistributedDataParallel):
+            from sparsync.integrations.soonest import dense_or_updates  # where it is asked for
+
+            made = dense_or_updates(model, optimizers, carried)
+            decided = why = made.why
+            if made.choice == "dense":
+                chosen, algorithm, density = "gradients", "dense", 1.0
     if why and dist.is_initialized() and dist.get_rank() == 0:
         sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
     if elastic is not None and replicate is not None:
@@ -118,7 +129,9 @@ def attach(
             from sparsync.elastic.updates import attach_elastic_updates
 
             return attach_elastic_updates(model, optimizers, outer, options, elastic)
-        return attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
+        sync = attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
+        sync.decided = decided
+        return sync
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if not isinstance(density, AdaptiveDensity):
@@ -141,7 +154,9 @@ def attach(
                 "Compression(schedule=..., overlap=False) and Transport(world=...) need replicate=; give "
                 "it, too"
             )
-        return attach_ddp(model, options)
+        exchanged = attach_ddp(model, options)
+        exchanged.decided = decided
+        return exchanged
     if isinstance(model, DistributedDataParallel) or carried.hierarchy is not None:
         raise ConfigurationError(
             "replicate= is for models without DDP, which knows its own ranks; omit it, or give the plain "

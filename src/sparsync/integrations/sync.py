@@ -69,6 +69,7 @@ class Sync(ABC):
 
     Attributes:
         on_close: callbacks that undo what an integration changed; ``close`` runs them.
+        decided: why "auto" exchanges gradients or updates, where that was to be decided.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Sync(ABC):
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
         self._last: Step | None = None
         self._left = False  # averages lie in the gradients, and no backward pass has begun since
-        self.on_close = ExitStack()
+        self.on_close, self.decided = ExitStack(), ""
         self._engine = Engine(reducer.algorithm.name)
         # a forgotten handle keeps neither its thread nor its sockets and groups
         self._end = weakref.finalize(self, _end, self._engine, reducer.comm, groups)
@@ -136,6 +137,8 @@ class Sync(ABC):
             phases = self._inner.ledger.by_phase()
             stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
         spans = {} if last is None else last.spans
+        if self.decided:
+            stats["choices"] = [self.decided]
         stats["exchange"] = "gradients"
         stats["exchanges_last_step"] = [[unit, *span] for unit, span in spans.items()]
         stats["waited_last_step"] = list(last.waited) if last and last.waited else None

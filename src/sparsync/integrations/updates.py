@@ -400,6 +400,7 @@ class UpdateSync(Sync):
         return {
             **reducer_stats(self.reducer, outer.steps, self._before),
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
+            **({"choices": [self.decided]} if self.decided else {}),
             "exchange": "updates",
             "local_steps": outer.steps,
             "exchange_seconds": self._busy,

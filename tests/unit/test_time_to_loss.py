@@ -1,0 +1,205 @@
+"""The time to a loss: the committed fit is that of the committed curves; plans, pages and errors."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsync.cost import steps
+from sparsync.cost.machine import Machine
+from sparsync.cost.steps import Recipe, steps_ratio
+from sparsync.cost.training import METHODS, allreduced, plan_loss, rounds
+from sparsync.errors import ConfigurationError
+from sparsync.presets import candidates
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SLOW, FAST = Machine(alpha=1e-4, beta=8e-7), Machine(alpha=1e-6, beta=8e-11)
+GPT = ["--ranks", "4", "--model-size", "8443552", "--compute", "0.25"]
+
+
+def planned(machine, optimizer="adamw", size=8_443_552, ranks=4, **options):
+    return plan_loss(size, ranks, machine, candidates(), optimizer=optimizer, **options)
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """The benchmark, imported as its command does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("steps")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("frontier", "steps")]:
+        del sys.modules[name]
+
+
+# ---- steps ------------------------------------------------------------------------------------------
+
+
+def test_the_committed_coefficients_are_the_fit_of_the_committed_curves(fitted):
+    data = fitted.observations(fitted.Results(fitted.DATA).rows)
+    found = fitted.fit(data)
+    assert set(steps.COEFFICIENTS) == set(found.coefficients)
+    for name, value in found.coefficients.items():
+        assert steps.COEFFICIENTS[name] == pytest.approx(value, abs=2e-3), name
+    errors = [abs(math.log(s.ratio) - log) for s, log in fitted.left_out(data) if not s.bound]
+    assert pytest.approx(fitted.likely(errors), abs=0.02) == steps.LIKELY
+
+
+def test_a_bound_counts_for_more_than_itself_and_a_left_out_task_is_not_seen(fitted):
+    recipe = Recipe("updates", 2)
+    seen = fitted.Observation("a", "updates", "adamw", 4, 8, 300, 0.5, recipe, 2.0)
+    bound = fitted.replace(seen, bound=True)
+    measured, bounded = fitted.fit([seen] * 3), fitted.fit([bound] * 3)
+    assert bounded.log_ratio(seen) > measured.log_ratio(seen) > 0.5
+    apart = fitted.left_out([seen, fitted.replace(seen, task="b", ratio=1.0)])
+    assert [log for _, log in apart] == pytest.approx([0.0, math.log(2)], abs=0.1)
+
+
+def test_every_planned_method_is_one_of_the_frontier(fitted):
+    known = importlib.import_module("frontier.methods").METHODS
+    for method in METHODS:
+        if method.recipe.family not in ("dense", "sparse gradients"):
+            assert fitted.recipe_of(method.name) == method.recipe, method.name
+            assert set(method.optimizers) & set(known[method.name].optimizers)
+
+
+def test_ratios_grow_with_the_period_and_are_bounded():
+    def ratio(period):
+        return steps_ratio(Recipe("updates", period), "adamw", 4, 300)
+
+    assert ratio(2).mean < ratio(4).mean < ratio(20).mean
+    assert 0.5 < ratio(2).low < ratio(2).mean < ratio(2).high < 2
+    assert ratio(2).reached and not ratio(100).reached
+    assert not steps_ratio(Recipe("sparse gradients"), "adamw", 4, 300).reached
+    assert steps_ratio(Recipe("sparse gradients"), "sgd", 4, 300).reached
+    longest = steps_ratio(Recipe("updates", 2), "adamw", 4, 3000)
+    assert longest == steps_ratio(Recipe("updates", 2), "adamw", 4, 10**6)
+
+
+# ---- seconds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("idle", [0.0, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 5e-5, 0.04])
+def test_fewer_bytes_never_take_longer(alpha, idle):
+    machine = Machine(alpha=alpha, beta=8e-8)
+    sizes = [2.0**power for power in range(28)]
+    for seconds in (
+        [allreduced(size, 4, machine, idle) for size in sizes],
+        [rounds(2, size, 4, machine, idle) for size in sizes],
+    ):
+        assert seconds == sorted(seconds) and seconds[0] >= 2 * alpha
+
+
+def test_slower_links_never_make_a_step_shorter():
+    for alpha in (1e-5, 1e-2):
+        steps_of = [
+            {one.method: one.seconds_step for one in planned(Machine(alpha=alpha, beta=b)).table}
+            for b in (8e-10, 8e-9, 8e-8, 8e-7)
+        ]
+        for method in ("dense", "fp16", "powersgd-r4", "updates", "updates-overlap", "diloco-h30"):
+            seconds = [of[method] for of in steps_of]
+            assert seconds == sorted(seconds), method
+
+
+def test_the_lab_measured_such_steps():
+    """``benchmarks/frontier.md``: 8.4 M parameters, 4 ranks on 2 cores."""
+    measured = {("dense", 8e-7): 43.5, ("updates", 8e-7): 1.04, ("updates-h4-overlap1", 8e-7): 0.40}
+    measured |= {("dense", 8e-8): 4.5, ("updates", 8e-8): 0.42, ("updates-overlap", 8e-8): 0.37}
+    for (method, beta), seconds in measured.items():
+        made = planned(Machine(alpha=1e-4, beta=beta), compute=0.26)
+        found = next(one for one in made.table if one.method == method)
+        assert found.seconds_step == pytest.approx(seconds, rel=0.25), method
+
+
+# ---- choices ----------------------------------------------------------------------------------------
+
+
+def test_slow_links_take_few_bits_and_fast_ones_dense():
+    for optimizer, ways in (
+        ("adamw", ("averages", "local steps every 4", "local steps every 10")),
+        ("muon", ("averages", "local steps every 4", "local steps every 10")),
+        ("sgd", ("sparse gradients",)),
+    ):
+        slow, fast = (planned(m, optimizer, compute=0.25) for m in (SLOW, FAST))
+        assert slow.way in ways and slow.why.startswith(f"{slow.way}: {slow.choice} takes ")
+        assert (fast.choice, fast.way) == ("dense", "dense") and fast.why.startswith(
+            "dense: the next"
+        )
+        assert slow.table[0].seconds.mean < 0.1 * slow.dense.seconds.mean
+    only = planned(SLOW, methods=("dense", "updates"))
+    assert [one.method for one in only.table] == ["updates", "dense"]
+
+
+def test_what_is_not_reached_is_never_chosen():
+    made = planned(Machine(alpha=1e-4, beta=1e-3), compute=0.0)
+    reached = [one.steps.reached for one in made.table]
+    assert reached == sorted(reached, reverse=True) and not all(reached)
+    assert made.table[-1].seconds_step < made.dense.seconds_step
+
+
+def test_where_nothing_is_exchanged_dense_is_the_answer():
+    assert planned(SLOW, ranks=1).why == "dense: one rank has nobody to exchange with"
+    assert planned(SLOW, size=0).choice == "dense"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "adam"}, "optimizer is adam; give one of adamw, muon, sgd"),
+        ({"steps": 0}, "steps is 0; give the steps that dense takes, > 0"),
+        ({"compute": math.inf}, "compute is inf; give seconds >= 0"),
+        ({"size": -1}, "size is -1"),
+        ({"ranks": 0}, "world_size is 0; give at least 1 rank"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        planned(SLOW, **options)
+
+
+# ---- commands ---------------------------------------------------------------------------------------
+
+
+def test_the_page_names_a_way_and_why(command):
+    code, out, err = command("plan", *GPT, "--network", "10mbit,10ms", "--optimizer", "adamw")
+    assert (code, err) == (0, "")
+    rows = [line.split()[0] for line in out.splitlines() if " x " in line or "not reached" in line]
+    assert {"dense", "fp16", "updates", "updates-overlap", "diloco-h100"} <= set(rows)
+    assert "local steps every" in out and "times (" in out and "that is: OuterStep" in out
+    code, out, _ = command(
+        "plan", "--ranks", 1, "--model-size", 9, "--network", "1gbit,1us", "--optimizer", "sgd"
+    )
+    assert code == 0 and out.splitlines()[-1] == "dense: one rank has nobody to exchange with"
+
+
+def test_the_json_of_a_plan_has_ratios_and_times(command, tmp_path):
+    path = tmp_path / "plan.json"
+    given = [*GPT, "--network", "100mbit,50us", "--goal", "loss", "--optimizer", "muon"]
+    assert command("plan", *given, "--steps-to-loss", 300, "--json", path)[0] == 0
+    made = json.loads(path.read_text())
+    assert (made["choice"], made["steps_of_dense"]) == (made["table"][0]["method"], 300)
+    for entry in made["table"]:
+        until = 300 * entry["seconds_step"] * entry["steps"]["mean"]
+        assert entry["seconds"]["mean"] == pytest.approx(until)
+        assert entry["seconds"]["low"] <= until <= entry["seconds"]["high"]
+        assert entry["reached"] == (entry["steps"]["mean"] <= steps.FARTHEST)
+    alone = json.loads(command("plan", *given, "--steps-to-loss", 300, "--json", "-")[1])
+    assert alone == made
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--goal", "loss"], "--goal loss needs --optimizer"),
+        (["--goal", "time"], "--goal is time; give loss or step"),
+        (["--steps-to-loss", "300"], "--goal loss needs --optimizer"),
+        (["--goal", "step", "--optimizer", "sgd"], "--optimizer is for --goal loss"),
+        (["--optimizer", "sgd", "--budget", "9"], "--budget and --all are for --goal step"),
+        (["--optimizer", "lion"], "optimizer is lion"),
+    ],
+)
+def test_options_of_the_other_goal_are_refused(command, options, words):
+    code, out, err = command("plan", *GPT, "--network", "100mbit,50us", *options)
+    assert code == 2 and err.startswith("error: ") and words in err and out == ""

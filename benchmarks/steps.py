@@ -40,7 +40,16 @@ TASK_DEVIATION = 0.15  # of that of a task's own term, which no prediction knows
 FAMILY_DEVIATION = 1.0  # of the prior of a family's coefficient
 DEVIATIONS = {  # of the others
     **dict.fromkeys(
-        ("period", "period of Muon", "delay", "selection", "length", "matrix rank"), 0.25
+        (
+            "period",
+            "period of Muon",
+            "period under momentum",
+            "delay",
+            "selection",
+            "length",
+            "matrix rank",
+        ),
+        0.25,
     ),
     **dict.fromkeys(("ranks", "ranks of updates"), 0.1),  # one small model had others than 4
 }
@@ -291,8 +300,9 @@ def report(data: Sequence[Observation], found: Fit) -> str:
             [[name, "", f"{value:+.3f}"] for name, value in found.coefficients.items()],
         ),
         "",
-        "Families: at a period of 2, 4 ranks and 300 steps. Period: per factor e;",
-        "ranks: per doubling; length: per factor 10; matrix rank: per halving.",
+        "Families: at a period of 2 (under momentum 30), 4 ranks, 300 steps. Period: per unit of its",
+        "square root, under momentum per factor e; ranks: per doubling; length: per factor 10; matrix",
+        "rank: per halving.",
         "",
         "## Errors of tasks that were not fitted to",
         "",

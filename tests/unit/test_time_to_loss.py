@@ -118,12 +118,14 @@ def test_the_lab_measured_such_steps():
 
 def test_slow_links_take_few_bits_and_fast_ones_dense():
     for optimizer, ways in (
-        ("adamw", ("averages", "local steps every 4", "local steps every 10")),
-        ("muon", ("averages", "local steps every 4", "local steps every 10")),
+        ("adamw", ("averages", "local steps every ")),
+        ("muon", ("averages", "local steps every ")),
         ("sgd", ("sparse gradients",)),
     ):
         slow, fast = (planned(m, optimizer, compute=0.25) for m in (SLOW, FAST))
-        assert slow.way in ways and slow.why.startswith(f"{slow.way}: {slow.choice} takes ")
+        assert slow.way.startswith(ways) and slow.why.startswith(
+            f"{slow.way}: {slow.choice} takes "
+        )
         assert (fast.choice, fast.way) == ("dense", "dense") and fast.why.startswith(
             "dense: the next"
         )

@@ -35,28 +35,30 @@ Optimizer = Literal["sgd", "adamw", "muon"]
 
 FARTHEST: Final = 2.0  # a run as long as dense's shows no larger ratio at the middle of dense's
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
-_USUAL_RANKS, _USUAL_STEPS, _USUAL_PERIOD, _USUAL_RANK = 4, 300, 2, 4
+_USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
+_USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1152,
-        "low-rank": 0.3828,
-        "matrix rank": 0.1781,
-        "updates": -0.0133,
-        "period": 0.3293,
-        "period of Muon": -0.0467,
-        "delay": -0.0358,
-        "selection": 0.0630,
-        "ranks": 0.2650,
-        "ranks of updates": 0.0528,
-        "length": -0.3130,
-        "local": 0.0556,
-        "outer momentum": -0.1662,
-        "sparse gradients into moments": 0.8054,
+        "sparse gradients": 0.1294,
+        "low-rank": 0.3899,
+        "matrix rank": 0.1893,
+        "updates": -0.0125,
+        "period": 0.3332,
+        "period of Muon": -0.0969,
+        "period under momentum": 0.2375,
+        "delay": -0.0126,
+        "selection": -0.0309,
+        "ranks": 0.3074,
+        "ranks of updates": 0.0503,
+        "length": -0.3242,
+        "local": 0.0156,
+        "outer momentum": 0.7779,
+        "sparse gradients into moments": 0.8026,
     }
 )
-LIKELY: Final = 1.40  # factor, either way
+LIKELY: Final = 1.46  # factor, either way
 # end
 
 
@@ -110,7 +112,7 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
     Example:
         >>> features(Recipe("updates", period=4), "adamw", 4, 300)["period"]
-        0.693...
+        0.585...
     """
     family = recipe.family
     if family == "dense":
@@ -119,11 +121,13 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
         return {family: 1.0, "matrix rank": math.log2(_USUAL_RANK / recipe.matrix_rank)}
     if family == "sparse gradients":
         return {family if optimizer == "sgd" else "sparse gradients into moments": 1.0}
-    period, more = math.log(recipe.period / _USUAL_PERIOD), math.log2(ranks / _USUAL_RANKS)
+    momentum, more = family == "outer momentum", math.log2(ranks / _USUAL_RANKS)
+    period = math.sqrt(recipe.period) - math.sqrt(_USUAL_PERIOD)
     return {
         family: 1.0,
-        "period": period,
-        "period of Muon": period if optimizer == "muon" else 0.0,
+        "period": 0.0 if momentum else period,
+        "period of Muon": period if optimizer == "muon" and not momentum else 0.0,
+        "period under momentum": math.log(recipe.period / _MOMENTUM_PERIOD) if momentum else 0.0,
         "delay": float(recipe.delayed),
         "selection": float(recipe.selects),
         "ranks": 0.0 if family == "updates" else more,

@@ -114,6 +114,7 @@ def attach(
             decided = why = made.why
             if made.choice == "dense":
                 chosen, algorithm, density = "gradients", "dense", 1.0
+                why += "; plain DDP does the same without attach"
     if why and dist.is_initialized() and dist.get_rank() == 0:
         sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
     if elastic is not None and replicate is not None:

@@ -5,8 +5,8 @@
 
 The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messages:
 
-- PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of 1 MiB, two of them
-  under way at a time, so far links wait for the latency where a segment takes less.
+- PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of at most 1 MiB, at
+  least two per rank and way; each waits 1.2 times the latency, after the receiver has asked for it.
 - Averages of few bits: two rounds, in each of which a rank sends to all others at once.
 - Sparse gradients: the fastest collective of ``planner.plan``, messages one after the other.
 
@@ -46,8 +46,9 @@ __all__ = [
 
 Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
 
-_SEGMENT = 2**20  # bytes of gloo's ring
-_UNDER_WAY = 2  # segments
+_SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and number per rank, of gloo's ring
+# latencies that a segment takes: 4 ranks, 40 kB to 26 MB, 10 Mbit/s to 1 Gbit/s, 20 and 80 ms in the lab
+_LATENCIES = 1.2
 _WINDOW = 14_600  # bytes that TCP sends before it hears of any
 _PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it starts slowly again
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
@@ -319,9 +320,8 @@ def allreduced(nbytes: float, world_size: int, machine: Machine, idle: float = 0
         0.12
     """
     part = nbytes / world_size
-    segments = max(math.ceil(part / _SEGMENT), _UNDER_WAY)
-    wire = part / segments * machine.beta
-    each = max(wire, (wire + machine.alpha) / _UNDER_WAY)
+    segments = max(math.ceil(part / _SEGMENT), _LEAST_SEGMENTS)
+    each = part / segments * machine.beta + _LATENCIES * machine.alpha
     start = _slow_start(part / segments, _WINDOW, machine, idle)
     return 2 * (world_size - 1) * segments * each + start
 

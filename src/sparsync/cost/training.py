@@ -47,14 +47,14 @@ __all__ = [
 Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
 
 _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and number per rank, of gloo's ring
-# latencies that a segment takes: 4 ranks, 40 kB to 26 MB, 10 Mbit/s to 1 Gbit/s, 20 and 80 ms in the lab
+# latencies that a segment takes, set by hand to: 4 ranks, 40 kB to 26 MB, 10 Mbit/s to 1 Gbit/s, 20 and 80 ms in the lab
 _LATENCIES = 1.2
 _WINDOW = 14_600  # bytes that TCP sends before it hears of any
 _PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it starts slowly again
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
 # passes over the model, in the time of a dense sum: of PowerSGD's products, of Adam's and the shared
-# weights' per step and per exchange (set to the frontier's lab runs at 100 Mbit/s)
+# weights' per step and per exchange (by hand, from the frontier's lab runs)
 _LOW_RANK_PASSES, _STEP_PASSES, _EXCHANGE_PASSES = 30, 8, 8
 _ALIKE = 1.05  # times as long, which is not told apart
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits

@@ -1,6 +1,6 @@
 """Exchanges over far links: in round trips, back to back and after a pause.
 
-    python benchmarks/far.py        (about 4 minutes; Linux, root; writes benchmarks/far.md)
+    python benchmarks/far.py        (about 12 minutes; Linux, root; writes benchmarks/far.md)
 
 4 ranks exchange 1 % of 14.7 M elements over links of 100 Mbit/s and several round-trip times.  Ranks
 begin together; an exchange is over when the last one has its total.  Its floor: the bytes of the rank

@@ -3,6 +3,7 @@
     python benchmarks/surface.py --curves     (about 40 minutes: trains what has no curve yet)
     python benchmarks/surface.py --cells      (about 2 hours; Linux, root; resumes)
     python benchmarks/surface.py --report     (only writes what is there)
+    python benchmarks/surface.py --predict    (what the planner says, before any cell is measured)
 
 4 ranks train the 8.4 M-parameter GPT of the frontier.  A loss by step does not depend on the network,
 so curves are the frontier's (``frontier/results.jsonl``).  In each cell a method trains for some steps,
@@ -12,6 +13,7 @@ whose seconds and bytes are measured: seconds to the loss are steps to it times 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from itertools import product
@@ -25,15 +27,23 @@ from frontier.training import Run
 from rich.console import Console
 
 from sparsync.cli.launch import RankError
+from sparsync.cli.links import parse_rate
 from sparsync.cli.network import Connection
+from sparsync.cost.machine import Machine
+from sparsync.cost.training import plan_loss
+from sparsync.presets import candidates
 
 HERE = Path(__file__).parent
 CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results.jsonl"
+PREDICTED = HERE / "surface" / "predicted.json"
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after so many of its steps
 LONG = 600  # steps of methods that are not there after 300
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
+# of predictions: the model's elements, a message's seconds without a distance, and those of a step
+# without exchange, from the frontier's runs of this model in the lab
+PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
 MANY_BYTES: Final = (
     1.0  # per parameter and step: measured for 10 steps at 10 Mbit/s, the rest for 20
 )
@@ -143,6 +153,41 @@ def _is_of(row: Row, line: Line, lab: str) -> bool:
     return asked.items() <= row.items()
 
 
+# ---- predictions -------------------------------------------------------------------------------------
+
+
+def predict() -> None:
+    """Write what the planner says of every cell, its fit as it is now; it is not written twice."""
+    said: dict[str, dict[str, object]] = {}
+    for rate, rtt in product(RATES, RTTS):
+        lab, way = f"{rate},{rtt}ms" if rtt else rate, rtt / 2000
+        machine = Machine(alpha=ALPHA + way, beta=8 / parse_rate(rate), distance=way)
+        for optimizer in ("adamw", "sgd"):
+            made = plan_loss(
+                PARAMETERS,
+                RANKS,
+                machine,
+                candidates(),
+                optimizer=optimizer,
+                steps=GOAL,
+                compute=COMPUTATION,
+            )
+            said[f"{lab} {optimizer}"] = {
+                "pick": made.choice,
+                "methods": {
+                    entry.method: {
+                        "seconds_step": entry.seconds_step,
+                        "steps": entry.steps.mean,
+                        "seconds": entry.seconds.mean,
+                        "reached": entry.steps.reached,
+                    }
+                    for entry in made.table
+                },
+            }
+    with PREDICTED.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(said, indent=1) + "\n")
+
+
 # ---- the report ---------------------------------------------------------------------------------------
 
 
@@ -249,9 +294,13 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="train what has no curve yet")
     parser.add_argument("--cells", action="store_true", help="measure cells that are not there")
     parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--predict", action="store_true", help="write the planner's predictions")
     parser.add_argument("--networks", help="of the cells, with semicolons (default: all)")
     parser.add_argument("--methods", help="labels, with semicolons (default: all)")
     given = parser.parse_args()
+    if given.predict:
+        predict()
+        return
     console, curves, cells = Console(stderr=True), Results(CURVES), Results(CELLS)
     chosen_lines = [
         line for line in LINES if not given.methods or line.label in given.methods.split(";")

@@ -8,7 +8,7 @@ The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messa
 - PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of at most 1 MiB, at
   least two per rank and way; each waits 1.2 times the latency, after the receiver has asked for it.
 - Averages of few bits: two rounds, in each of which a rank sends to all others at once.
-- Sparse gradients: the fastest collective of ``planner.plan``, messages one after the other.
+- Sparse gradients: the fastest collective of ``planner.plan``.
 
 After a pause of more than 0.2 s and a round trip, TCP starts again with a window of 10 packets and
 doubles it per round trip.  Hidden: of dense, all but the last bucket of 25 MiB during the backward

@@ -496,10 +496,7 @@ class Members:
         """Bring residuals, and copies, to the end of a step that others have applied."""
         if part is None or not part.minus:
             return
-        for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
-            residual.add(slice(None), -vector.to_dense())
-        for unit, where, values in part.plus:
-            self.reducer.residuals[unit].add(where, values)
+        self._add(part, 1.0)
         self._spent = self._spent or part.deals
         if self.buddy:
             self.buddy.conclude(step, attempt, part.copies)
@@ -510,12 +507,16 @@ class Members:
             return
         if self.buddy:
             self.buddy.take_back()
-        factor = self.reducer.scale / part.scale
-        for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
-            residual.add(slice(None), factor * vector.to_dense())
-        for unit, where, values in part.plus:
-            self.reducer.residuals[unit].add(where, -factor * values)
+        self._add(part, -1.0)
         self._spent = self._spent and not part.deals
+
+    def _add(self, part: _Part, sign: float) -> None:
+        """Add a part's changes to the residuals, or subtract them."""
+        factor = sign * self.reducer.scale / part.scale
+        for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
+            residual.add(slice(None), -factor * vector.to_dense())
+        for unit, where, values in part.plus:
+            self.reducer.residuals[unit].add(where, factor * values)
 
     def _is_broken(self, vector: Vector) -> bool:
         """Tell whether there is NaN or Inf in what was exchanged or accumulated."""

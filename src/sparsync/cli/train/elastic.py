@@ -7,6 +7,7 @@ them with SIGKILL, and hears from all of them what they have applied, and when.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -50,6 +51,16 @@ _HEARTBEAT = 400  # milliseconds without one after which the lighthouse takes a 
 _TIMEOUT = 5.0  # seconds that a message of an exchange may take
 
 
+class Change(NamedTuple):
+    """A change of the group, the same on all ranks that were there before."""
+
+    step: int
+    ranks: int
+    died: int
+    kept: int  # of the dead, those whose residual another rank had a copy of
+    lost_norm: float
+
+
 class Applied(NamedTuple):
     """A step, as one rank has applied it."""
 
@@ -59,6 +70,7 @@ class Applied(NamedTuple):
     contributors: int
     counts: bool  # this rank's gradient is in it
     loss: float
+    changes: tuple[Change, ...] = ()  # of the group, since the last step of this rank
 
 
 class Ended(NamedTuple):
@@ -66,8 +78,6 @@ class Ended(NamedTuple):
 
     evaluation: Evaluation
     weights: str
-    lost_norm: float
-    kept: int
 
 
 @dataclass(frozen=True)
@@ -335,6 +345,10 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
+        # most ranks have seen each of them, though no rank all, if all were killed; one that had missed the
+        # last votes knows an older norm
+        seen = sorted({change for one, _ in every for change in one.changes})
+        changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (
             sum(map(run._contributors, run.applied)) / run.seconds for run in (self, free)
         )
@@ -351,8 +365,8 @@ class _Run:
             throughput_of_fault_free=rate / free_rate,
             throughput_of_present=rate / free_rate / self._present(),
             participation_mean=fmean(contributors) / ranks,
-            lost_norm=max(ended.lost_norm for ended in self.ended.values()),
-            kept=max(ended.kept for ended in self.ended.values()),
+            lost_norm=math.hypot(*(change.lost_norm for change in changes)),
+            kept=sum(change.kept for change in changes),
             replicas_equal=len({ended.weights for ended in self.ended.values()}) == 1,
             eval_loss=self._held_out(),
             eval_loss_fault_free=free._held_out(),
@@ -473,6 +487,7 @@ def _train(
         model, optimizers, algorithm, settings.density, exchange=exchange, elastic=manager
     )
     assert isinstance(sync, ElasticHandle)
+    known, last_group = 0, 0
     while sync.steps < settings.steps:
         step = sync.steps
         time.sleep(delay.seconds(step, rank, settings.ranks, settings.seed))
@@ -489,10 +504,13 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
         if sync.steps > step:
-            pipe.send(Applied(time.time(), sync.steps, *sync.last_step, loss.item()))
+            every = sync.stats()["elastic"]["changes"] if sync.last_step[0] != last_group else []
+            changes = [Change(*(one[name] for name in Change._fields)) for one in every[known:]]
+            known, last_group = known + len(changes), sync.last_step[0]
+            pipe.send(
+                Applied(time.time(), sync.steps, *sync.last_step, loss.item(), tuple(changes))
+            )
     sync.finish()
-    state = sync.stats()["elastic"]
     evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
-    kept = sum(change["kept"] for change in state["changes"])
-    pipe.send(Ended(evaluation, weights_digest(model.parameters()), state["lost_norm"], kept))
+    pipe.send(Ended(evaluation, weights_digest(model.parameters())))
     sync.close()  # the others have its last word then

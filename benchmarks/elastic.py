@@ -106,7 +106,9 @@ def _write() -> None:
         "other; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
         "its process started again at once. Survivors go on: from the kill to a step that another group "
         "has applied. Of updates, these are local steps. "
-        "Lost norm: of the residuals that died.",
+        "Lost norm: of the residuals that died. In rows with more kills than ranks, it and the "
+        "copies were counted as the rank saw them that was there longest, until the launcher put "
+        "together what all have seen: they are too low there.",
         "",
         f"| | {' | '.join(names)} |",
         f"|---|{'---:|' * len(names)}",

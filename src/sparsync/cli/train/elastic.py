@@ -345,8 +345,8 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # most ranks have seen each of them, though no rank all, if all were killed; one that had missed the
-        # last votes knows an older norm
+        # most ranks have seen each of them, though no rank all, if all were killed; one that had missed
+        # the last votes knows an older norm
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (

@@ -36,6 +36,7 @@ from sparsync.feedback.agreement import weights_digest
 
 __all__ = [
     "Applied",
+    "Change",
     "ElasticResult",
     "Ended",
     "be_lighthouse",

@@ -112,23 +112,26 @@ async def calibrate(
     line, links, clocks, sizes = await measure_links(comm, seconds, probe)
     measured = line | await _measure_work(comm, left, probe)
     ahead, rehearsal = clocks[comm.rank].ahead, _REHEARSAL * seconds
-    machine = _machine(measured)
-    if not _stands_still(comm):
-        machine = replace(machine, distance=_distance(machine.alpha, clocks))
-    measured["turn"] = await _measure_turn(comm, machine, ahead, rehearsal, probe)
-    machine = replace(machine, turn=measured["turn"][0])
-    return Calibration(machine, _intervals(measured), links, clocks, sizes)
+    alpha = measured["alpha"][0]
+    measured["distance"] = _distance(alpha, () if _stands_still(comm) else clocks[1:])
+    turn = await _measure_turn(comm, _machine(measured), ahead, rehearsal, probe)
+    measured["turn"] = turn
+    return Calibration(_machine(measured), _intervals(measured), links, clocks, sizes)
 
 
-def _distance(alpha: float, clocks: Sequence[Clock]) -> float:
-    """Return the part of alpha that is the way: half of the fastest round trip, where that is long.
+def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
+    """Return the part of alpha that is the way: half of the fastest round trips, where these are long.
 
     Example:
-        >>> _distance(0.0411, [Clock(), Clock(0.3, 0.0402)]), _distance(50e-6, [Clock(), Clock(0, 30e-6)])
-        (0.0402, 0.0)
+        >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
+        (0.0403, (0.0402, 0.0404))
+        >>> _distance(50e-6, [Clock(0.0, 30e-6)])
+        (0.0, (0.0, 0.0))
     """
-    way = median(clock.uncertainty for clock in clocks[1:])
-    return min(alpha, way) if way >= _FAR else 0.0
+    ways = [min(alpha, clock.uncertainty) for clock in clocks]
+    if not ways or median(ways) < _FAR:
+        return 0.0, (0.0, 0.0)
+    return median(ways), (min(ways), max(ways))
 
 
 def _machine(measured: Mapping[str, Measured]) -> Machine:

@@ -231,10 +231,11 @@ def _measured(found: Calibration) -> Columns:
     machine, ends, rows = found.machine, found.intervals, []
     for name, what, write in (
         ("alpha", "a message's latency", format_seconds),
+        ("distance", "of that, under way", format_seconds),
         ("beta", "a link's bandwidth, both ways", _bandwidth),
         ("turn", "waiting for others' work", format_seconds),
     ):
-        if name in ends:
+        if name in ends and (name != "distance" or machine.distance):
             between = ", ".join(map(write, sorted(ends[name], reverse=name == "beta")))
             rows.append([what, write(getattr(machine, name)), between])
     for name, what, unit in (

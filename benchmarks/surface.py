@@ -38,7 +38,7 @@ CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results
 PREDICTED = HERE / "surface" / "predicted.json"
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
-RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after so many of its steps
+RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that are not there after 300
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
 # of predictions: the model's elements, a message's seconds without a distance, and those of a step
@@ -57,7 +57,7 @@ class Line(NamedTuple):
     optimizer: str
     bytes_per_parameter: float  # and step, about
     steps: int = STEPS
-    ours: bool = False
+    default: bool = False
 
 
 LINES = (
@@ -67,9 +67,9 @@ LINES = (
     Line("DiLoCo, H = 30", "diloco-h30", "adamw", 0.2, LONG),
     Line("DiLoCo, H = 100", "diloco-h100", "adamw", 0.06, LONG),
     Line("SparseLoCo", "sparseloco", "adamw", 0.003, LONG),
-    Line("attach(model, adamw)", "updates", "adamw", 0.1, ours=True),
+    Line("attach(model, adamw)", "updates", "adamw", 0.1, default=True),
     Line("dense, SGD", "dense", "sgd", 6.0),
-    Line("attach(model, sgd)", "gradients", "sgd", 0.05, ours=True),
+    Line("attach(model, sgd)", "gradients", "sgd", 0.05, default=True),
 )
 
 
@@ -262,7 +262,7 @@ def draw(found: dict[tuple[str, str], Cell]) -> None:
                 axis.text(column, row, said if cell else "-", ha="center", va="center", fontsize=8)
         norm = TwoSlopeNorm(0.0, -2.0, 6.0)
         axis.imshow(values, cmap="RdYlGn", norm=norm, aspect="auto")
-        axis.set_title(line.label, fontsize=8, weight="bold" if line.ours else "normal")
+        axis.set_title(line.label, fontsize=8, weight="bold" if line.default else "normal")
         axis.set_xticks(range(len(RTTS)), [f"{rtt} ms" for rtt in RTTS], fontsize=7)
         axis.set_yticks(range(len(RATES)), RATES, fontsize=7)
     figure.suptitle("times faster than dense of the same optimizer to its loss", fontsize=9)
@@ -273,18 +273,18 @@ def draw(found: dict[tuple[str, str], Cell]) -> None:
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
     """Say in which cells our default is the fastest to the loss, and by how much it is not."""
     said = []
-    for ours in (line for line in LINES if line.ours):
-        others = [line for line in LINES if not line.ours and line.optimizer == ours.optimizer]
+    for mine in (line for line in LINES if line.default):
+        others = [line for line in LINES if not line.default and line.optimizer == mine.optimizer]
         ratios = {}
         for lab in networks():
-            mine = found.get((ours.label, lab))
+            cell = found.get((mine.label, lab))
             times = [found[o.label, lab].to_goal for o in others if (o.label, lab) in found]
             rest = [seconds for seconds in times if seconds]
-            if mine and mine.to_goal and rest:
-                ratios[lab] = mine.to_goal / min(rest)
+            if cell and cell.to_goal and rest:
+                ratios[lab] = cell.to_goal / min(rest)
         if ratios:
             each = ", ".join(f"{lab} {ratio:.2f}" for lab, ratio in ratios.items())
-            said.append(f"{ours.label}: seconds over the best other's: {each}")
+            said.append(f"{mine.label}: seconds over the best other's: {each}")
     return said
 
 

@@ -185,7 +185,7 @@ class Account(NamedTuple):
 
     @property
     def change(self):
-        """What the attempt changes in the residual, if it is applied."""
+        """The change that the attempt makes in the residual, if it is applied."""
         return self.kept - self.accumulated if np.isfinite(self.total).all() else 0.0
 
 

@@ -69,9 +69,8 @@ class DoctorSettings:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "ranks")
         if self.training is not None:
-            self.training.planned(
-                self.ranks, Machine()
-            )  # bad numbers are refused before a rank starts
+            # bad numbers are refused before a rank starts
+            self.training.planned(self.ranks, Machine())
         expected = f"some > 0 and at most --timeout, {self.timeout:g}"
         check("seconds", f"{self.seconds:g}", 0 < self.seconds <= self.timeout, expected)
         self.connection()

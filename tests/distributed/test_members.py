@@ -233,7 +233,8 @@ def test_a_replica_that_stood_still_comes_back_with_its_residual(job, outer):
     run.all_contribute([0, 2], since=stopped + 5)
     awake = run.kill(1, signal.SIGCONT)
     run.all_contribute([1], since=awake)
-    run.finish()
+    ends = run.finish()
+    assert ends[0]["lost_norm"] == 0 and sum(c["back"] for c in ends[0]["changes"]) == 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Groups that change: no step is lost, none counts twice, whoever dies, comes or leaves, and whenever."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -124,14 +125,17 @@ def test_what_has_changed_is_told():
     world = World(2, "budgeted", change=0.01)
     everyone = list(world.members.values())
     assert world.run() >= 3
-    died = 0
+    died = back = 0
     for member in everyone:
         state = member.members.state()
-        changes, ranks = state["changes"], 0
+        changes, ranks, away = state["changes"], 0, 0
         for change in changes:
             ranks += change["came"] - change["left"] - change["died"]
             died += change["died"]
-            assert change["ranks"] == ranks
+            back += change["back"]
+            away += change["died"] - change["back"]
+            assert change["ranks"] == ranks and away >= 0 and change["back"] <= change["came"]
             assert (change["lost_norm"] > 0) <= (change["died"] > 0)
-        assert state["lost_norm"] >= max((change["lost_norm"] for change in changes), default=0)
-    assert died > 0
+        assert state["lost_norm"] <= math.hypot(*(change["lost_norm"] for change in changes))
+        assert (state["lost_norm"] > 0) <= (away > 0)
+    assert died > 0 and back > 0

@@ -191,6 +191,7 @@ class Members:
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
         self._norm = 0.0
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
+        self._lost: dict[Hashable, float] = {}  # norms of the residuals of ranks that died, by name
         self._delivered: list[Vector] = []  # in the attempt that is prepared, by unit
         self._dealt: list[tuple[int, slice, Tensor]] = []  # of ranks that leave with the open step
         self._events: list[dict[str, Any]] = []
@@ -532,6 +533,9 @@ class Members:
         gone = {name: row for name, row in rows if name not in names}
         died = {name: row for name, row in gone.items() if row[1] != 2}
         kept = {name for name in died if self._keeper_of(name) in names}
+        norms = {name: row[4 if name in kept else 3] for name, row in died.items()}
+        back = [name for name in names if self._lost.pop(name, None) is not None]
+        self._lost |= norms
         event = {
             "when": time.time(),
             "step": verdict.step,
@@ -540,7 +544,8 @@ class Members:
             "left": len(gone) - len(died),
             "died": len(died),
             "kept": len(kept),
-            "lost_norm": math.hypot(*(row[4 if n in kept else 3] for n, row in died.items())),
+            "back": len(back),
+            "lost_norm": math.hypot(*norms.values()),
         }
         self._events, self._names = [*self._events[-999:], event], names
 
@@ -555,12 +560,13 @@ class Members:
         "changes" has for each the step, the ranks from then on, how many came, left and died, and of how
         many of those a copy of the residual is kept.  "lost_norm" is the norm of the residuals that died
         with them, as measured at most 10 steps before; of those with a copy, of what the copy lacks.
+        A rank that was only taken for dead comes back with its residual: then it is in "back", not lost.
         """
         return {
             "ranks": len(self._present),
             "contributors": self.contributors,
             "behind": self.behind,
-            "lost_norm": math.hypot(*(event["lost_norm"] for event in self._events)),
+            "lost_norm": math.hypot(*self._lost.values()),
             "changes": [dict(event) for event in self._events],
         }
 

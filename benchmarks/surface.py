@@ -27,7 +27,7 @@ from frontier.training import Run
 from rich.console import Console
 
 from sparsync.cli.launch import RankError
-from sparsync.cli.links import parse_rate
+from sparsync.cli.links import parse_links
 from sparsync.cli.network import Connection
 from sparsync.cost.machine import Machine
 from sparsync.cost.training import plan_loss
@@ -38,6 +38,7 @@ CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results
 PREDICTED = HERE / "surface" / "predicted.json"
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
+SLOWEST, FASTEST = RATES[0], RATES[-1]
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that are not there after 300
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
@@ -57,7 +58,8 @@ class Line(NamedTuple):
     optimizer: str
     bytes_per_parameter: float  # and step, about
     steps: int = STEPS
-    default: bool = False
+    default: bool = False  # what one line gives
+    choice: bool = False  # one of this library's that the planner may choose instead
 
 
 LINES = (
@@ -68,7 +70,14 @@ LINES = (
     Line("DiLoCo, H = 100", "diloco-h100", "adamw", 0.06, LONG),
     Line("SparseLoCo", "sparseloco", "adamw", 0.003, LONG),
     Line("attach(model, adamw)", "updates", "adamw", 0.1, default=True),
+    Line("H = 2 in 2 fragments, delay 1", "updates-overlap", "adamw", 0.1, choice=True),
+    Line("H = 4 in 4 fragments, delay 1", "updates-h4-overlap1", "adamw", 0.06, choice=True),
+    Line(
+        "H = 10 in 10 fragments, delay 2", "updates-h10-overlap2", "adamw", 0.03, 400, choice=True
+    ),
     Line("dense, SGD", "dense", "sgd", 6.0),
+    Line("PyTorch's fp16 hook, SGD", "fp16", "sgd", 3.0),
+    Line("PyTorch's PowerSGD hook, SGD", "powersgd-r4", "sgd", 0.1),
     Line("attach(model, sgd)", "gradients", "sgd", 0.05, default=True),
 )
 
@@ -97,12 +106,20 @@ def best(curves: Results, line: Line) -> Row | None:
     return min(chosen(rows), key=loss_of) if rows else None
 
 
+def as_adamw(line: Line, lab: str) -> bool:
+    """Tell whether a method with SGD takes the seconds with AdamW, whose own are nothing to its bytes."""
+    return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
+
+
 def time(cells: Results, line: Line, lab: str, lr: float) -> None:
     """Measure seconds and bytes per step in one cell, in whole periods; a dense phase is 2 steps."""
     method = METHODS[line.method]
     knobs = {**method.untuned}
     period = {**method.settings, **knobs}.get("period", 1)
-    wanted = 10 if line.bytes_per_parameter > MANY_BYTES and lab.startswith("10mbit") else 20
+    if as_adamw(line, lab):
+        return
+    slow = lab.startswith(SLOWEST)
+    wanted = 10 if line.bytes_per_parameter > MANY_BYTES and slow else 20
     steps = -(-wanted // period) * period
     knobs |= {"start": 2} if knobs.get("start") else {}
     cells.get(replace(run_of(line, lr), knobs=knobs, lab=lab, steps=steps))
@@ -129,7 +146,8 @@ def surface(curves: Results, cells: Results) -> dict[tuple[str, str], Cell]:
             continue
         steps = reached(curve["curve"], value_at(base["curve"], GOAL))
         for lab in networks():
-            same = [row for row in timed if _is_of(row, line, lab)]
+            timing = line._replace(optimizer="adamw") if as_adamw(line, lab) else line
+            same = [row for row in timed if _is_of(row, timing, lab)]
             if not same:
                 continue
             row = same[-1]
@@ -153,20 +171,25 @@ def _is_of(row: Row, line: Line, lab: str) -> bool:
     return asked.items() <= row.items()
 
 
+def machine_of(lab: str, ranks: int) -> Machine:
+    """Return what the planner is told of a network; nothing of it is measured."""
+    link, *_ = parse_links(lab, ranks)
+    way = link.rtt / 2
+    return Machine(alpha=ALPHA + way, beta=8 / min(link.up, link.down), distance=way)
+
+
 # ---- predictions -------------------------------------------------------------------------------------
 
 
 def predict() -> None:
     """Write what the planner says of every cell, its fit as it is now; it is not written twice."""
     said: dict[str, dict[str, object]] = {}
-    for rate, rtt in product(RATES, RTTS):
-        lab, way = f"{rate},{rtt}ms" if rtt else rate, rtt / 2000
-        machine = Machine(alpha=ALPHA + way, beta=8 / parse_rate(rate), distance=way)
+    for lab in networks():
         for optimizer in ("adamw", "sgd"):
             made = plan_loss(
                 PARAMETERS,
                 RANKS,
-                machine,
+                machine_of(lab, RANKS),
                 candidates(),
                 optimizer=optimizer,
                 steps=GOAL,
@@ -207,8 +230,10 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
         *(__doc__ or "").split("\n\n")[2:],
         "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and fp16 "
         "at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With SGD: "
-        "to dense SGD's loss. `>`: not reached in the steps trained. Settings as published, rate "
-        f"{RATE:g} (SGD: the better of {SGD_RATES}); one seed.",
+        "to dense SGD's loss; up to 100 Mbit/s the seconds per step of dense and PyTorch's hooks are "
+        "those with AdamW. `>`: not reached in the steps trained. Settings as published, rate "
+        f"{RATE:g} (SGD: the better of {SGD_RATES}); one seed. The three lines with fragments are what "
+        "the planner may choose in place of `attach`'s default.",
         "",
         "![seconds to dense's loss](../docs/images/surface.png)",
         "",
@@ -235,46 +260,48 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
 
 
 def draw(found: dict[tuple[str, str], Cell]) -> None:
-    """Draw how many times faster than dense each method reaches the loss, a panel per method."""
+    """Draw how many times sooner than dense of the same optimizer each method is at its loss."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
 
-    shown = [line for line in LINES if any(label == line.label for label, _ in found)]
-    shown = [line for line in shown if line.method != "dense"]
-    figure, axes = plt.subplots(
-        1, len(shown), figsize=(2.3 * len(shown) + 1, 3.2), layout="constrained", squeeze=False
-    )
-    for axis, line in zip(axes[0], shown, strict=True):
-        values: list[list[float]] = []
+    shown = [line for line in LINES if line.method != "dense"]
+    labs, values = networks(), []
+    figure, axis = plt.subplots(figsize=(10, 0.36 * len(shown) + 1.3), layout="constrained")
+    for row, line in enumerate(shown):
         base = f"dense, {'SGD' if line.optimizer == 'sgd' else 'AdamW'}"
-        for row, rate in enumerate(RATES):
-            values.append([])
-            for column, rtt in enumerate(RTTS):
-                lab = f"{rate},{rtt}ms" if rtt else rate
-                cell, dense = found.get((line.label, lab)), found.get((base, lab))
-                ratio = (
-                    dense.to_goal / cell.to_goal
-                    if cell and dense and cell.to_goal and dense.to_goal
-                    else float("nan")
-                )
-                values[-1].append(math.log2(ratio))
-                said = "never" if cell and cell.to_goal is None else f"{ratio:.3g} x"
-                axis.text(column, row, said if cell else "-", ha="center", va="center", fontsize=8)
-        norm = TwoSlopeNorm(0.0, -2.0, 6.0)
-        axis.imshow(values, cmap="RdYlGn", norm=norm, aspect="auto")
-        axis.set_title(line.label, fontsize=8, weight="bold" if line.default else "normal")
-        axis.set_xticks(range(len(RTTS)), [f"{rtt} ms" for rtt in RTTS], fontsize=7)
-        axis.set_yticks(range(len(RATES)), RATES, fontsize=7)
-    figure.suptitle("times faster than dense of the same optimizer to its loss", fontsize=9)
+        values.append([math.nan] * len(labs))
+        for column, lab in enumerate(labs):
+            cell, dense = found.get((line.label, lab)), found.get((base, lab))
+            said = "not reached" if cell and cell.to_goal is None else "-"
+            if cell and dense and cell.to_goal and dense.to_goal:
+                ratio = dense.to_goal / cell.to_goal
+                values[-1][column], said = math.log2(ratio), f"{ratio:.3g}"
+            axis.text(column, row, said, ha="center", va="center", fontsize=8)
+    axis.imshow(values, cmap="RdYlGn", norm=TwoSlopeNorm(0.0, -2.0, 6.5), aspect="auto")
+    axis.set_xticks(range(len(labs)), [_named(lab) for lab in labs], fontsize=8)
+    axis.set_yticks(range(len(shown)), [line.label for line in shown], fontsize=8)
+    for tick, line in zip(axis.get_yticklabels(), shown, strict=True):
+        tick.set_fontweight("bold" if line.default else "normal")
+    axis.set_title("times sooner than dense of the same optimizer at its loss", fontsize=10)
     figure.savefig(PICTURE, dpi=110)
     plt.close(figure)
+
+
+def _named(lab: str) -> str:
+    """Write a network on two lines."""
+    rate, _, rtt = lab.partition(",")
+    return f"{rate[:-4]} {'Gbit/s' if rate.endswith('gbit') else 'Mbit/s'}\n{rtt or '0 ms'}"
 
 
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
     """Say in which cells our default is the fastest to the loss, and by how much it is not."""
     said = []
     for mine in (line for line in LINES if line.default):
-        others = [line for line in LINES if not line.default and line.optimizer == mine.optimizer]
+        others = [
+            line
+            for line in LINES
+            if not (line.default or line.choice) and line.optimizer == mine.optimizer
+        ]
         ratios = {}
         for lab in networks():
             cell = found.get((mine.label, lab))

@@ -113,6 +113,28 @@ def test_the_lab_measured_such_steps():
         assert found.seconds_step == pytest.approx(seconds, rel=0.25), method
 
 
+def test_a_window_is_halved_in_every_pause_and_opens_again():
+    """100 Mbit/s, a round trip of 80 ms: 1 MB is under way; three take 0.24 s, and the way there."""
+    far = Machine(alpha=0.04, beta=8e-8)
+
+    def late(idle):
+        return rounds(1, 1e6, 4, far, idle) - rounds(1, 1e6, 4, far)
+
+    assert rounds(1, 1e6, 4, far) == pytest.approx(0.28)
+    assert [late(idle) for idle in (0.1, 0.21, 0.5)] == pytest.approx([0, 0.04, 0.04 + 0.06])
+    assert late(10.0) == late(100.0) > late(1.0)  # from ten packets per connection on
+    assert rounds(1, 1e6, 4, Machine(alpha=0.0, beta=8e-8), 10.0) == pytest.approx(0.24)
+
+
+def test_buckets_are_summed_two_at_a_time():
+    far = Machine(alpha=0.04, beta=0.0)
+    whole, halves = (allreduced(64 * 2**20, 4, far, bucket=2**power * 2**20) for power in (6, 5))
+    assert whole == 2 * halves == pytest.approx(6 * 16 * 1.2 * 0.04)
+    assert allreduced(64 * 2**20, 4, far, bucket=2**20) == pytest.approx(halves)
+    alone = allreduced(64 * 2**20, 4, Machine(alpha=0.0, beta=8e-8), bucket=2**20)
+    assert alone == pytest.approx(1.5 * 64 * 2**20 * 8e-8)
+
+
 # ---- choices ----------------------------------------------------------------------------------------
 
 
@@ -132,6 +154,32 @@ def test_slow_links_take_few_bits_and_fast_ones_dense():
         assert slow.table[0].seconds.mean < 0.1 * slow.dense.seconds.mean
     only = planned(SLOW, methods=("dense", "updates"))
     assert [one.method for one in only.table] == ["updates", "dense"]
+
+
+def test_of_methods_that_are_about_as_soon_the_simplest_is_chosen():
+    order = [method.name for method in METHODS]
+    for beta in (8e-7, 8e-8, 2e-8, 8e-9, 2e-9, 8e-10, 8e-11):
+        made = planned(Machine(alpha=1e-5, beta=beta), compute=0.25)
+        there = [one for one in made.table if one.steps.reached]
+        soonest = min(one.seconds.mean for one in there)
+        near = [one.method for one in there if one.seconds.mean <= 1.1 * soonest]
+        assert made.choice == min(near, key=order.index)
+        times = [one.seconds.mean for one in there[1:]]
+        assert times == sorted(times)
+
+
+def test_dense_steps_at_the_start_are_counted():
+    steps_of = {}
+    for length in (100, 200, 300):
+        (steps_of[length],) = (
+            one for one in planned(SLOW, "sgd", steps=length).table if one.method == "powersgd-r4"
+        )
+    dense = planned(SLOW, "sgd").dense.seconds_step
+    one = steps_of[100]
+    more = one.seconds.mean - 100 * one.steps.mean * one.seconds_step
+    assert more == pytest.approx(10 * (dense - one.seconds_step)) and more > 0
+    each = (steps_of[300].seconds.mean - steps_of[200].seconds.mean) / 100
+    assert each == pytest.approx(one.steps.mean * one.seconds_step)
 
 
 def test_what_is_not_reached_is_never_chosen():
@@ -182,8 +230,11 @@ def test_the_json_of_a_plan_has_ratios_and_times(command, tmp_path):
     assert command("plan", *given, "--steps-to-loss", 300, "--json", path)[0] == 0
     made = json.loads(path.read_text())
     assert (made["choice"], made["steps_of_dense"]) == (made["table"][0]["method"], 300)
+    starts = {method.name: method.start for method in METHODS}
+    (dense,) = (one["seconds_step"] for one in made["table"] if one["method"] == "dense")
     for entry in made["table"]:
         until = 300 * entry["seconds_step"] * entry["steps"]["mean"]
+        until += starts.get(entry["method"], 0) * (dense - entry["seconds_step"])
         assert entry["seconds"]["mean"] == pytest.approx(until)
         assert entry["seconds"]["low"] <= until <= entry["seconds"]["high"]
         assert entry["reached"] == (entry["steps"]["mean"] <= steps.FARTHEST)

@@ -1,6 +1,6 @@
 """Predict the time to a loss of whole training methods; find the fastest, and say why.
 
-    seconds to the loss = steps of dense x ratio x seconds per step
+    seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period
 
 The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messages:
@@ -10,9 +10,10 @@ The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messa
 - Averages of few bits: two rounds, in each of which a rank sends to all others at once.
 - Sparse gradients: the fastest collective of ``planner.plan``.
 
-After a pause of more than 0.2 s and a round trip, TCP starts again with a window of 10 packets and
-doubles it per round trip.  Hidden: of dense, all but the last bucket of 25 MiB during the backward
-pass; of delayed averages, what the steps of the delay compute.
+In every 0.2 s and a round trip that a connection is silent, TCP halves its window, down to 10 packets;
+then it doubles it per round trip.  DDP's buckets of 25 MiB are summed two at a time, which hides the
+latencies of one.  Hidden: of dense, all but the last bucket, while the rest of the backward pass goes
+on; of delayed averages, what the steps of the delay compute.
 
 Pure arithmetic: a ``Machine`` and sizes in, a ``LossPlan`` out, the same on every rank.
 """
@@ -51,13 +52,14 @@ _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and number per rank, of gloo's ri
 # 10 Mbit/s to 1 Gbit/s, 20 and 80 ms
 _LATENCIES = 1.2
 _WINDOW = 14_600  # bytes that TCP sends before it hears of any
-_PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it starts slowly again
+_PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it halves a silent window
+_BUCKETS_AT_ONCE = 2  # that gloo sums
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
 # passes over the model, in the time of a dense sum: of PowerSGD's products, of Adam's and the shared
 # weights' per step and per exchange (by hand, from the frontier's lab runs)
 _LOW_RANK_PASSES, _STEP_PASSES, _EXCHANGE_PASSES = 30, 8, 8
-_ALIKE = 1.05  # times as long, which is not told apart
+_ALIKE = 1.1  # times as long, which is not told apart: then the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
 
 
@@ -74,6 +76,7 @@ class Method:
         block: elements that share a scale, where they have few bits.
         fragments: parts of the model, exchanged in turn within a period.
         delay: steps that an exchange may take.
+        start: dense steps before gradients are compressed.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Method:
     block: int = 256
     fragments: int = 1
     delay: int = 0
+    start: int = 0
 
     @property
     def way(self) -> Way:
@@ -108,7 +112,13 @@ _OWN: Final[tuple[Optimizer, ...]] = ("adamw", "muon")
 METHODS: Final = (
     Method("dense", Recipe("dense"), _ALL, "DistributedDataParallel"),
     Method("fp16", Recipe("dense"), _ALL, "DDP with PyTorch's fp16_compress_hook", 16),
-    Method("powersgd-r4", Recipe("low-rank"), _ALL, "DDP with PyTorch's powerSGD_hook, rank 4"),
+    Method(
+        "powersgd-r4",
+        Recipe("low-rank"),
+        _ALL,
+        "DDP with PyTorch's powerSGD_hook, rank 4",
+        start=10,
+    ),
     _updates("updates", 2, "attach(model, optimizer)"),
     _updates("updates-overlap", 2, "OuterStep: fragments=2, delay=1", 2, 1),
     _updates("updates-h4-overlap1", 4, "OuterStep: period=4, fragments=4, delay=1", 4, 1),
@@ -139,7 +149,7 @@ METHODS: Final = (
     ),
     Method("sparse", Recipe("sparse gradients"), _ALL, "attach(model, algorithm=...)"),
 )
-"""Of sparse gradients one, which stands for the fastest collective."""
+"""The simplest first.  Of sparse gradients one, which stands for the fastest collective."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +173,18 @@ class Outlook:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """The method that is soonest at the loss that dense has after a number of steps, and why."""
+    """The method that is soonest at the loss that dense has after a number of steps, and why.
+
+    Of those that would take at most 1.1 times as long as the soonest, it is the simplest.
+    """
 
     choice: str
     way: str  # "dense", "averages", "local steps every H", "sparse gradients", "low-rank gradients"
     why: str  # one sentence
     steps: float  # of dense
-    table: tuple[Outlook, ...]  # the soonest first, then those that do not reach it
+    table: tuple[
+        Outlook, ...
+    ]  # the choice, then the soonest first, then those that do not reach it
 
     @property
     def dense(self) -> Outlook:
@@ -189,7 +204,7 @@ def plan_loss(
     density: float | None = None,
     methods: Sequence[str] | None = None,
 ) -> LossPlan:
-    """Choose the method that is soonest at a loss.
+    """Choose the method that is soonest at a loss, or the simplest of those within 10 % of it.
 
     Args:
         size: trained elements, n.
@@ -214,7 +229,7 @@ def plan_loss(
         ("compute", compute, 0 <= compute < math.inf, "seconds >= 0"),
     ):
         require(good, f"time to a loss: {name} is {value}; give {expected}")
-    found = []
+    found, dense = [], step_seconds(METHODS[0], size, world_size, machine, compute)[0]
     for method in METHODS:
         asked = methods is None or method.name in methods or method.name == "dense"
         if not asked or optimizer not in method.optimizers:
@@ -228,13 +243,20 @@ def plan_loss(
                 continue
             name, nbytes = sparse[0].collective, sparse[0].bytes_sent
             use = f'attach(model, algorithm="{name}")'
-            seconds = compute + sparse[0].seconds
+            late = _slow_start(nbytes / 2, world_size - 1, machine, compute)
+            seconds = compute + sparse[0].seconds + late
         ratio = steps_ratio(method.recipe, optimizer, world_size, steps)
-        times = steps * seconds
-        until = Ratio(times * ratio.mean, times * ratio.low, times * ratio.high)
+        before = method.start * (dense - seconds)
+        until = Ratio(
+            *(before + steps * seconds * more for more in (ratio.mean, ratio.low, ratio.high))
+        )
         period = method.recipe.period
         found.append(Outlook(name, method.way, period, use, ratio, seconds, nbytes, until))
-    table = tuple(sorted(found, key=lambda one: (not one.steps.reached, one.seconds.mean)))
+    by_time = sorted(found, key=lambda one: (not one.steps.reached, one.seconds.mean))
+    # dense always reaches its loss, so the first of both is one that does
+    near = _ALIKE * by_time[0].seconds.mean
+    simplest = next(one for one in found if one.steps.reached and one.seconds.mean <= near)
+    table = (simplest, *(one for one in by_time if one is not simplest))
     return LossPlan(table[0].method, table[0].named, _why(table, world_size, size), steps, table)
 
 
@@ -262,8 +284,9 @@ def step_seconds(
     whole = machine.gamma * WORD_BYTES * size  # seconds of a pass over the model
     hidden = method.delay * compute
     if method.way == "dense":
-        buckets = max(math.ceil(WORD_BYTES * size / BUCKET_BYTES), 1)
-        hidden = min(each.wire * (1 - 1 / buckets), BACKWARD * compute)
+        first = min(BUCKET_BYTES / (WORD_BYTES * size), 1.0)  # share of the first bucket
+        buckets = math.ceil(1 / first)
+        hidden = min(each.wire * (1 - 1 / buckets), BACKWARD * compute * (1 - first))
     wait = max(each.wire - hidden, 0.0) + each.work
     often = parts / period
     per_step = _STEP_PASSES * whole if averages else 0.0
@@ -289,7 +312,8 @@ def _exchange(
     if family == "dense" or method.bits == 32:
         nbytes = size * method.bits / 8
         passes = share + (_EXCHANGE_PASSES if family != "dense" else 2 * (method.bits < 32))
-        wire = allreduced(nbytes, world_size, machine, idle)
+        bucket = BUCKET_BYTES * method.bits / 32 if family == "dense" else math.inf
+        wire = allreduced(nbytes, world_size, machine, idle, bucket)
         return _Exchange(wire, passes * whole, 2 * share * nbytes)
     cost = Quantised(method.bits, method.block).cost(Job(size, size, world_size))
     wire = rounds(2, cost.nbytes / 2 / (world_size - 1), world_size, machine, idle)
@@ -310,11 +334,15 @@ def rounds(
     """
     peers = world_size - 1
     wire = machine.alpha + peers * nbytes * machine.beta
-    return count * wire + _slow_start(peers * nbytes, peers * _WINDOW, machine, idle)
+    return count * wire + _slow_start(peers * nbytes, peers, machine, idle)
 
 
-def allreduced(nbytes: float, world_size: int, machine: Machine, idle: float = 0.0) -> float:
+def allreduced(
+    nbytes: float, world_size: int, machine: Machine, idle: float = 0.0, bucket: float = math.inf
+) -> float:
     """Return the seconds of gloo's ring over vectors of ``nbytes``, after a pause of ``idle`` seconds.
+
+    They are summed in buckets of ``bucket`` bytes, two at a time.
 
     Example:
         >>> round(allreduced(1e6, 4, Machine(alpha=0.0, beta=8e-8)), 9)
@@ -322,17 +350,25 @@ def allreduced(nbytes: float, world_size: int, machine: Machine, idle: float = 0
     """
     part = nbytes / world_size
     segments = max(math.ceil(part / _SEGMENT), _LEAST_SEGMENTS)
-    each = part / segments * machine.beta + _LATENCIES * machine.alpha
-    start = _slow_start(part / segments, _WINDOW, machine, idle)
-    return 2 * (world_size - 1) * segments * each + start
+    start = _slow_start(part / segments, 1, machine, idle)
+    if bucket < nbytes:
+        of_bucket = max(math.ceil(bucket / world_size / _SEGMENT), _LEAST_SEGMENTS)
+        segments = max(of_bucket, math.ceil(segments / _BUCKETS_AT_ONCE))
+    steps = 2 * (world_size - 1)
+    return steps * (part * machine.beta + segments * _LATENCIES * machine.alpha) + start
 
 
-def _slow_start(nbytes: float, window: float, machine: Machine, idle: float) -> float:
-    """Return the seconds by which TCP's first windows are late after a pause."""
+def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
+    """Return the seconds by which TCP's first windows are late after a pause.
+
+    A connection has been silent for the pause, and for the round trip before.
+    """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
-    if idle <= _PAUSE + trip:
-        return 0.0
-    while sent + window < nbytes and window * machine.beta < trip:
+    halved = 2.0 ** int((idle + trip) / (_PAUSE + trip))
+    # what is under way at a time where nothing is late
+    full = min(nbytes, trip / machine.beta) if machine.beta else nbytes
+    window = max(full / halved, connections * _WINDOW)
+    while sent + window < nbytes and window < full:
         seconds += trip - window * machine.beta
         sent, window = sent + window, 2 * window
     return seconds

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sparsync.averaging import AdPsgd, EagerSgd, Wagma
 from sparsync.averaging.agent import tree_children
 from sparsync.averaging.eager import EagerRounds
+from sparsync.averaging.gossip import _PairAgent
 from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
 from sparsync.averaging.wagma import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.errors import ConfigurationError, DeadlockError
@@ -394,6 +395,22 @@ def test_the_drawn_ranks_begin_equally_often():
     rounds = EagerRounds("majority", 3, 4, torch.zeros(1))
     begun = [sum(rounds.activates(v, rank) for v in range(1, 801, 2)) for rank in range(4)]
     assert sum(begun) == 400 and min(begun) > 70
+
+
+def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
+    """It may conclude at once, and the mean over ranks is then taken of what agents have."""
+    agent, told = _PairAgent(torch.zeros(2), seed=0), []
+
+    class Host:
+        rank, world_size = 0, 2
+
+        def send(self, dest, message):
+            told.append((dest, message[8:].view(torch.float32).tolist(), agent.model.tolist()))
+
+    agent.host = Host()
+    ask = torch.cat([torch.zeros(8, dtype=torch.uint8), torch.ones(2).view(torch.uint8)])
+    agent.receive(1, ask)
+    assert told == [(1, [0.0, 0.0], [0.5, 0.5])]
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), partial(Wagma, group_size=3)])

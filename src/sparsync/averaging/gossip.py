@@ -289,8 +289,9 @@ class _PairAgent(Companion):
         self.ledger.received("average", payload.numel())
         theirs = payload[_WORD:].clone().view(self.model.dtype)
         if payload[0] == _ASK[0]:
-            self.post(source, _REPLY, self.model)
-            self.model = self.model + (theirs - self.model) / 2
+            mine = self.model
+            self.model = mine + (theirs - mine) / 2
+            self.post(source, _REPLY, mine)  # last: who has the answer may conclude
             return
         assert self._asked is not None, "an answer follows a question"
         self.model = self.model + (theirs - self._asked) / 2

@@ -122,7 +122,7 @@ def test_a_rank_that_is_set_up_otherwise_is_told_so():
 
 
 def test_what_has_changed_is_told():
-    world = World(2, "budgeted", change=0.01)
+    world = World(9, "budgeted", change=0.01)
     everyone = list(world.members.values())
     assert world.run() >= 3
     died = back = 0

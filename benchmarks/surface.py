@@ -5,12 +5,12 @@
     python benchmarks/surface.py --report     (only writes what is there)
     python benchmarks/surface.py --predict    (what the planner says, before any cell is measured)
 
-``surface/predicted.json`` was written before the nine networks were measured, ``predicted_2.json``
-after the planner had been revised with them, and before two others were.
-
 4 ranks train the 8.4 M-parameter GPT of the frontier.  A loss by step does not depend on the network,
 so curves are the frontier's (``frontier/results.jsonl``).  In each cell a method trains for some steps,
 whose seconds and bytes are measured: seconds to the loss are steps to it times seconds per step.
+
+``surface/predicted.json`` was written before the nine networks were measured, ``predicted_2.json``
+after the planner had been revised with them, and before two others were.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from frontier.methods import METHODS
-from frontier.report import reached, value_at
+from frontier.report import reached, table, value_at
 from frontier.results import Results, Row, chosen, comparable, loss_of
 from frontier.training import Run
 from rich.console import Console
@@ -226,49 +226,52 @@ def predict(labs: Iterable[str], path: Path) -> None:
 # ---- the report ---------------------------------------------------------------------------------------
 
 
-def seconds_of(cell: Cell | None) -> str:
+def seconds_of(cell: Cell) -> str:
     """Write a cell's time to the loss."""
-    if cell is None:
-        return "-"
     return f"> {cell.at_least:,.0f}" if cell.to_goal is None else f"{cell.to_goal:,.0f}"
 
 
 def write(found: dict[tuple[str, str], Cell]) -> None:
     """Write the tables."""
     labs = networks()
-    lines = [
+    about = (__doc__ or "").split("\n\n")[2].replace("``", "`")
+    text = [
         f"# Seconds to dense's loss after {GOAL} of {STEPS} steps",
         "",
-        *(__doc__ or "").split("\n\n")[2:],
+        about,
+        "",
         "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and fp16 "
         "at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With SGD: "
         "to dense SGD's loss; up to 100 Mbit/s the seconds per step of dense and PyTorch's hooks are "
-        "those with AdamW. `>`: not reached in the steps trained. Settings as published, rate "
+        "those with AdamW. Settings as published, rate "
         f"{RATE:g} (SGD: the better of {SGD_RATES}); one seed. The three lines with fragments are what "
         "the planner may choose in place of `attach`'s default.",
         "",
-        "![seconds to dense's loss](../docs/images/surface.png)",
+        *(f"- {said}" for said in verdict(found)),
         "",
-        "| method | " + " | ".join(labs) + " |",
-        "|---|" + "---:|" * len(labs),
+        "![times sooner than dense](../docs/images/surface.png)",
+        "",
     ]
-    for line in LINES:
-        row = [seconds_of(found.get((line.label, lab))) for lab in labs]
-        lines.append(f"| {line.label} | " + " | ".join(row) + " |")
-    lines += ["", "Seconds per step; of it computation; kB sent and received per step:", ""]
-    lines += ["| method | " + " | ".join(labs) + " |", "|---|" + "---:|" * len(labs)]
-    for line in LINES:
-        row = []
-        for lab in labs:
-            cell = found.get((line.label, lab))
-            row.append(
-                "-"
-                if cell is None
-                else f"{cell.seconds:.3g}; {min(1.0, cell.computation / cell.seconds):.0%}; "
-                f"{cell.sent / 1000:,.0f}, {cell.received / 1000:,.0f}"
-            )
-        lines.append(f"| {line.label} | " + " | ".join(row) + " |")
-    OUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tables: dict[str, Callable[[Cell], str]] = {
+        "Seconds to the loss; `>`: not reached in the steps trained.": seconds_of,
+        "Seconds per step.": lambda cell: f"{cell.seconds:.3g}",
+        "Of those, the share of computation.": lambda cell: (
+            f"{min(1.0, cell.computation / cell.seconds):.0%}"
+        ),
+        "kB sent and received, by rank and step, as the kernel counts them.": lambda cell: (
+            f"{cell.sent / 1000:,.0f}, {cell.received / 1000:,.0f}"
+        ),
+    }
+    for title, shown in tables.items():
+        rows = [
+            [
+                line.label,
+                *(shown(c) if (c := found.get((line.label, lab))) else "-" for lab in labs),
+            ]
+            for line in LINES
+        ]
+        text += [title, "", *table(["method", *labs], rows), ""]
+    OUT.write_text("\n".join(text), encoding="utf-8")
 
 
 def draw(found: dict[tuple[str, str], Cell]) -> None:

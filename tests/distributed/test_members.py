@@ -26,21 +26,19 @@ SECONDS = 60.0
 class Job:
     """Replicas, their lighthouse, and what they have said."""
 
-    def __init__(self, replicas, timeout=3.0, lab=None, outer=None, keys=None, **options):
+    def __init__(
+        self, replicas, timeout=3.0, lab=None, outer=None, keys=None, apart=False, **options
+    ):
         self.outer = outer  # settings of exchanges of updates; None: of gradients
         self.keys, self.options = keys, options  # more of managers
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
         self.lab, self.port, self.lighthouse = lab, 0, None
-        if lab is None:
+        if apart or lab is not None:  # on a link of its own
+            self.light_apart(None if lab is None else lab.seat(replicas))
+        else:
             self.light()
-        else:  # on a link of its own
-            self.light_pipe, theirs = self.context.Pipe()  # it ends with this
-            call = theirs, lab.seat(replicas)
-            self.processes["lighthouse"] = self.context.Process(target=be_lighthouse, args=call)
-            self.processes["lighthouse"].start()
-            self.address = self.light_pipe.recv()
         for number in range(replicas):
             self.start(number)
 
@@ -55,6 +53,15 @@ class Job:
         )  # its lines go to pytest, which shows them if a test fails
         self.port = int(self.lighthouse.address().rpartition(":")[2])
         self.address = f"http://127.0.0.1:{self.port}"
+
+    def light_apart(self, seat=None):
+        """Start a lighthouse in a process of its own, where the last one was."""
+        self.light_pipe, theirs = self.context.Pipe()  # it ends with this
+        call = theirs, seat, self.port
+        self.processes["lighthouse"] = self.context.Process(target=be_lighthouse, args=call)
+        self.processes["lighthouse"].start()
+        self.address = self.light_pipe.recv()
+        self.port = int(self.address.rpartition(":")[2])
 
     def start(self, number, seed=0, late=0.0, **options):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
@@ -254,13 +261,13 @@ def test_one_is_left_and_two_join_at_once(job, outer):
 
 @pytest.mark.slow
 def test_training_waits_for_a_lighthouse_that_is_started_again(job):
-    run = job(2)
+    run = job(2, apart=True)
     run.all_contribute([0, 1])
-    run.lighthouse.shutdown()
+    run.kill("lighthouse")
     time.sleep(2)
     gone = time.time()
     run.hear()
-    run.light()
+    run.light_apart()
     run.all_contribute([0, 1], since=gone)
     ends = run.finish()
     assert ends[0]["lost_norm"] == 0

@@ -202,6 +202,7 @@ class Attendance:
         """
         until, said = time.monotonic() + _PATIENCE, False
         while True:
+            asked = time.monotonic()
             try:
                 if not self._asked:
                     self.manager.start_quorum(allow_heal=False)
@@ -224,7 +225,8 @@ class Attendance:
                     f"sparsync: step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost\n"
                 )
-            time.sleep(_PAUSE)
+            # not after a long wait: a quorum may be made that counts on this rank
+            time.sleep(max(asked + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
         """Give the exchange up, let the others do so, too, and return the next quorum."""

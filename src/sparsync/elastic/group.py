@@ -35,6 +35,8 @@ except ImportError as error:
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
 _BEAT = timedelta(milliseconds=50)  # between heartbeats
+# without a quorum, after which it is asked for again: the lighthouse may be gone without a word
+_ASK_AGAIN = timedelta(seconds=20)
 _LOOPBACK = "127.0.0.1"
 
 
@@ -252,6 +254,7 @@ def make_manager(
         state_dict=None,
         min_replica_size=min_replicas,
         timeout=seconds,
+        quorum_timeout=_ASK_AGAIN,
         connect_timeout=seconds,
         rank=0,
         world_size=1,

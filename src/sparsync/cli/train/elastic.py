@@ -407,7 +407,7 @@ class _Run:
 # ---- the processes ---------------------------------------------------------------------------------
 
 
-def be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
+def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
     """Be torchft's lighthouse, tell its address, and serve until this process is killed."""
     from torchft.coordination import LighthouseServer  # for this command alone
 
@@ -416,14 +416,13 @@ def be_lighthouse(pipe: Connection, seat: Seat | None) -> None:
         seat.enter()
     host = local_address() or _LOOPBACK
     server = LighthouseServer(
-        bind=f"{host}:0",
+        bind=f"{host}:{port}",
         min_replicas=1,
         join_timeout_ms=60_000,
         quorum_tick_ms=50,
         heartbeat_timeout_ms=_HEARTBEAT,
     )
-    port = server.address().rpartition(":")[2]
-    pipe.send(f"http://{host}:{port}")
+    pipe.send(f"http://{host}:{server.address().rpartition(':')[2]}")
     with suppress(EOFError):
         pipe.recv()
 

@@ -46,6 +46,7 @@ HELD_OUT = "30mbit,40ms", "300mbit,10ms"  # not in the tables
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that are not there after 300
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
+SMALLER, SMALLER_BATCH = "gpt-1m", 8
 # of predictions: the model's elements, a message's seconds without a distance, and those of a step
 # without exchange, from the frontier's runs of this model in the lab
 PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
@@ -100,9 +101,11 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Make a method's curve; with SGD at the better of two rates."""
+    """Make a method's curve; with SGD at two rates, and for the fit of steps of a smaller model, too."""
     for lr in SGD_RATES if line.optimizer == "sgd" else (RATE,):
         curves.get(run_of(line, lr))
+        if line.optimizer == "sgd":
+            curves.get(replace(run_of(line, lr), task=SMALLER, batch=SMALLER_BATCH))
 
 
 def best(curves: Results, line: Line) -> Row | None:

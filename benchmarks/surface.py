@@ -10,7 +10,7 @@ so curves are the frontier's (``frontier/results.jsonl``).  In each cell a metho
 whose seconds and bytes are measured: seconds to the loss are steps to it times seconds per step.
 
 ``surface/predicted.json`` was written before the nine networks were measured, ``predicted_2.json``
-after the planner had been revised with them, and before two others were.
+after the planner had been revised with them, and before two others were measured.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Make a method's curve; with SGD at two rates, and for the fit of steps of a smaller model, too."""
+    """Train for a method's curve; with SGD at two rates, and a smaller model for the fit of steps."""
     for lr in SGD_RATES if line.optimizer == "sgd" else (RATE,):
         curves.get(run_of(line, lr))
         if line.optimizer == "sgd":
@@ -116,7 +116,7 @@ def best(curves: Results, line: Line) -> Row | None:
 
 
 def as_adamw(line: Line, lab: str) -> bool:
-    """Tell whether a method with SGD takes the seconds with AdamW, whose own are nothing to its bytes."""
+    """Tell whether a method with SGD is given its seconds with AdamW: the exchange takes most of them."""
     return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
 
 

@@ -14,7 +14,8 @@ exchanges, too; DDP's buckets, two at a time; headers; the simplest method withi
 fit of steps knows the new curves. What did that say of two other networks (`surface/predicted_2.json`),
 before they were measured?
 
-And what does it say with the task left out of the fit of steps, and each cell's own computation?
+And what does it say with the task left out of the fit of steps, and each cell's own computation? By now
+the fit has low-rank gradients apart for SGD, and SGD's curves of a second model.
 (There PowerSGD's start counts on neither side.)
 """
 
@@ -163,7 +164,7 @@ def simplicity(time: Time) -> int:
 
 @dataclass(frozen=True)
 class Said:
-    """What was predicted of a method in a cell of the surface, and what was measured."""
+    """A method in a cell of the surface, as predicted and as measured."""
 
     lab: str
     optimizer: str

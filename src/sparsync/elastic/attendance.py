@@ -202,7 +202,7 @@ class Attendance:
         """
         until, said = time.monotonic() + _PATIENCE, False
         while True:
-            asked = time.monotonic()
+            began = time.monotonic()
             try:
                 if not self._asked:
                     self.manager.start_quorum(allow_heal=False)
@@ -226,7 +226,7 @@ class Attendance:
                     "nothing is lost\n"
                 )
             # not after a long wait: a quorum may be made that counts on this rank
-            time.sleep(max(asked + _PAUSE - time.monotonic(), 0))
+            time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
         """Give the exchange up, let the others do so, too, and return the next quorum."""

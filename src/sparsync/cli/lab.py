@@ -59,6 +59,7 @@ _COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; below, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux gives a program that asks for more
+_USUAL_SEND_BUFFER = 4_194_304  # bytes that it gives one that does not ask
 _LEAST_QUEUE_SECONDS = 0.1
 _DEVICE_PACKETS = 10_000  # between two turns of the forwarder
 _FRAME_BYTES = 1_514
@@ -164,12 +165,14 @@ class Lab:
     def send_buffer_bytes(self) -> int:
         """Most bytes that a TCP connection may have under way: queues grow to it.
 
-        Over a distance twice what fills the longest and fastest path, so that half of it still does;
-        and the kernel counts 2.3 KB for a packet of 1.5.
+        Over a distance Linux's default, and at least twice what fills the longest and fastest path, so
+        that half of it still does; the kernel counts 2.3 KB for a packet of 1.5.  What only fills the
+        path is too little where acknowledgements wait behind data.
         """
+        if self._rtt:
+            return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
         wire = self.bits_per_second * _SEND_BUFFER_SECONDS / _BITS_PER_BYTE
-        path = 3 * self._fastest * self._rtt / _BITS_PER_BYTE
-        return max(_LEAST_SEND_BUFFER, round(wire), round(path))
+        return max(_LEAST_SEND_BUFFER, round(wire))
 
     @property
     def queue_bytes(self) -> int:

@@ -6,7 +6,7 @@
 The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messages:
 
 - PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of at most 1 MiB, at
-  least two per rank and way; each waits 1.2 times the latency, after the receiver has asked for it.
+  least two per rank and way; each waits for the latency, after the receiver has asked for it.
 - Averages of few bits: two rounds, in each of which a rank sends to all others at once.
 - Sparse gradients: the fastest collective of ``planner.plan``.
 
@@ -48,10 +48,13 @@ __all__ = [
 Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
 
 _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and number per rank, of gloo's ring
-# latencies that a segment takes: set by hand to nine exchanges in the lab, of 4 ranks, 40 kB to 26 MB,
-# 10 Mbit/s to 1 Gbit/s, 20 and 80 ms
-_LATENCIES = 1.2
+_PACKET = 1_448  # bytes of payload
 _WINDOW = 14_600  # bytes that TCP sends before it hears of any
+_QUEUE = 0.1  # seconds that a packet may wait for a link, and at least a round trip: a modem's
+# round trips per square root of packets, in which connections that share a link regain what they lost: a
+# window grows by a packet per round trip, so n packets take about sqrt(2 n) of them.  Set by hand to
+# nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms
+_REGROWTH = 0.25
 _PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it halves a silent window
 _BUCKETS_AT_ONCE = 2  # that gloo sums
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
@@ -244,6 +247,7 @@ def plan_loss(
             name, nbytes = sparse[0].collective, sparse[0].bytes_sent
             use = f'attach(model, algorithm="{name}")'
             late = _slow_start(nbytes / 2, world_size - 1, machine, compute)
+            late += 2 * _losses(nbytes / 2, world_size - 1, machine)
             seconds = compute + sparse[0].seconds + late
         ratio = steps_ratio(method.recipe, optimizer, world_size, steps)
         before = method.start * (dense - seconds)
@@ -333,7 +337,7 @@ def rounds(
         0.5
     """
     peers = world_size - 1
-    wire = machine.alpha + peers * nbytes * machine.beta
+    wire = machine.alpha + peers * nbytes * machine.beta + _losses(peers * nbytes, peers, machine)
     return count * wire + _slow_start(peers * nbytes, peers, machine, idle)
 
 
@@ -355,7 +359,7 @@ def allreduced(
         of_bucket = max(math.ceil(bucket / world_size / _SEGMENT), _LEAST_SEGMENTS)
         segments = max(of_bucket, math.ceil(segments / _BUCKETS_AT_ONCE))
     steps = 2 * (world_size - 1)
-    return steps * (part * machine.beta + segments * _LATENCIES * machine.alpha) + start
+    return steps * (part * machine.beta + segments * machine.alpha) + start
 
 
 def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
@@ -372,6 +376,18 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
         seconds += trip - window * machine.beta
         sent, window = sent + window, 2 * window
     return seconds
+
+
+def _losses(nbytes: float, connections: int, machine: Machine) -> float:
+    """Return the seconds by which connections that share a link are late after it has dropped packets.
+
+    It drops what does not fit into its queue; the connection that has lost the most is the last to end.
+    """
+    trip = 2 * machine.alpha
+    fits = max(trip, _QUEUE) / machine.beta if machine.beta else math.inf
+    if connections < 2 or nbytes <= fits:
+        return 0.0
+    return min(nbytes / fits - 1, 1.0) * _REGROWTH * math.sqrt(nbytes / _PACKET) * trip
 
 
 # ---- the sentence ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ FACTS = dataclasses.replace(
     backends={"torch.distributed gloo": "", "torch.distributed nccl": ""},
     loopback=False,
     tcp={},
+    congestion="bbr",
 )
 
 
@@ -240,6 +241,19 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     off = {"tcp_slow_start_after_idle": (0,)}
     assert far(40e-3, 8e-7, off, off) == []
     assert far(4e-3, 8e-7) == [], "near"
+
+
+def test_congestion_control_that_halves_is_named_on_far_links():
+    there, near = (
+        Calibration(Machine(alpha=a), {"beta": (8e-7, 8e-7)}, (Link(0, 1, a, 8e-7),))
+        for a in (0.04, 1e-3)
+    )
+    kinds = "cubic", "bbr", "reno", ""
+    facts = [dataclasses.replace(FACTS, network=str(r), congestion=c) for r, c in enumerate(kinds)]
+    (found,) = check_far(there, facts)
+    assert "TCP of ranks 0, 2 halves its window at a loss (cubic)" in found.what
+    assert "net.ipv4.tcp_congestion_control=bbr" in found.advice
+    assert list(check_far(near, facts)) == []
 
 
 def test_another_kernel_is_named():

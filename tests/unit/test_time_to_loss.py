@@ -114,22 +114,36 @@ def test_the_lab_measured_such_steps():
 
 
 def test_a_window_is_halved_in_every_pause_and_opens_again():
-    """100 Mbit/s, a round trip of 80 ms: 1 MB is under way; three take 0.24 s, and the way there."""
+    """100 Mbit/s, a round trip of 80 ms: 0.9 MB are all under way; they take 0.072 s, and the way."""
     far = Machine(alpha=0.04, beta=8e-8)
 
     def late(idle):
-        return rounds(1, 1e6, 4, far, idle) - rounds(1, 1e6, 4, far)
+        return rounds(1, 3e5, 4, far, idle) - rounds(1, 3e5, 4, far)
 
-    assert rounds(1, 1e6, 4, far) == pytest.approx(0.28)
-    assert [late(idle) for idle in (0.1, 0.21, 0.5)] == pytest.approx([0, 0.04, 0.04 + 0.06])
+    assert rounds(1, 3e5, 4, far) == pytest.approx(0.112)
+    assert [late(idle) for idle in (0.1, 0.21, 0.5)] == pytest.approx([0, 0.044, 0.044 + 0.062])
     assert late(10.0) == late(100.0) > late(1.0)  # from ten packets per connection on
     assert rounds(1, 1e6, 4, Machine(alpha=0.0, beta=8e-8), 10.0) == pytest.approx(0.24)
+
+
+def test_what_does_not_fit_into_a_queue_costs_round_trips():
+    """0.1 s of 10 Mbit/s are 125 kB; 100 packets to each of 3 take sqrt(300) / 4 round trips more."""
+    far, near = (Machine(alpha=alpha, beta=8e-7) for alpha in (0.02, 0.0))
+
+    def late(nbytes, world_size=4):
+        alone = [rounds(1, nbytes, world_size, machine) for machine in (far, near)]
+        return alone[0] - 0.02 - alone[1]
+
+    assert late(41_000) == pytest.approx(0)
+    assert late(144_800) == pytest.approx(0.04 * 0.25 * 300**0.5)
+    assert 0 < late(60_000) < 0.5 * late(80_000)
+    assert late(10**6, 2) == pytest.approx(0), "one connection has the link for itself"
 
 
 def test_buckets_are_summed_two_at_a_time():
     far = Machine(alpha=0.04, beta=0.0)
     whole, halves = (allreduced(64 * 2**20, 4, far, bucket=2**power * 2**20) for power in (6, 5))
-    assert whole == 2 * halves == pytest.approx(6 * 16 * 1.2 * 0.04)
+    assert whole == 2 * halves == pytest.approx(6 * 16 * 0.04)
     assert allreduced(64 * 2**20, 4, far, bucket=2**20) == pytest.approx(halves)
     alone = allreduced(64 * 2**20, 4, Machine(alpha=0.0, beta=8e-8), bucket=2**20)
     assert alone == pytest.approx(1.5 * 64 * 2**20 * 8e-8)

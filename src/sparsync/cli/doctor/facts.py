@@ -50,6 +50,7 @@ class Facts:
     tcp: dict[
         str, tuple[int, ...]
     ]  # settings of the kernel that far links depend on, where it has them
+    congestion: str  # control of TCP's, e.g. "cubic"; empty: the kernel does not tell
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
@@ -74,6 +75,7 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
         wall=time.time() - time.perf_counter(),
         mpi=library,
         tcp=tcp_settings(),
+        congestion=_congestion(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
     )
 
 
@@ -132,6 +134,13 @@ def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[i
         except (OSError, ValueError):
             continue
     return found
+
+
+def _congestion(setting: Path) -> str:
+    try:
+        return setting.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _openmp_runtimes(maps: Path) -> int:

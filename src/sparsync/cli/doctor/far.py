@@ -18,6 +18,7 @@ _FULL: Final = 0.5
 # times what is in flight: twice for packets, as above, and twice for a higher rate
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
+_HALVING: Final = ("reno", "cubic")
 _TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
 
 
@@ -36,6 +37,14 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
             f"after a pause of {pause} TCP of {some(slow)} starts slowly again, which costs round trips "
             f"of {far} in each exchange after a long computation",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+    halving = [r for r, f in enumerate(everyone) if f.congestion in _HALVING]
+    if rtt > _FAR and halving:
+        yield Check(
+            "note",
+            f"TCP of {some(halving)} halves its window at a loss ({everyone[halving[0]].congestion}); slow "
+            f"links drop packets in exchanges with several ranks, which then take up to twice as long",
+            "modprobe tcp_bbr; sysctl -w net.ipv4.tcp_congestion_control=bbr (then measure again)",
         )
 
 

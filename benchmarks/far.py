@@ -1,10 +1,11 @@
 """Exchanges over far links: in round trips, back to back and after a pause.
 
-    python benchmarks/far.py        (about 12 minutes; Linux, root; writes benchmarks/far.md)
+    python benchmarks/far.py        (about 20 minutes; Linux, root; writes benchmarks/far.md)
 
-4 ranks exchange 1 % of 14.7 M elements over links of 100 Mbit/s and several round-trip times.  Ranks
-begin together; an exchange is over when the last one has its total.  Its floor: the bytes of the rank
-that sends or receives most, at the links' rate, and two round trips.
+4 ranks exchange 1 % of 14.7 M elements, or all of 8.4 M in one bit each (`updates`), over links of
+several rates and round-trip times.  Ranks begin together; an exchange is over when the last one has its
+total.  Its floor: the bytes of the rank that sends or receives most, at the links' rate, and two round
+trips.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,41 +26,76 @@ from rich.console import Console
 import sparsync
 from sparsync.cli.lab import Lab, ensure_privileges, local_address, local_traffic
 from sparsync.cli.launch import gather, launch
+from sparsync.collectives.quantised import Quantised
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
+from sparsync.sparse import DenseVector
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.units import plan_units
 
 HERE = Path(__file__).parent
-SIZE, DENSITY, RANKS = 14_728_266, 0.01, 4
-RATE = 100_000_000
-RTTS = (0, 20, 80)  # milliseconds
-ROWS = (("budgeted", "zmq"), ("budgeted", "torch"), ("halving", "zmq"), ("allgather", "zmq"))
+DENSITY, RANKS = 0.01, 4
+SIZE, UPDATES = 14_728_266, 8_443_552  # elements: of gradients, and of updates
+FAST, SLOW = (100, (0, 20, 80)), (10, (20, 80))  # Mbit/s, and milliseconds of round trips
+ROWS = (
+    ("budgeted", "zmq", *FAST),
+    ("budgeted", "torch", *FAST),
+    ("halving", "zmq", *FAST),
+    ("allgather", "zmq", *FAST),
+    ("updates", "zmq", *FAST),
+    ("budgeted", "zmq", *SLOW),
+    ("updates", "zmq", *SLOW),
+)
 PAUSE = 1.5  # seconds of computation: longer than a retransmission timeout
 STEPS = 7  # measured, after two that open the windows
-IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+KEPT, BBR = {"tcp_slow_start_after_idle": "0"}, {"tcp_congestion_control": "bbr"}
 
 
-def measure(preset: str, transport: str, pause: float, keep: bool) -> tuple[float, float]:
+def gradients(preset: str, comm: Communicator) -> Iterator[None]:
+    """Yield before an exchange, after it, and at the end of its step, over and over."""
+    reducer = Reducer(
+        comm, plan_units([("w", torch.empty(SIZE))]), run(resolve(preset).on(comm)), DENSITY
+    )
+    draw = torch.Generator().manual_seed(comm.rank)
+    while True:
+        reducer.accumulate(0, 0, torch.randn(SIZE, generator=draw))
+        yield
+        run(reducer.exchange(0))
+        yield
+        run(reducer.share())
+        reducer.commit()
+        yield
+
+
+def updates(_: str, comm: Communicator) -> Iterator[None]:
+    """Yield likewise, for changes of weights in one bit each."""
+    whole, draw = Quantised(bits=1, block=512), torch.Generator().manual_seed(comm.rank)
+    for step in count():
+        change = DenseVector(torch.randn(UPDATES, generator=draw))
+        yield
+        run(whole.reduce(comm, change, UPDATES, step))
+        yield
+        yield
+
+
+def measure(preset: str, transport: str, pause: float, tcp: dict[str, str]) -> tuple[float, float]:
     """Return the median seconds of an exchange, and its bytes on the busiest link, in and out."""
     torch.set_num_threads(1)
-    if keep:
-        IDLE.write_text("0")  # of this rank's namespace alone
+    for name, value in tcp.items():  # of this rank's namespace alone
+        (Path("/proc/sys/net/ipv4") / name).write_text(value)
     settings: dict[str, Any] = {"interface": local_address()} if transport == "zmq" else {}
     comm = sparsync.connect(300.0, transport=transport, **settings)
-    algorithm = run(resolve(preset).on(comm))
-    reducer = Reducer(comm, plan_units([("w", torch.empty(SIZE))]), algorithm, DENSITY)
-    draw, seconds, nbytes = torch.Generator().manual_seed(dist.get_rank()), [], []
+    phases, seconds, nbytes = (updates if preset == "updates" else gradients)(preset, comm), [], []
     for step in range(STEPS + 2):
-        reducer.accumulate(0, 0, torch.randn(SIZE, generator=draw))
+        next(phases)
         time.sleep(pause if step else 0.0)
         dist.barrier()
         before, started = local_traffic(), time.perf_counter()
         assert before is not None
-        run(reducer.exchange(0))
+        next(phases)
         seconds.append(time.perf_counter() - started)
-        run(reducer.share())
-        reducer.commit()
+        next(phases)
         dist.barrier()
         after = local_traffic()
         assert after is not None
@@ -76,23 +114,26 @@ def main() -> None:
     out = parser.parse_args().out
     ensure_privileges()
     lines = [
-        "| exchange | transport | RTT, ms | MB | floor, ms | back to back, ms | over the floor | "
-        f"after {PAUSE:g} s, ms | the same, windows kept, ms |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| exchange | transport | Mbit/s | RTT, ms | MB | floor, ms | back to back, ms | over it | "
+        f"after {PAUSE:g} s, ms | the same, windows kept, ms | after {PAUSE:g} s with BBR, ms |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for preset, transport in ROWS:
-        for rtt in RTTS:
-            link = f"{RATE // 10**6}mbit" + (f",{rtt}ms" if rtt else "")
+    modes = (0.0, {}), (PAUSE, {}), (PAUSE, KEPT), (PAUSE, BBR)
+    for preset, transport, rate, rtts in ROWS:
+        for rtt in rtts:
+            link = f"{rate}mbit" + (f",{rtt}ms" if rtt else "")
             found = []
-            for pause, keep in ((0.0, False), (PAUSE, False), (PAUSE, True)):
+            for pause, tcp in modes:
                 with Lab(RANKS, link) as lab:
-                    call = measure, RANKS, preset, transport, pause, keep
+                    call = measure, RANKS, preset, transport, pause, tcp
                     found.append(launch(*call, lab=lab, timeout=300.0))
-            (quick, nbytes), (idle, _), (kept, _) = found
-            floor = 8 * nbytes / RATE + 2 * rtt / 1000
+            (quick, nbytes), *paused = found
+            floor = 8 * nbytes / rate / 1e6 + 2 * rtt / 1000
             lines.append(
-                f"| {preset} | {transport} | {rtt} | {nbytes / 1e6:.2f} | {1000 * floor:.0f} | "
-                f"{1000 * quick:.0f} | {quick / floor:.2f} | {1000 * idle:.0f} | {1000 * kept:.0f} |"
+                f"| {preset} | {transport} | {rate} | {rtt} | {nbytes / 1e6:.2f} | {1000 * floor:.0f} | "
+                f"{1000 * quick:.0f} | {quick / floor:.2f} | "
+                + " | ".join(f"{1000 * seconds:.0f}" for seconds, _ in paused)
+                + " |"
             )
             Console(stderr=True).print(lines[-1], markup=False)
     about = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -101,7 +142,8 @@ def main() -> None:
     notes = (
         "\n\nBack to back: exchanges follow each other by some 0.1 s. After a pause TCP begins with its "
         "first window again, and needs a round trip for each doubling; windows kept: with "
-        "`sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on all ranks.\n"
+        "`sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on all ranks. Congestion control is Reno, "
+        "and in the last column BBR: `sysctl -w net.ipv4.tcp_congestion_control=bbr`.\n"
     )
     out.write_text(head + text[-1].strip() + "\n\n" + "\n".join(lines) + notes, encoding="utf-8")
     Console().print(f"wrote {out}")

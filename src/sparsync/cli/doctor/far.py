@@ -40,10 +40,11 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
         )
     halving = [r for r, f in enumerate(everyone) if f.congestion in _HALVING]
     if rtt > _FAR and halving:
+        control = everyone[halving[0]].congestion
         yield Check(
             "note",
-            f"TCP of {some(halving)} halves its window at a loss ({everyone[halving[0]].congestion}); slow "
-            f"links drop packets in exchanges with several ranks, which then take up to twice as long",
+            f"TCP of {some(halving)} halves its window at a loss ({control}): slow links drop packets in "
+            "exchanges with several ranks, which then take up to twice as long",
             "modprobe tcp_bbr; sysctl -w net.ipv4.tcp_congestion_control=bbr (then measure again)",
         )
 

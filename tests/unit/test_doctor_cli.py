@@ -231,7 +231,7 @@ def test_buffers_that_far_links_fill_are_named_with_the_command():
 
 
 def test_starting_slowly_after_a_pause_is_said_of_far_links():
-    (found,) = far(40e-3, 8e-7)
+    (found,) = far(40e-3, 8e-8)
     assert found == Check(
         "note",
         "after a pause of 280 ms TCP of ranks 0, 1 starts slowly again, which costs round trips of 80 ms "
@@ -239,8 +239,8 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
         "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
     )
     off = {"tcp_slow_start_after_idle": (0,)}
-    assert far(40e-3, 8e-7, off, off) == []
-    assert far(4e-3, 8e-7) == [], "near"
+    assert far(40e-3, 8e-8, off, off) == far(4e-3, 8e-8) == [], "off, or near"
+    assert far(40e-3, 8e-7) == [], "a slow link would lose what is sent at once"
 
 
 def test_congestion_control_that_halves_is_named_on_far_links():

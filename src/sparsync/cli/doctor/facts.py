@@ -9,6 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -75,7 +76,7 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
         wall=time.time() - time.perf_counter(),
         mpi=library,
         tcp=tcp_settings(),
-        congestion=_congestion(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
+        congestion=_text(Path("/proc/sys/net/ipv4/tcp_congestion_control")).strip(),
     )
 
 
@@ -129,16 +130,15 @@ def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[i
     """
     found = {}
     for name in _TCP:
-        try:
+        with suppress(OSError, ValueError):
             found[name] = tuple(int(number) for number in (folder / name).read_text().split())
-        except (OSError, ValueError):
-            continue
     return found
 
 
-def _congestion(setting: Path) -> str:
+def _text(file: Path) -> str:
+    """Read a file of the system; empty where it has none."""
     try:
-        return setting.read_text().strip()
+        return file.read_text()
     except OSError:
         return ""
 
@@ -146,10 +146,7 @@ def _congestion(setting: Path) -> str:
 def _openmp_runtimes(maps: Path) -> int:
     """Count the OpenMP libraries in this process; 0 where the system does not tell."""
     names = ("libgomp", "libiomp", "libomp")
-    try:
-        files = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
-    except OSError:
-        return 0
+    files = {line.split()[-1] for line in _text(maps).splitlines() if "/" in line}
     return len({file for file in files if Path(file).name.startswith(names)})
 
 

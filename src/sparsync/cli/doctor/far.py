@@ -19,6 +19,9 @@ _FULL: Final = 0.5
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _HALVING: Final = ("reno", "cubic")
+# bytes that windows which are kept send at once, and the seconds of a link's queue: what does not fit
+# is lost, which costs more than a slow start
+_BURST, _QUEUE = 1_000_000, 0.1
 _TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
 
 
@@ -28,9 +31,10 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
         return
     yield from _differing(everyone)
     yield from _narrow(bytes_in_flight(found), everyone)
-    rtt = round_trip(found)
+    if (rtt := round_trip(found)) <= _FAR:
+        return
     slow = [r for r, f in enumerate(everyone) if f.tcp.get("tcp_slow_start_after_idle", (0,))[0]]
-    if rtt > _FAR and slow:
+    if slow and found.machine.beta * _BURST <= _QUEUE:
         pause, far = format_seconds(rtt + _TIMEOUT), format_seconds(rtt)
         yield Check(
             "note",
@@ -38,8 +42,7 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
             f"of {far} in each exchange after a long computation",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
-    halving = [r for r, f in enumerate(everyone) if f.congestion in _HALVING]
-    if rtt > _FAR and halving:
+    if halving := [rank for rank, f in enumerate(everyone) if f.congestion in _HALVING]:
         control = everyone[halving[0]].congestion
         yield Check(
             "note",

@@ -18,9 +18,9 @@ Then it was found why the rest was missed. The lab gave TCP a send buffer that f
 one whose acknowledgements wait behind data: dense took up to 1.3 times its bytes' time over slow and far
 links. It has Linux's usual one now, and what is far was measured again. Connections that share a link
 lose packets in its queue, and the one that has lost the most is the last to end. A segment of gloo's
-ring waits for one latency, not 1.2. And steps are means of three seeds, in the surface and in the fit,
-which also has low-rank gradients apart for SGD, and SGD's curves of a second model. What did that say of
-two more networks (`surface/predicted_3.json`), before they were measured?
+ring waits for one latency, not 1.2. And SGD's steps are means of three seeds, in the surface and in the
+fit, which also has low-rank gradients apart for SGD, and SGD's curves of a second model. What did that
+say of two more networks (`surface/predicted_3.json`), before they were measured?
 
 And what does it say with the task left out of the fit of steps, and each cell's own computation?
 (There PowerSGD's start counts on neither side.)

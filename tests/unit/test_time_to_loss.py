@@ -10,7 +10,7 @@ import pytest
 
 from sparsync.cost import steps
 from sparsync.cost.machine import Machine
-from sparsync.cost.steps import Recipe, steps_ratio
+from sparsync.cost.steps import FARTHEST, Recipe, steps_ratio
 from sparsync.cost.training import METHODS, allreduced, plan_loss, rounds
 from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates
@@ -174,12 +174,19 @@ def test_of_methods_that_are_about_as_soon_the_simplest_is_chosen():
     order = [method.name for method in METHODS]
     for beta in (8e-7, 8e-8, 2e-8, 8e-9, 2e-9, 8e-10, 8e-11):
         made = planned(Machine(alpha=1e-5, beta=beta), compute=0.25)
-        there = [one for one in made.table if one.steps.reached]
+        there = [one for one in made.table if one.steps.surely_reached]
         soonest = min(one.seconds.mean for one in there)
         near = [one.method for one in there if one.seconds.mean <= 1.1 * soonest]
         assert made.choice == min(near, key=order.index)
         times = [one.seconds.mean for one in there[1:]]
         assert times == sorted(times)
+
+
+def test_what_may_not_reach_the_loss_is_not_chosen():
+    made = planned(Machine(alpha=0.04, beta=8e-7), compute=0.25)
+    (rare,) = (one for one in made.table if one.method == "updates-h10-overlap2")
+    assert rare.steps.reached and rare.steps.high > FARTHEST
+    assert rare.seconds.mean < made.table[0].seconds.mean and made.choice != rare.method
 
 
 def test_dense_steps_at_the_start_are_counted():

@@ -183,7 +183,7 @@ def test_of_methods_that_are_about_as_soon_the_simplest_is_chosen():
 
 
 def test_what_may_not_reach_the_loss_is_not_chosen():
-    made = planned(Machine(alpha=0.04, beta=8e-7), compute=0.25)
+    made = planned(Machine(alpha=0.04, beta=8e-7), steps=300, compute=0.25)
     (rare,) = (one for one in made.table if one.method == "updates-h10-overlap2")
     assert rare.steps.reached and rare.steps.high > FARTHEST
     assert rare.seconds.mean < made.table[0].seconds.mean and made.choice != rare.method

@@ -50,7 +50,7 @@ LONG = 600  # steps of methods that are not there after 300; a few need 400
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
 SEEDS = 1, 2, 3  # with SGD, whose curves are flat where they are compared; others have one
 SEEDED = "dense", "powersgd-r4", "gradients"
-SMALLER, SMALLER_BATCH = "gpt-1m", 8
+SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # and their batches, for the fit of steps with SGD
 # of predictions: the model's elements, a message's seconds without a distance, and those of a step
 # without exchange, from the frontier's runs of this model in the lab
 PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
@@ -105,13 +105,11 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Train for a method's curves; with SGD at two rates, and a smaller model for the fit of steps."""
+    """Train for a method's curves; with SGD at two rates, and smaller models for the fit of steps."""
     runs = [run_of(line, lr) for lr in (SGD_RATES if line.optimizer == "sgd" else (RATE,))]
     places = [runs]
-    if line.optimizer == "sgd":
-        places.append(
-            [replace(run, task=SMALLER, batch=SMALLER_BATCH, steps=STEPS) for run in runs]
-        )
+    for task, batch in SMALLER if line.optimizer == "sgd" else ():
+        places.append([replace(run, task=task, batch=batch, steps=STEPS) for run in runs])
     for place in places:
         won = min(place, key=lambda run: loss_of(curves.get(run)))
         for seed in SEEDS[1:] if line.optimizer == "sgd" and line.method in SEEDED else ():

@@ -22,8 +22,8 @@ ring waits for one latency, not 1.2. And SGD's steps are means of three seeds, i
 fit, which also has low-rank gradients apart for SGD, and SGD's curves of a second model. What did that
 say of two more networks (`surface/predicted_3.json`), before they were measured?
 
-And what does it say with the task left out of the fit of steps, and each cell's own computation?
-(There PowerSGD's start counts on neither side.)
+And what does it say with the task left out of the fit of steps, and each cell's own computation? By now
+the fit has SGD's curves of a third model. (There PowerSGD's start counts on neither side.)
 """
 
 from __future__ import annotations

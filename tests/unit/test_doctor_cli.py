@@ -200,17 +200,17 @@ TCP = {
 }
 
 
-def far(alpha, beta, *changes):
+def far(alpha, beta, *changes, controls=("bbr",) * 4):
     """Judge two ranks or more, each in a network stack of its own, with settings changed from TCP."""
     changes = changes or ({}, {})
     machine = Machine(alpha=alpha, beta=beta)
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
     ends = {"alpha": (alpha, alpha), "beta": (0.9 * beta, beta)}
     found = Calibration(machine, ends, tuple(Link(s, d, alpha, beta) for s, d in pairs))
-    facts = [
-        dataclasses.replace(FACTS, network=str(rank), tcp=TCP | change)
-        for rank, change in enumerate(changes)
+    its = [
+        {"tcp": TCP | change, "congestion": c} for change, c in zip(changes, controls, strict=False)
     ]
+    facts = [dataclasses.replace(FACTS, network=str(r), **one) for r, one in enumerate(its)]
     return list(check_far(found, facts))
 
 
@@ -244,16 +244,11 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
 
 
 def test_congestion_control_that_halves_is_named_on_far_links():
-    there, near = (
-        Calibration(Machine(alpha=a), {"beta": (8e-7, 8e-7)}, (Link(0, 1, a, 8e-7),))
-        for a in (0.04, 1e-3)
-    )
-    kinds = "cubic", "bbr", "reno", ""
-    facts = [dataclasses.replace(FACTS, network=str(r), congestion=c) for r, c in enumerate(kinds)]
-    (found,) = check_far(there, facts)
+    changes, controls = [{}] * 4, ("cubic", "bbr", "reno", "")
+    (found,) = far(40e-3, 8e-7, *changes, controls=controls)
     assert "TCP of ranks 0, 2 halves its window at a loss (cubic)" in found.what
     assert "net.ipv4.tcp_congestion_control=bbr" in found.advice
-    assert list(check_far(near, facts)) == []
+    assert far(1e-3, 8e-7, *changes, controls=controls) == [], "near"
 
 
 def test_another_kernel_is_named():
@@ -267,11 +262,8 @@ def test_a_kernel_that_tells_nothing_is_not_judged(tmp_path):
     assert tcp_settings(tmp_path) == {}
     silent = dataclasses.replace(FACTS, tcp={})
     assert window(silent) is None
-    found = calibration()
-    assert (
-        list(check_far(found, [dataclasses.replace(silent, network=str(r)) for r in range(4)]))
-        == []
-    )
+    ranks = [dataclasses.replace(silent, network=str(rank)) for rank in range(4)]
+    assert list(check_far(calibration(), ranks)) == []
     alone = Calibration(MACHINE, {})
     assert list(check_far(alone, [FACTS])) == []
 

@@ -41,22 +41,22 @@ _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1353,
-        "low-rank": 0.1684,
-        "matrix rank": 0.1955,
-        "updates": 0.0052,
-        "period": 0.3416,
-        "period of Muon": -0.0937,
-        "period under momentum": 0.2284,
-        "delay": -0.0683,
-        "selection": -0.0369,
-        "ranks": 0.3041,
-        "ranks of updates": 0.0511,
-        "length": -0.3060,
-        "local": 0.0529,
-        "outer momentum": 0.8744,
-        "sparse gradients into moments": 0.8391,
-        "low-rank into moments": 0.4541,
+        "sparse gradients": 0.1128,
+        "low-rank": 0.1427,
+        "matrix rank": 0.1970,
+        "updates": 0.0028,
+        "period": 0.3364,
+        "period of Muon": -0.0899,
+        "period under momentum": 0.2295,
+        "delay": -0.0699,
+        "selection": -0.0204,
+        "ranks": 0.3097,
+        "ranks of updates": 0.0573,
+        "length": -0.3100,
+        "local": 0.0548,
+        "outer momentum": 0.8682,
+        "sparse gradients into moments": 0.8340,
+        "low-rank into moments": 0.4494,
     }
 )
 LIKELY: Final = 1.34  # factor, either way

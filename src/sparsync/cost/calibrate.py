@@ -87,14 +87,14 @@ async def calibrate(
 
     Args:
         comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
-        seconds: about how long it may take.
+        seconds: about how long it may take; more where the links are slow or far.
         probe: how much is timed.
 
     Returns:
         The same on all ranks.  One rank alone has no links: alpha and beta are ``Machine``'s own.
 
     Raises:
-        ConfigurationError: the links are too slow for the time; says how long to give.
+        ConfigurationError: the time makes no sense.
 
     Example:
         >>> from sparsync.transports.sim import Links, simulate

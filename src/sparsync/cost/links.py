@@ -15,7 +15,6 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Raw
 
@@ -158,30 +157,23 @@ async def measure_links(
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow while they fit ``probe.budget`` of the time; then they take turns.
+    Sizes grow while they fit ``probe.budget`` of the time, or show no bandwidth; then they take turns.
 
     Returns:
         "alpha" and "beta" of all links together; each link by itself; every rank's clock; the sizes.
-
-    Raises:
-        ConfigurationError: the links are so slow that not even two sizes fit; on all ranks.
     """
     survey, size = _Survey(comm, probe.budget * seconds, probe.shifts), _SMALLEST
     await survey.visit(size, 1)  # the first round opens connections
     clocks = await survey.compare_clocks()
     cost = survey.cost(size)
+    first, bytes_show = survey.pace(size), False
     survey.times.clear()
-    # a second size must be, so it may take all that is left
-    while size <= probe.largest and cost <= survey.left * (_SHARE if len(survey.times) > 1 else 1):
+    # a line needs two sizes, and one whose bytes take as long as the way, however far that is
+    while size <= probe.largest and (not bytes_show or cost <= survey.left * _SHARE):
         await survey.visit(size, _ROUNDS)
+        bytes_show = len(survey.times) > 1 and survey.pace(size) >= 2 * first
         cost = _FACTOR * survey.cost(size)
         size *= _FACTOR
-    if len(survey.times) < 2:
-        needed = (survey.spent + 2 * (1 + _FACTOR) * cost) / probe.budget
-        raise ConfigurationError(
-            f"calibrate: {seconds:.3g} s do not suffice for messages of "
-            f"{size} bytes over these links; give {needed:.2g} s or more"
-        )
     for _ in range(probe.visits - 1):
         for size in survey.times:
             if survey.costs[size] <= survey.left:

@@ -336,8 +336,8 @@ def rounds(
     The first one is after a pause of ``idle`` seconds.
 
     Example:
-        >>> round(rounds(2, 1e6, 4, Machine(alpha=0.01, beta=8e-8)), 9)
-        0.5
+        >>> round(rounds(2, 1e5, 4, Machine(alpha=0.01, beta=8e-8)), 9)
+        0.068
     """
     peers = world_size - 1
     wire = machine.alpha + peers * nbytes * machine.beta + _losses(peers * nbytes, peers, machine)

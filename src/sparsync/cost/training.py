@@ -11,9 +11,10 @@ The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messa
 - Sparse gradients: the fastest collective of ``planner.plan``.
 
 In every 0.2 s and a round trip that a connection is silent, TCP halves its window, down to 10 packets;
-then it doubles it per round trip.  DDP's buckets of 25 MiB are summed two at a time, which hides the
-latencies of one.  Hidden: of dense, all but the last bucket, while the rest of the backward pass goes
-on; of delayed averages, what the steps of the delay compute.
+then it doubles it per round trip.  What does not fit into a link's queue is lost, and sent again in
+windows that grow by a packet per round trip.  DDP's buckets of 25 MiB are summed two at a time, which
+hides the latencies of one.  Hidden: of dense, all but the last bucket, while the rest of the backward
+pass goes on; of delayed averages, what the steps of the delay compute.
 
 Pure arithmetic: a ``Machine`` and sizes in, a ``LossPlan`` out, the same on every rank.
 """

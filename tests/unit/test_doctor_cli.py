@@ -243,10 +243,10 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     assert far(40e-3, 8e-7) == [], "a slow link would lose what is sent at once"
 
 
-def test_congestion_control_that_halves_is_named_on_far_links():
+def test_congestion_control_that_shrinks_windows_is_named_on_far_links():
     changes, controls = [{}] * 4, ("cubic", "bbr", "reno", "")
     (found,) = far(40e-3, 8e-7, *changes, controls=controls)
-    assert "TCP of ranks 0, 2 halves its window at a loss (cubic)" in found.what
+    assert "TCP of ranks 0, 2 shrinks its window at a loss (cubic)" in found.what
     assert "net.ipv4.tcp_congestion_control=bbr" in found.advice
     assert far(1e-3, 8e-7, *changes, controls=controls) == [], "near"
 

@@ -18,7 +18,7 @@ _FULL: Final = 0.5
 # times what is in flight: twice for packets, as above, and twice for a higher rate
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
-_HALVING: Final = ("reno", "cubic")
+_SHRINKING: Final = ("reno", "cubic")
 # bytes that windows which are kept send at once, and the seconds of a link's queue: what does not fit
 # is lost, which costs more than a slow start
 _BURST, _QUEUE = 1_000_000, 0.1
@@ -42,11 +42,11 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
             f"of {far} in each exchange after a long computation",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
-    if halving := [rank for rank, f in enumerate(everyone) if f.congestion in _HALVING]:
-        control = everyone[halving[0]].congestion
+    if shrinking := [rank for rank, f in enumerate(everyone) if f.congestion in _SHRINKING]:
+        control = everyone[shrinking[0]].congestion
         yield Check(
             "note",
-            f"TCP of {some(halving)} halves its window at a loss ({control}): slow links drop packets in "
+            f"TCP of {some(shrinking)} shrinks its window at a loss ({control}): slow links drop packets in "
             "exchanges with several ranks, which then take up to twice as long",
             "modprobe tcp_bbr; sysctl -w net.ipv4.tcp_congestion_control=bbr (then measure again)",
         )

@@ -46,8 +46,8 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
         control = everyone[shrinking[0]].congestion
         yield Check(
             "note",
-            f"TCP of {some(shrinking)} shrinks its window at a loss ({control}): slow links drop packets in "
-            "exchanges with several ranks, which then take up to twice as long",
+            f"TCP of {some(shrinking)} shrinks its window at a loss ({control}): slow links drop packets "
+            "in exchanges with several ranks, which then take up to twice as long",
             "modprobe tcp_bbr; sysctl -w net.ipv4.tcp_congestion_control=bbr (then measure again)",
         )
 

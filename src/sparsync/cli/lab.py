@@ -167,7 +167,7 @@ class Lab:
 
         Over a distance Linux's default, and at least twice what fills the longest and fastest path, so
         that half of it still does; the kernel counts 2.3 KB for a packet of 1.5.  What only fills the
-        path is too little where acknowledgements wait behind data.
+        path is too little where acknowledgements queue with data of the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))

@@ -210,7 +210,7 @@ def plan_loss(
 ) -> LossPlan:
     """Choose the method that is soonest at a loss, or the simplest of those within 10 % of it.
 
-    A method competes if it reaches the loss at the upper end of its likely steps, too.
+    Only methods compete that reach the loss even at the upper end of their likely steps.
 
     Args:
         size: trained elements, n.

@@ -58,7 +58,7 @@ class DoctorSettings:
     ranks: Annotated[int, ranks_option(4)] = 4
     transport: Transport = "auto"
     lab: Lab = None
-    seconds: Annotated[float, Option(help="To measure; more over far links.")] = 3.0
+    seconds: Annotated[float, Option(help="About how long to measure; far links need more.")] = 3.0
     timeout: Timeout = 60.0
     hosts: Annotated[bool, Option("--hosts", help="Name the hosts in the report.")] = False
     model_size: Annotated[int | None, option("Trained elements, to plan a training.")] = None

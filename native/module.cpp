@@ -227,23 +227,17 @@ void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawL
   });
 }
 
-using RawMoments = std::tuple<float, float, float, float, float, bool>;
+using RawMoments = std::tuple<float, float, float, float>;
 constexpr int64_t moments_step = int64_t{1} << 14;
 
-sparsync::Moments moments_of(const RawMoments &raw) {
-  const auto &[square, mean, own, eps, rate, averaged] = raw;
-  return {square, mean, own, eps, rate, averaged};
-}
-
-// Two passes over three vectors: `correct` and `follow` of Scan, which differ in what they write.
-template <auto pass>
-void pass_moments(Address first, Address second, Address third, int64_t n, const RawMoments &raw,
-                  int threads, const char *isa) {
+void lengthen(Address first, Address second, Address weights, int64_t n, const RawMoments &raw,
+              int threads, const char *isa) {
   const sparsync::Scan &scan = scan_of(isa);
-  const sparsync::Moments given = moments_of(raw);
+  const auto &[lengthened, own, eps, rate] = raw;
+  const sparsync::Moments given{lengthened, own, eps, rate};
   sparsync::share(n, threads, moments_step, [&](int, int64_t start, int64_t stop) {
-    (scan.*pass)(at<float>(first) + start, at<float>(second) + start, at<float>(third) + start,
-                 stop - start, given);
+    scan.lengthen(at<float>(first) + start, at<float>(second) + start, at<float>(weights) + start,
+                  stop - start, given);
   });
 }
 
@@ -372,7 +366,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 7;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 8;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -390,8 +384,7 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
   m.def("decode_levels", &decode_levels, released());
-  m.def("correct", &pass_moments<&sparsync::Scan::correct>, released());
-  m.def("follow", &pass_moments<&sparsync::Scan::follow>, released());
+  m.def("lengthen", &lengthen, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

@@ -4,24 +4,13 @@ namespace {
 
 using sparsync::Moments;
 
-inline float root_of(float mean, float square, const Moments &given) {
-  square *= given.square;
-  if (given.averaged) square += given.mean * mean * mean;
-  return __builtin_sqrtf(square) + given.eps;
-}
-
-void correct(const float *mean, const float *square, float *weights, int64_t n,
-             const Moments &given) {
+void lengthen(const float *first, const float *second, float *weights, int64_t n,
+              const Moments &given) {
   for (int64_t i = 0; i < n; ++i) {
-    const float own = __builtin_sqrtf(square[i] * given.own) + given.eps;
-    const float missing = 1.0f / root_of(mean[i], square[i], given) - 1.0f / own;
-    weights[i] += given.rate * mean[i] * missing;
+    const float own = 1.0f / (__builtin_sqrtf(second[i] * given.own) + given.eps);
+    const float lengthened = 1.0f / (__builtin_sqrtf(second[i] * given.lengthened) + given.eps);
+    weights[i] += (lengthened - own) * (first[i] * given.rate);
   }
-}
-
-void follow(float *mean, const float *square, const float *ahead, int64_t n, const Moments &given) {
-  for (int64_t i = 0; i < n; ++i)
-    mean[i] += given.rate * root_of(mean[i], square[i], given) * ahead[i];
 }
 
 }  // namespace

@@ -53,12 +53,10 @@ struct Levels {
 };
 constexpr int64_t levels_scratch = 4;  // floats that the passes below need for each element of a block
 
-// Of Adam, with biases removed: see averaging/moments.py.
+// How much longer Adam's steps become: see averaging/moments.py.
 struct Moments {
-  float square, mean;  // what is left of the second moment, and what the square of the first adds
-  float own;           // what is left of the second moment on one rank
+  float lengthened, own;  // what v is multiplied by, in the step that is wanted and in the one made
   float eps, rate;
-  bool averaged;  // whether there is a `mean`
 };
 
 struct Scan {
@@ -101,12 +99,9 @@ struct Scan {
   // into = what they say / divisor, or with `keep` into += that
   void (*decode_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
                         float divisor, bool keep, float *into, float *scratch);
-  // weights += rate mean (1 / root - 1 / own root)
-  void (*correct)(const float *mean, const float *square, float *weights, int64_t n,
-                  const Moments &given);
-  // mean += rate root ahead
-  void (*follow)(float *mean, const float *square, const float *ahead, int64_t n,
-                 const Moments &given);
+  // weights += (1 / lengthened root - 1 / root) rate first
+  void (*lengthen)(const float *first, const float *second, float *weights, int64_t n,
+                   const Moments &given);
 };
 
 // nullptr where this build or this machine does not have the instruction set

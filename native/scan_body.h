@@ -238,6 +238,6 @@ int64_t unpack(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size
 
 constexpr sparsync::Scan passes{swap_add, accumulate, find,   count, bounds, take,
                                 between,  count_from, place,  undeal, sum,   pack,
-                                unpack,   quantise,   decode_levels,  correct, follow};
+                                unpack,   quantise,   decode_levels,  lengthen};
 
 }  // namespace

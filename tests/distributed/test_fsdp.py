@@ -514,7 +514,6 @@ def test_a_partly_sharded_model_is_refused():
 
 OUTER = {
     "dense": {"algorithm": "dense"},
-    "tracking": {"algorithm": "dense", "tracking": 1.0},
     "delayed": {"algorithm": "dense", "period": 4, "fragments": 3, "delay": 1, "momentum": 0.5},
 }
 
@@ -545,7 +544,7 @@ def test_updates_of_shards_are_those_of_whole_models(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("settings", [{"tracking": 1.0}, {"dct": 8}], ids=str)
+@pytest.mark.parametrize("settings", [{"noise_correction": True}, {"dct": 8}], ids=str)
 def test_the_law_holds_for_updates_of_shards(settings):
     mesh = grid()
     net = sharded(mesh)

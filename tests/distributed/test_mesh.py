@@ -393,13 +393,13 @@ def parallel_backward(mesh):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("tracking", [0.0, 1.0])
-def test_updates_of_tensor_parallel_models(tracking):
+@pytest.mark.parametrize("corrected", [False, True])
+def test_updates_of_tensor_parallel_models(corrected):
     """What is whole on tensor-parallel ranks stays equal there."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
-    settings = {"algorithm": "quantised", "fragments": 2, "period": 2, "tracking": tracking}
-    optimizer, sync = updating(net, mesh["dp"], **settings)
+    settings = {"algorithm": "quantised", "fragments": 2, "period": 2}
+    optimizer, sync = updating(net, mesh["dp"], noise_correction=corrected, **settings)
     for step in range(6):
         train(net, range(step, step + 1), optimizer, parallel_backward(mesh))
         copies, shards = local(net, sharded=False), local(net, sharded=True)

@@ -51,8 +51,8 @@ def test_averages_and_residuals(algorithm):
 
 @pytest.mark.parametrize("name", OUTER_SETTINGS)
 def test_outer_steps(name):
-    # tracking and the noise correction are the optimizer's
-    settings = {**OUTER_SETTINGS[name], "tracking": 0.0, "noise_correction": False, "period": 2}
+    # the noise correction is the optimizer's
+    settings = {**OUTER_SETTINGS[name], "noise_correction": False, "period": 2}
 
     def compute(device):
         async def program(comm):

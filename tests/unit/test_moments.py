@@ -1,10 +1,11 @@
-"""Adam on one rank of several: its first moment follows the average, its steps are of less noise."""
+"""Adam on one rank of several: how noisy its gradients are, and steps that are long enough for it."""
 
 import pytest
 import torch
 
 from sparsync.averaging import moments
-from sparsync.averaging.moments import correct, follow, with_moments
+from sparsync.averaging.moments import GradientNoise, correct, with_moments
+from sparsync.transports.sim import simulate
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5
@@ -27,31 +28,33 @@ def trained(kind=torch.optim.AdamW, **options):
     return parameter, optimizer, before
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_with_the_followed_moment_the_steps_would_have_been_the_average_s(ranks):
-    parameter, optimizer, before = trained()
-    correct(optimizer, ranks)
-    ((_, state, group),) = with_moments(optimizer)
-    moved, average = before - parameter.detach(), torch.randn(3, 5, dtype=torch.float64)
-    mean, square = state["exp_avg"] / (1 - 0.9**STEPS), state["exp_avg_sq"] / (1 - 0.99**STEPS)
-    root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
-    follow([(state, group, moved - average)], 1, ranks)
-    torch.testing.assert_close(0.1 * state["exp_avg"] / (1 - 0.9**STEPS) / root, average)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.6, 1.0, None])
 @pytest.mark.parametrize(
     "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
 )
-def test_a_corrected_step_is_that_of_the_averages_second_moment(ranks, options):
+def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
+    """Of 4 ranks at least a fourth is left of the squares, whatever a few samples say."""
     parameter, optimizer, before = trained(**options)
     ((_, state, _),) = with_moments(optimizer)
-    correct(optimizer, ranks)
+    correct(optimizer, {} if share is None else {parameter: share}, 4)
+    kept = 1.0 if share is None else max(share, 0.25)
     mean = state["exp_avg"] / (1 - 0.9**STEPS)
-    square = state["exp_avg_sq"] / (1 - 0.99**STEPS)
-    root = (mean.square() + (square - mean.square()) / ranks).sqrt() + 1e-8
+    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
     expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
     torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_a_rate_of_zero_and_elements_without_gradients_move_nothing():
+    parameter, optimizer, _ = trained(lr=0.0)
+    correct(optimizer, {parameter: 0.25}, 4)
+    torch.manual_seed(0)
+    assert torch.equal(parameter.detach(), torch.randn(3, 5, dtype=torch.float64))
+    unseen = torch.nn.Parameter(torch.ones(6))
+    optimizer = torch.optim.AdamW([unseen], weight_decay=0.0)
+    unseen.grad = torch.tensor([1.0, 0, 0, 0, 0, 0])
+    optimizer.step()
+    correct(optimizer, {unseen: 0.25}, 4)
+    assert unseen[1:].tolist() == [1.0] * 5 and unseen[0] < 1
 
 
 def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
@@ -71,10 +74,8 @@ def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
                 omitted = step == 1 and parameter.numel() == 11
                 parameter.grad = None if omitted else 2 * parameter.detach()
             optimizer.step()
-            correct(optimizer, 4)
-        stepped = [(s, g, torch.randn(p.shape)) for p, s, g in with_moments(optimizer)]
-        follow(stepped, 2, 4)
-        ends.append([*parameters, *(state["exp_avg"] for state, _, _ in stepped)])
+            correct(optimizer, dict.fromkeys(parameters, 0.5), 4)
+        ends.append(parameters)
     for others in ends[1:]:
         assert all(torch.equal(one, other) for one, other in zip(ends[0], others, strict=True))
 
@@ -86,3 +87,69 @@ def test_other_moments_are_left_alone():
         optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
         optimizer.step()
         assert not list(with_moments(optimizer))
+
+
+def measured(gradients, exchanges, ranks=4):
+    """Return each rank's shares after exchanges of samples; ``gradients(rank, at)`` are by name."""
+
+    async def program(comm):
+        names = gradients(0, 0)
+        parameters = {name: torch.nn.Parameter(g.clone()) for name, g in names.items()}
+        noise = GradientNoise(dict.fromkeys(parameters.values(), 0.99))
+        for at in range(exchanges):
+            for name, gradient in gradients(comm.rank, at).items():
+                parameters[name].grad = gradient
+            noise.sample(2 * at)
+            total = await comm.allreduce(noise.values.flatten(), "samples")
+            noise.values.copy_((total / ranks).view_as(noise.values))
+            noise.measure()
+        return [noise.shares[parameter] for parameter in parameters.values()], noise.state_dict()
+
+    return simulate(program, ranks).results
+
+
+def test_the_share_is_what_averaging_leaves_of_the_squares():
+    def gradients(rank, at):
+        own = torch.Generator().manual_seed(100 * at + rank)
+        common = torch.Generator().manual_seed(100 * at + 99)
+        noise, signal = (torch.randn(40, 50, generator=one) for one in (own, common))
+        return {
+            "noise": noise,
+            "signal": signal,
+            # what all ranks have in common and turns at every step is no noise
+            "turns": torch.full((30,), (-1.0) ** at),
+            "both": noise + signal,
+            "none": torch.zeros(3),
+            "empty": torch.zeros(0),
+        }
+
+    (shares, _), *others = measured(gradients, 60)
+    assert shares[0] == pytest.approx(1 / 4, rel=0.15)
+    assert shares[1:3] == pytest.approx([1.0, 1.0], rel=0.1)
+    assert shares[3] == pytest.approx((1 + 1 / 4) / 2, rel=0.15)
+    assert shares[4:] == [1.0, 1.0]
+    assert all(theirs == shares for theirs, _ in others)
+
+
+def test_a_rank_with_infinite_gradients_takes_no_part_in_a_measurement():
+    def gradients(rank, at):
+        infinite = rank == 2 and at == 1
+        return {"a": torch.full((9,), torch.inf if infinite else 1.0), "b": torch.ones(2)}
+
+    (shares, state), *_ = measured(gradients, 3)
+    assert all(0.7 < share <= 1 for share in shares)
+    assert state["values"].isfinite().all() and state["squares"].isfinite().all()
+
+
+def test_measurements_go_on_from_a_saved_state():
+    parameters = {"a": torch.nn.Parameter(torch.ones(300))}
+    first, second = (GradientNoise({parameters["a"]: 0.99}) for _ in range(2))
+    for at, noise in enumerate((first, first, second, second)):
+        if at == 2:
+            second.load_state_dict(first.state_dict())
+            assert second.shares == first.shares != {}
+        parameters["a"].grad = torch.arange(300.0) + at
+        noise.sample(at)
+        noise.values[:, :-1] *= 0.5 + 0.1 * at
+        noise.measure()
+    assert second.state_dict()["measured"] == 4 and 0 < second.shares[parameters["a"]] < 1

@@ -11,7 +11,6 @@ from torch import nn
 
 from sparsync import ConfigurationError, simulate
 from sparsync.averaging import AdaptivePeriod, LocalSgd
-from sparsync.averaging.fragments import Weights
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
 from sparsync.errors import NonFiniteGradientError
@@ -315,28 +314,6 @@ def test_nan_under_way_brings_all_fragments_back(residual_in):
     finite = models[:-1, 1].isfinite().all(1).tolist()
     assert finite.count(False) <= 2 and all(finite[7:])
     assert models[:-1, 0].isfinite().all()
-
-
-def test_moments_hear_of_as_many_steps_as_were_done():
-    """Of the average's steps: with the steps of a period taken for one, moments would be thrown about."""
-    heard = []
-
-    class Told(Weights):
-        def follow(self, span, ahead, steps):
-            heard.append((span.start, steps, float(ahead.abs().max())))
-
-    async def program(comm):
-        outer = divided(fragments=2, density=1.0, tracking=1.0)
-        await outer.begin(comm, torch.zeros(SIZE, dtype=torch.float64), 0)
-        weights = Told(torch.zeros(SIZE, dtype=torch.float64))
-        for step in range(10):
-            # both ranks move by a constant: rank 1 by twice the average more than rank 0
-            weights.write(slice(0, SIZE), weights.vector - torch.full((SIZE,), 1.0 + 2 * comm.rank))
-            await outer.advance(weights, step)
-
-    simulate(program, 2)
-    assert heard[:4] == [(20, 2, 2.0), (20, 2, 2.0), (0, 4, 4.0), (0, 4, 4.0)]
-    assert set(heard[4:]) == {(20, 4, 4.0), (0, 4, 4.0)}
 
 
 def test_a_delay_reaches_no_further_than_the_period():

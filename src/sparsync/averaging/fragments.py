@@ -137,16 +137,13 @@ class Exchange:
         lands: the local step after which it is applied.
         late: other local steps are done meanwhile.
         weights: those at its begin; then the new ones, or, if it is late, what is added to them.
-        steps: local steps since the exchange before.
         shared: the new shared weights.
-        ahead: by how much this rank moved against its weights more than the average of the ranks.
         lr: size of a step by signs.
         drift: how far ranks had gone, with an ``AdaptivePeriod``.
-        room: `[4, size or more]` for these vectors, which another exchange has afterwards.
+        room: `[3, size or more]` for these vectors, which another exchange has afterwards.
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         last: it delivers all that is left.
-        counts: this rank's changes are in the average.
         carried: the exchange to await, once.
     """
 
@@ -154,9 +151,7 @@ class Exchange:
     lands: int
     late: bool
     weights: Tensor
-    steps: int
     shared: Tensor | None = None
-    ahead: Tensor | None = None
     done: bool = False
     refused: bool = False
     carried: Awaitable[None] | None = None
@@ -164,11 +159,10 @@ class Exchange:
     lr: float = 1.0
     drift: float = 0.0
     last: bool = False
-    counts: bool = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
-        passing = ("carried", "room", "last", "counts")  # settled, the last two have no use
+        passing = ("carried", "room", "last")  # settled, and of no use later
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
@@ -216,8 +210,8 @@ class Weights:
         """Add to a part."""
         self.write(span, self.vector[span] + values)
 
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Let first moments follow the average, if there is an optimizer: see ``moments.follow``."""
+    def landed(self, span: slice) -> None:
+        """Take note that an exchange of a part was applied."""
 
     def carry(self, exchange: Begin) -> Awaitable[None] | None:
         """Begin an exchange, after those before; None: it can wait until its result is needed."""

@@ -1,4 +1,4 @@
-"""Correct Adam's moments on one rank of several: the first for its drift, the second for its noise."""
+"""Lengthen Adam's steps on one rank of several, whose gradients are noisier than their average."""
 
 from __future__ import annotations
 
@@ -11,63 +11,163 @@ from torch import Tensor
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, local_of, unflatten
 
-__all__ = ["correct", "drop_broken", "follow", "with_moments"]
+__all__ = ["GradientNoise", "correct", "corrects", "drop_broken", "with_moments"]
 
 
+_SIDE: Final = 8  # its square is the number of sums of a parameter's gradient at an exchange
 _RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
 _SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
 _JOINED: Final = 64  # small ones at a time
 
-# a parameter's state, another tensor of its shape, and the factors of the pass over both
-_Job = tuple[Mapping[str, Any], Tensor, native.Moments]
-_Pass = Callable[[Tensor, Tensor, Tensor, native.Moments], None]
+# first and second moment of a parameter, its weights, and the numbers of the pass over them
+_Job = tuple[Tensor, Tensor, Tensor, native.Moments]
+
+
+class GradientNoise:
+    """Measures by how much averaging over ranks would shrink the second moment of each parameter.
+
+    A gradient is a signal s, which all ranks have in common, and noise n of their own batches.  The
+    average over P ranks has squares ``s^2 + n^2 / P`` where a single rank's has ``s^2 + n^2``; their
+    quotient, from 1 / P (nothing but noise) to 1, is the parameter's ``share``.  It is found by really
+    averaging a few numbers per parameter, which travel with the model's buffers and cost no round of
+    their own: sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
+    whatever their distribution is.  (Of single elements, a few hold most of the squares.)  A rank's own
+    squares are those of its sums as well: then what chance adds to both leaves the quotient.  They are
+    remembered as long as Adam's v remembers them: at first it is of a few gradients that all ranks had
+    in common, and steps that are lengthened before v has forgotten them are too long.
+
+    One rank alone cannot tell.  Its first moment knows which part of the gradient *lasts*, but not what
+    the ranks have in common and what changes its sign from step to step, as happens along the steepest
+    directions at every rate that is worth using: taken for noise, these are lengthened as well, and
+    training at the best rate of dense Adam falls 15 % behind it.
+
+    Args:
+        memory: Adam's second beta by parameter, in an order that all ranks have; shards count as what
+            they hold.
+
+    Attributes:
+        values: `[parameters, 65]`, float32: sums of gradients, and the sum of their squares; on the
+            first parameter's device.
+        shares: by parameter, from 0 to 1; empty until something was measured.
+
+    Cost: 65 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
+    State: ``state_dict()``, equal on all ranks.
+
+    References: McCandlish et al., `An Empirical Model of Large-Batch Training
+    <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there of all parameters.
+    """
+
+    def __init__(self, memory: Mapping[Tensor, float]) -> None:
+        self._parameters = list(memory)
+        self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
+        like = next(map(local_of, memory), torch.zeros(0))
+        shape = len(self._parameters), _SIDE * _SIDE + 1
+        self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
+        self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
+
+    @torch.no_grad()
+    def sample(self, step: int) -> None:
+        """Sum the gradients of a local step with signs that are random, new, and alike on all ranks."""
+        self._squares.mul_(self._memory ** (step - self._step))
+        self._step = step
+        # on the CPU: what it draws is the same on every device
+        draw = torch.Generator().manual_seed(self._measured)
+        self.values.zero_()
+        for row, parameter in zip(self.values, self._parameters, strict=True):
+            if parameter.grad is None or (gradient := local_of(parameter.grad)).is_sparse:
+                continue
+            if gradient.numel():
+                row[:-1] = _projected(gradient.detach().reshape(len(gradient), -1), draw)
+        self.values[:, -1] = self.values.square().sum(1)
+        # A rank whose GradScaler skips this step has Inf here, which must not refuse an exchange of
+        # weights that are finite: it takes no part in this measurement.
+        finite = torch.isfinite(self.values).all(1, keepdim=True)
+        self.values.copy_(torch.where(finite, self.values, 0.0))
+
+    def measure(self) -> None:
+        """Take in the average over ranks of what they sampled."""
+        values = self.values.double().cpu()
+        of_average, of_ranks = values[:, :-1].square().sum(1), values[:, -1]
+        self._measured += 1
+        self._squares.add_(torch.stack([of_average, of_ranks]))
+        self._find_shares()
+
+    def _find_shares(self) -> None:
+        of_average, of_ranks = self._squares
+        shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
+        named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
+        self.shares = dict(named) if self._measured else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, and this rank's samples, of which an exchange may be under way."""
+        squares, values = self._squares.clone(), self.values.clone()
+        counts = {"measured": self._measured, "step": self._step}
+        return {"squares": squares, "values": values, **counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was measured."""
+        self._squares = state["squares"].clone()
+        self._measured, self._step = int(state["measured"]), int(state["step"])
+        self.values.copy_(state["values"])
+        self._find_shares()
+
+
+def _projected(matrix: Tensor, draw: torch.Generator) -> Tensor:
+    """Return sums of a matrix's elements with random signs: of rows, and then of every 8th column."""
+    height, width = matrix.shape
+    rows, columns = (
+        torch.randint(2, shape, generator=draw).mul_(2).sub_(1).to(matrix)
+        for shape in ((_SIDE, height), (width,))
+    )
+    padded = matrix.new_zeros(_SIDE, -(-width // _SIDE) * _SIDE, dtype=torch.float32)
+    padded[:, :width] = (rows @ matrix).mul_(columns)
+    return padded.view(_SIDE, -1, _SIDE).sum(1).flatten()
+
+
+def corrects(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``correct`` knows the steps of an optimizer: torch's Adam and AdamW, not amsgrad."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not all(
+        group["amsgrad"] for group in optimizer.param_groups
+    )
 
 
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
     """Yield what Adam or AdamW has stepped, without ``amsgrad``: parameters, their state and group."""
-    adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-    for group in optimizer.param_groups if adam else ():
+    for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             if state := optimizer.state.get(parameter):
                 yield parameter, state, group
 
 
 @torch.no_grad()
-def follow(
-    stepped: Iterable[tuple[Mapping[str, Any], Mapping[str, Any], Tensor]],
-    steps: int,
-    ranks: int = 1,
-) -> None:
-    """Move first moments by what makes this rank's last ``steps`` steps the average's.
+def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
+    """Make the step just done as long as with the second moment of the average's gradients.
 
-    ``stepped`` are states, groups, and by how much the sum of these steps was ahead of the average's, in
-    the parameter's shape and against the weights.  A step is ``-lr m' / d`` with ``m' = m / (1 - b1^t)``,
-    so ``m -= (1 - b1^t) d ahead / (lr steps)``.  With ``ranks`` these steps were ``correct``ed.
+    Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
+    (``shares``, see ``GradientNoise``), so dense training divides by the root of ``k v`` where a rank
+    divides by that of its own v, and makes steps up to sqrt(P) times shorter:
+
+        w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
+
+    where both moments are without bias.  They stay Adam's own, and nothing is divided by the rate: any
+    schedule will do.
+
+    Cost: one pass, which reads three tensors and writes one; where steps are counted on a device
+    (``fused``, ``capturable``), the host waits for them once.
     """
+    found = with_moments(optimizer) if shares and ranks > 1 else ()
+    stepped = [its for its in found if its[0].grad is not None and shares.get(its[0], 1.0) < 1]
     jobs: list[_Job] = []
-    for state, group, ahead in stepped:
-        if rate := float(group["lr"]) * steps:
-            unbiased, factors = _factors(state, group, ranks)
-            jobs.append((state, ahead, (*factors, -unbiased / rate, ranks > 1)))
-    _pass_over(jobs, 0, native.follow_, _follow)
-
-
-@torch.no_grad()
-def correct(optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    """Make the step just done that of the second moments of the average's gradients.
-
-    The noise of gradients is averaged away over P ``ranks``, so ``v' = m'^2 + (v - m'^2) / P``, where a
-    rank's own ``v`` makes steps up to sqrt(P) times shorter; ``w -= lr m' (1 / d(v') - 1 / d(v))``.
-    """
-    jobs: list[_Job] = []
-    for parameter, state, group in with_moments(optimizer):
-        if parameter.grad is not None:  # else it was not stepped
-            unbiased, factors = _factors(state, group, ranks)
-            given = (*factors, -float(group["lr"]) / unbiased, ranks > 1)
-            jobs.append((state, local_of(parameter), given))
-    _pass_over(jobs, 2, native.correct_, _correct)
+    for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
+        (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
+        own = 1 / (1 - beta2**step)
+        rate = -float(group["lr"]) / (1 - beta1**step)
+        moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
+    _pass_over(jobs)
 
 
 def drop_broken(
@@ -83,80 +183,66 @@ def drop_broken(
             state.clear()
 
 
-def _factors(
-    state: Mapping[str, Any], group: Mapping[str, Any], ranks: int
-) -> tuple[float, tuple[float, float, float, float]]:
-    """Return 1 - b1^t; and of d = sqrt(v') + eps the factors of v and m^2, that of v alone, and eps."""
-    (beta1, beta2), step = group["betas"], float(state["step"])
-    unbiased, noise, own = 1 - beta1**step, 1 / ranks, 1 - beta2**step
-    return unbiased, (noise / own, (1 - noise) / unbiased**2, 1 / own, float(group["eps"]))
+def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """Return the steps that each parameter has made."""
+    counts = [state["step"] for _, state, _ in stepped]
+    if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
+        return list(map(float, torch.stack(counts).tolist()))  # one wait for all of them
+    return list(map(float, counts))
 
 
-def _pass_over(jobs: Iterable[_Job], changed: int, compiled: _Pass, plain: _Pass) -> None:
-    """Pass over both moments and the other tensor of every job; small ones are joined.
+def _pass_over(jobs: Iterable[_Job]) -> None:
+    """Lengthen the step of every job; small ones are joined."""
+    waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
-    ``changed`` is which of the three is written to.
-    """
-    waiting: dict[Any, list[tuple[Tensor, ...]]] = {}
+    def join(numbers: native.Moments, several: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        first, second, weights = zip(*several, strict=True)
+        joined = flatten(weights)
+        _lengthen(flatten(first), flatten(second), joined, numbers)
+        torch._foreach_copy_(weights, unflatten(joined, weights))
 
-    def join(given: native.Moments, several: list[tuple[Tensor, ...]]) -> None:
-        columns = list(zip(*several, strict=True))
-        joined = [flatten(column) for column in columns]
-        _passed(joined, given, compiled, plain)
-        own = columns[changed]
-        torch._foreach_copy_(own, unflatten(joined[changed], own))
-
-    for state, other, given in jobs:
-        tensors = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), other
-        if other.numel() > _SMALL:
-            _passed(tensors, given, compiled, plain)
+    for *tensors, numbers in jobs:
+        first, second, weights = tensors
+        if weights.numel() > _SMALL:
+            _lengthen(first, second, weights, numbers)
             continue
-        kind = given, *((tensor.dtype, tensor.device) for tensor in tensors)
+        kind = numbers, *((tensor.dtype, tensor.device) for tensor in tensors)
         several = waiting.setdefault(kind, [])
-        several.append(tensors)
+        several.append((first, second, weights))
         if len(several) == _JOINED:
-            join(given, waiting.pop(kind))
-    for (given, *_), several in waiting.items():
-        join(given, several)
+            join(numbers, waiting.pop(kind))
+    for (numbers, *_), several in waiting.items():
+        join(numbers, several)
 
 
-def _passed(
-    tensors: Sequence[Tensor], given: native.Moments, compiled: _Pass, plain: _Pass
-) -> None:
-    """Pass over both moments and another tensor, in C++ or in runs."""
-    mean, square, other = tensors
+def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
+    """Lengthen a step in C++, or in PyTorch, in runs."""
+    tensors = first, second, weights
     dense = all(tensor.is_contiguous() for tensor in tensors)
     if dense and backend_of(*tensors) is native:
-        compiled(mean, square, other, given)
-    elif dense and other.is_cpu:  # fresh memory costs more than the work
+        native.lengthen_(first, second, weights, numbers)
+    elif dense and weights.is_cpu:  # fresh memory costs more than the work
         runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
-        for mean, square, run in zip(*runs, strict=True):
-            plain(mean, square, run, given)
+        for run in zip(*runs, strict=True):
+            _lengthen_plainly(*run, numbers)
     else:
-        plain(mean, square, other, given)
+        _lengthen_plainly(first, second, weights, numbers)
 
 
 # ---- the specification, which ``native/moments_body.h`` follows: without fused multiply-adds ----------
 
 
-def _root(mean: Tensor, square: Tensor, given: native.Moments) -> Tensor:
-    """Return d = sqrt(v') + eps with v' = m'^2 + (v - m'^2) / ranks, bias removed."""
-    square = square.mul(given[0])
-    if given[-1]:
-        square.add_(mean.mul(given[1]).mul_(mean))
-    return _sqrt(square).add_(given[3])
+def _lengthen_plainly(
+    first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
+) -> None:
+    lengthened, own, eps, rate = numbers
+    dtype = torch.promote_types(second.dtype, torch.float32)
+    square = second.to(dtype)
+    missing = _sqrt(square * lengthened).add_(eps).reciprocal_()
+    missing.sub_(_sqrt(square * own).add_(eps).reciprocal_())
+    weights.add_(missing.mul_(first.to(dtype) * rate).to(weights.dtype))
 
 
 def _sqrt(x: Tensor) -> Tensor:
     """Return square roots that are rounded correctly: torch's of float32 on a CPU are not."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()
-
-
-def _follow(mean: Tensor, square: Tensor, ahead: Tensor, given: native.Moments) -> None:
-    mean.add_(_root(mean, square, given).mul_(given[4]).mul_(ahead.to(mean.dtype)))
-
-
-def _correct(mean: Tensor, square: Tensor, weights: Tensor, given: native.Moments) -> None:
-    own = _sqrt(square.mul(given[2])).add_(given[3])
-    missing = _root(mean, square, given).reciprocal_().sub_(own.reciprocal_())
-    weights.add_(missing.mul_(mean.mul(given[4])))

@@ -81,10 +81,8 @@ class OuterStep(Averager):
         momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
-        tracking: how far Adam's first moments follow the average, in [0, 1], see ``moments.follow``: at 1
-            a moment becomes the one with which this rank's steps would have been the average's.
-        noise_correction: Adam's steps are those of the second moment of averaged gradients, see
-            ``moments.correct``.  Both are for ``attach``, which knows the optimizer.
+        noise_correction: Adam's steps are as long as with the second moment of averaged gradients, see
+            ``moments.correct``.  This is for ``attach``, which knows the optimizer.
         dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
             ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
         sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
@@ -127,7 +125,6 @@ class OuterStep(Averager):
         momentum: float | None = 0.0,
         nesterov: bool = False,
         residual_decay: float = 1.0,
-        tracking: float = 0.0,
         noise_correction: bool = False,
         dct: int | None = None,
         sign: bool = False,
@@ -144,7 +141,6 @@ class OuterStep(Averager):
             ("momentum", momentum, momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
             ("nesterov", nesterov, not nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
             ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
-            ("tracking", tracking, 0 <= tracking <= 1, "a factor in [0, 1]"),
             ("noise_correction", noise_correction, type(noise_correction) is bool, "True or False"),
             ("dct", dct, dct is None or (type(dct) is int and dct > 1), "elements, >= 2, or None"),
             ("sign", sign, type(sign) is bool, "True or False"),
@@ -173,8 +169,8 @@ class OuterStep(Averager):
         self.warmup_steps = Warmup(warmup_steps).steps
         self.adapt()
         self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
-        self.residual_decay, self.tracking = residual_decay, tracking
-        self.noise_correction, self.dct, self.sign = noise_correction, dct, sign
+        self.residual_decay, self.noise_correction = residual_decay, noise_correction
+        self.dct, self.sign = dct, sign
         self.state = OuterState()
         # whether something is so on another part of the replica; here there is none
         self.on_any_part: Callable[[bool], bool] = lambda _here: False
@@ -252,6 +248,10 @@ class OuterStep(Averager):
         if saved is not None:
             await restore_reducer(reducer, saved)
 
+    def begins_last(self, step: int) -> bool:
+        """Tell whether the last fragment, which has the buffers, is sent after local step ``step``."""
+        return (len(self.layout.fragments) or 1) - 1 in self._due(step)
+
     def is_due(self, step: int) -> bool:
         """Tell whether something is sent or applied after local step ``step``."""
         return bool(self._due(step)) or any(one.lands <= step for one in self._under_way)
@@ -290,7 +290,7 @@ class OuterStep(Averager):
         """Begin the exchange of a fragment."""
         room, rows = self._room(part)
         began = weights.read(self.layout.fragments[part].span, rows[0])
-        exchange = Exchange(part, step + delay, delay > 0, began, step - self._sent[part])
+        exchange = Exchange(part, step + delay, delay > 0, began)
         exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
         exchange.last = last
         exchange.carried = weights.carry(partial(self._exchange, exchange))
@@ -323,10 +323,7 @@ class OuterStep(Averager):
                 if exchange.late:  # else it is there already
                     self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
-                if exchange.ahead is not None:
-                    if self.tracking < 1:
-                        exchange.ahead.mul_(self.tracking)
-                    weights.follow(span, exchange.ahead, exchange.steps)
+                weights.landed(span)
                 if self._rule is not None:
                     self._follow_drift(self._rule, exchange)
             if exchange.room is not None and exchange.room.is_cpu:
@@ -412,7 +409,7 @@ class OuterStep(Averager):
     def settings(self) -> dict[str, Any]:
         """Return the settings that make this member of the family, as plain values."""
         names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
-        more = ("nesterov", "residual_decay", "tracking", "noise_correction", "dct", "sign")
+        more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
         return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
 
     def stats(self) -> dict[str, Any]:
@@ -463,7 +460,6 @@ class OuterStep(Averager):
         fragment = self.layout.fragments[part]
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
-        ahead = rows[2].copy_(moved) if self.tracking else None
         distance = (
             None if self._rule is None else share_of(moved, self.memory["shared"], self.layout.end)
         )
@@ -485,11 +481,10 @@ class OuterStep(Averager):
             exchange.done = exchange.refused = True
             return
         average = self._whole(part, deltas)
-        exchange.ahead = None if ahead is None or not exchange.counts else ahead.sub_(average)
         here = average if exchange.late else self.memory["shared"][fragment.span]
         momentum = self.momentum_of(exchange)
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
-        base, free = exchange.shared, rows[3 if exchange.late else 0]
+        base, free = exchange.shared, rows[2 if exchange.late else 0]
         if self.residual == "weights":
             base = torch.sub(base, self._withheld(part), out=free)
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
@@ -525,7 +520,7 @@ class OuterStep(Averager):
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
         if room is None:
             rooms = self._rooms
-            room = rooms.pop() if rooms else self.memory["shared"].new_empty(4, max(sizes))
+            room = rooms.pop() if rooms else self.memory["shared"].new_empty(3, max(sizes))
         return room, room[:, : sizes[part]]
 
     def _base(self, part: int, out: Tensor | None = None) -> Tensor:

@@ -40,15 +40,16 @@ def _chunkwise() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # what ``attach`` does: with moments that follow the average, and the noise of second moments
-        # corrected, one bit costs no more than two do, and a period of 2 little
+        # what ``attach`` does: with the noise of second moments corrected, one bit costs no more than 32;
+        # nor does a period of 2, but for the first steps, which are therefore exchanged one by one
+        # (benchmarks/schedules.md)
         "updates": {
             "algorithm": resolve("quantised", bits=1, block=512),
             "density": 1.0,
             "period": 2,
             "residual": "weights",
-            "tracking": 1.0,
             "noise_correction": True,
+            "warmup_steps": 200,
         },
         # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},

@@ -197,7 +197,10 @@ def _by_name(state: State) -> dict[str, Any]:
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
     order = [name for name in sizes if name in state["parameters"]] + state["averaged"]
-    own = torch.cat([state["parameters"][name].flatten().to(shared.dtype) for name in order])
+    vectors = [state["parameters"][name] for name in order]
+    if (noise := state["noise"]) is not None:
+        vectors.append(noise["values"])
+    own = torch.cat([vector.flatten().to(shared.dtype) for vector in vectors])
     require(
         own.shape == shared.shape and sum(sizes.values()) == shared.numel(),
         f"a saved state has shared weights of {shared.numel()} elements, and own ones of {own.numel()}; "
@@ -215,9 +218,9 @@ def _by_name(state: State) -> dict[str, Any]:
             own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
     missing = shared - own + (0 if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
-    vectors = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
+    named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
     found: dict[str, Any] = {**state["reducer"], "pieces": state["pieces"], "moments": []}
-    for what, vector in vectors.items():
+    for what, vector in named.items():
         found[what], end = {}, 0
         for name, size in sizes.items():
             if end + size <= vector.numel():

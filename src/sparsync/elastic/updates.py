@@ -29,7 +29,7 @@ from sparsync.errors import (
 from sparsync.feedback.agreement import number_of, weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
-from sparsync.integrations.updates import UpdateSync
+from sparsync.integrations.updates import UpdateSync, noise_of
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.monitoring import sink_of
 from sparsync.state import packed, unpacked
@@ -66,7 +66,8 @@ def attach_elastic_updates(
                 "once and after equal numbers of steps; omit one of them"
             )
     group, trained = group_of(manager), trained_of(model)
-    weights = ModelWeights(model, trained, buffers=True)
+    noise = noise_of(outer, optimizers, trained)
+    weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
     units = outer.plan(weights.read(_EVERYTHING), trained, output)
     log = options.monitoring.log
@@ -188,7 +189,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def _after_exchange(self) -> None:
         """Go on with the ranks that there are, and from where they are."""
         members, outer = self.attendance.members, self.outer
-        self._weights.ranks = max(members.contributors, 1) if outer.noise_correction else 1
+        self._weights.ranks = max(members.contributors, 1)
         steps, phase = divmod(members.clock, _PHASES)
         if steps != self._began_at:  # this rank was stale
             outer.go_on_from(outer.steps + steps - self._began_at)
@@ -224,7 +225,6 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         except CommunicationError as error:
             attendance.persist(error, attempt, missed)
         step, reducer.plan.everything = reducer.step, False
-        exchange.counts = members.counts
         try:
             averages = reducer.commit()
         except NonFiniteGradientError:

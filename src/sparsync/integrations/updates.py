@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.fragments import Begin
-from sparsync.averaging.moments import correct
+from sparsync.averaging.moments import GradientNoise, correct, corrects
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError, require
@@ -77,6 +77,24 @@ def make_outer(
     return outer
 
 
+def noise_of(
+    outer: OuterStep,
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained: Mapping[str, Tensor],
+) -> GradientNoise | None:
+    """Return what measures the noise of gradients, if an optimizer's steps are to be corrected for it."""
+    memory = {
+        parameter: group["betas"][1]
+        for optimizer in filter(corrects, optimizers if outer.noise_correction else ())
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not group["amsgrad"]
+    }
+    # as the model orders them: optimizers may be given theirs in other orders
+    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
+    return GradientNoise(found) if found else None
+
+
 def attach_updates(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -109,7 +127,8 @@ def attach_updates(
                 ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node)
+        noise = noise_of(outer, optimizers, trained)
+        weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
@@ -213,7 +232,7 @@ class UpdateSync(Sync):
         self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
-        self.outer.optimizers = self._weights.optimizers = list(optimizers)
+        self.outer.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             hook = CommHook.taken(ddp, self)
@@ -225,8 +244,7 @@ class UpdateSync(Sync):
         assert module is not None
         before = weakly(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
-        if self.outer.noise_correction:
-            self._weights.ranks = self.reducer.comm.world_size
+        self._weights.ranks = self.reducer.comm.world_size
         handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
         for handle in handles:
             self.on_close.callback(handle.remove)
@@ -267,8 +285,8 @@ class UpdateSync(Sync):
         return future
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
-        if self.outer.noise_correction:
-            correct(optimizer, self._weights.ranks)
+        if (noise := self._weights.noise) is not None:
+            correct(optimizer, noise.shares, self._weights.ranks)
         self._owed = False
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
@@ -315,6 +333,8 @@ class UpdateSync(Sync):
             self._before = outer.steps, self.reducer.comm.ledger.total()
             self._started = time.perf_counter()
         try:
+            if self._weights.noise is not None and outer.begins_last(outer.steps):
+                self._weights.noise.sample(outer.steps)
             self._weights.average_buffers()
             run(outer.advance(self._weights, outer.steps))
         finally:
@@ -418,7 +438,7 @@ class UpdateSync(Sync):
         """Return this rank's state, with its own weights, and its optimizers' moments."""
         self._check_own("saving of this rank's weights")
         run(self.outer.settle())
-        module = self._plain()
+        module, noise = self._plain(), self._weights.noise
         assert module is not None
         return {
             **self.outer.state_dict(),
@@ -427,6 +447,7 @@ class UpdateSync(Sync):
             **own_state(module, self._weights.trained, self.outer.optimizers),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
+            "noise": None if noise is None else noise.state_dict(),
         }
 
     def validate(self, state: Mapping[str, Any]) -> Any:
@@ -434,7 +455,8 @@ class UpdateSync(Sync):
         parsed, module = self.outer.validate(state), self._plain()
         assert module is not None
         require(
-            {"parameters", "moments", "groups", "scaler"} <= set(state)
+            {"parameters", "moments", "groups", "scaler", "noise"} <= set(state)
+            and (state["noise"] is None) == (self._weights.noise is None)
             and state.get("pieces") == self._pieces,
             "the saved state is not of these shards of the model; load what this handle's "
             "state_dict() returned",
@@ -454,6 +476,8 @@ class UpdateSync(Sync):
         if state["parameters"] is None:
             self.outer.restart(self._weights)
         load_own(module, self._weights.trained, self.outer.optimizers, state)
+        if self._weights.noise is not None:
+            self._weights.noise.load_state_dict(state["noise"])
         self._owed, self._before = False, None
         if self._scaler is not None:
             if state["scaler"]:

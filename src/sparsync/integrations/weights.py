@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.binding import saved_buffers
 from sparsync.averaging.fragments import Begin, Weights
-from sparsync.averaging.moments import follow, with_moments
+from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.hierarchy import Node
 from sparsync.units import local_of, unflatten
@@ -44,7 +44,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
 
 @final
 class ModelWeights(Weights):
-    """A model as one vector: its trained parameters, then its floating-point buffers.
+    """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
 
     float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
     to write, all ranks of the node call together and gather each other's.
@@ -56,7 +56,9 @@ class ModelWeights(Weights):
         trained: Mapping[str, Tensor],
         buffers: bool,
         node: Node | None = None,
+        noise: GradientNoise | None = None,
     ) -> None:
+        self.noise = noise
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
         saved = saved_buffers(module) if buffers else {}
@@ -65,14 +67,14 @@ class ModelWeights(Weights):
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.ranks = 1  # over which the noise of second moments is averaged away
         self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]  # while it is there
 
     def _tensors(self) -> list[Tensor]:
         """Return what the vector is made of; modules replace their buffers."""
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
-        return [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
+        own = [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
+        return own if self.noise is None else [*own, self.noise.values]
 
     def reshard(self) -> None:
         """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
@@ -109,7 +111,7 @@ class ModelWeights(Weights):
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see other batches."""
         if self.node is not None:
-            for buffer in self._tensors()[len(self.trained) :]:
+            for buffer in self._tensors()[len(self.trained) :][: len(self.buffers)]:
                 self.node.average_(buffer)
             self.node.check()
 
@@ -127,20 +129,10 @@ class ModelWeights(Weights):
         if (pairs := self._pairs(span, values))[0]:
             torch._foreach_add_(*pairs)
 
-    @torch.no_grad()
-    def follow(self, span: slice, ahead: Tensor, steps: int) -> None:
-        """Let first moments of Adam follow the average: see ``moments.follow``."""
-        of_state = {
-            local_of(parameter).data_ptr(): (state, group)
-            for optimizer in self.optimizers
-            for parameter, state, group in with_moments(optimizer)
-        }
-        stepped = [
-            (*known, its)
-            for tensor, its in zip(*self._pairs(span, ahead), strict=True)
-            if (known := of_state.get(tensor.data_ptr()))
-        ]
-        follow(stepped, steps, self.ranks)
+    def landed(self, span: slice) -> None:
+        """Take in the averages of gradients' samples, which are the end of the vector."""
+        if self.noise is not None and any(t is self.noise.values for t, _ in self._within(span)):
+            self.noise.measure()
 
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Begin an exchange on the engine's thread."""

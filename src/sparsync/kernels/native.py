@@ -28,7 +28,6 @@ __all__ = [
     "EXTENSION",
     "accumulate_",
     "chosen",
-    "correct_",
     "count_from",
     "cut_messages",
     "deal",
@@ -37,9 +36,9 @@ __all__ = [
     "empty",
     "find",
     "fold_messages",
-    "follow_",
     "instruction_sets",
     "join_messages",
+    "lengthen_",
     "merge",
     "quantise",
     "restrict",
@@ -51,7 +50,7 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 7  # of the extension's functions: native/module.cpp states the same number
+_INTERFACE: Final = 8  # of the extension's functions: native/module.cpp states the same number
 
 
 def _load() -> Any:
@@ -262,28 +261,19 @@ def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# factors of the second moment, of the first squared, and of the second on one rank; eps; the rate;
-# whether the second factor counts
-Moments = tuple[float, float, float, float, float, bool]
+# factors of the second moment, in the step that is wanted and in the one made; eps; the rate
+Moments = tuple[float, float, float, float]
 
 
-def correct_(mean: Tensor, square: Tensor, weights: Tensor, moments: Moments) -> None:
+def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) -> None:
     """Cost: one reading of three vectors, one writing."""
-    EXTENSION.correct(*_alike(mean, square, weights), moments, _workers(4 * mean.numel()), chosen())
-
-
-def follow_(mean: Tensor, square: Tensor, ahead: Tensor, moments: Moments) -> None:
-    """Cost: one reading of three vectors, one writing."""
-    EXTENSION.follow(*_alike(mean, square, ahead), moments, _workers(4 * mean.numel()), chosen())
-
-
-def _alike(mean: Tensor, square: Tensor, other: Tensor) -> tuple[int, int, int, int]:
-    n = mean.numel()
-    if n != square.numel() or n != other.numel():
+    n = weights.numel()
+    if first.numel() != n or second.numel() != n:
         raise ConfigurationError(
-            f"moments of {n} and {square.numel()} elements for a vector of {other.numel()}"
+            f"moments of {first.numel()} and {second.numel()} elements for a vector of {n}"
         )
-    return _address("mean", mean), _address("square", square), _address("vector", other), n
+    addresses = _address("first", first), _address("second", second), _address("weights", weights)
+    EXTENSION.lengthen(*addresses, n, moments, _workers(4 * n), chosen())
 
 
 # ---- exchanges of packed messages -------------------------------------------------------------------

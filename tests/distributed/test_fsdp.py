@@ -544,7 +544,7 @@ def test_updates_of_shards_are_those_of_whole_models(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("settings", [{"noise_correction": True}, {"dct": 8}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"dct": 8}], ids=str)
 def test_the_law_holds_for_updates_of_shards(settings):
     mesh = grid()
     net = sharded(mesh)

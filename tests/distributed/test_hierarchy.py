@@ -232,7 +232,7 @@ def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(setti
 @on_ranks(4)
 def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each():
     mesh = nodes()
-    net, optimizer, sync = updating(algorithm="quantised", noise_correction=True)
+    net, optimizer, sync = updating(algorithm="quantised")
     group = mesh["nodes"].get_group()
     small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
     assert same_everywhere(flat(net))

@@ -39,7 +39,7 @@ def test_everything_delivered_is_averaging(algorithm):
 
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_replicas_are_equal_after_every_exchange(name):
-    at_once = {"period": 2, "fragments": 1, "delay": 0, "residual": "apart"}
+    at_once = {"period": 2, "fragments": 1, "delay": 0, "residual": "apart", "warmup_steps": 0}
     models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS[name], **at_once}), 9)
     after = [1, 3, 5, 7, 9]  # the last: conclude, in the middle of a period
     assert torch.equal(models[after], models[after][:, :1].expand_as(models[after]))

@@ -223,8 +223,8 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
         native.lengthen_(first, second, weights, numbers)
     elif dense and weights.is_cpu:  # fresh memory costs more than the work
         runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
-        for run in zip(*runs, strict=True):
-            _lengthen_plainly(*run, numbers)
+        for one, other, run in zip(*runs, strict=True):
+            _lengthen_plainly(one, other, run, numbers)
     else:
         _lengthen_plainly(first, second, weights, numbers)
 

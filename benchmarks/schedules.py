@@ -1,0 +1,312 @@
+"""AdamW's one line over dense AdamW, at the same rate and under every usual schedule, on virtual ranks.
+
+    python benchmarks/schedules.py --tasks torch-100k,bytes-100k --schedules cosine-0,linear-0 --seeds 1,2
+    python benchmarks/schedules.py --report    (only writes what is there)
+
+Every finished run is a line of ``schedules/results.jsonl`` and is not made again; ``schedules.md`` reads
+nothing else.  What comes out is the same on every machine with the same torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from frontier.tasks import BETAS, GptWorkload, grouped
+from virtual_updates import DEFAULT, train_dense, train_updates
+
+from sparsync.cli.workloads.base import Draw
+
+HERE = Path(__file__).parent
+OUT = HERE / "schedules.md"
+WARMUP = 20  # steps over which every schedule but OneCycle begins
+
+
+def cosine(part: float) -> float:
+    """Return half a cosine from 1 at 0 to 0 at 1."""
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+SCHEDULES: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "constant": lambda at: 1.0,
+        "cosine-0": cosine,
+        "cosine-10": lambda at: 0.1 + 0.9 * cosine(at),
+        "linear-0": lambda at: 1 - at,
+        "wsd": lambda at: min(1.0, 5 * (1 - at)),
+        "restarts": lambda at: cosine(3 * at % 1),
+        "drop-10": lambda at: 1.0 if at < 0.6 else 0.1,
+        "drop-100": lambda at: 1.0 if at < 0.6 else 0.01,
+        "onecycle": lambda at: (
+            0.04 + 0.96 * (1 - cosine(at / 0.3)) if at < 0.3 else cosine((at - 0.3) / 0.7)
+        ),
+    }
+)
+
+
+def rate_at(schedule: str, step: int, steps: int) -> float:
+    """Return the part of the largest rate.
+
+    Example:
+        >>> [round(rate_at("linear-0", step, 40), 3) for step in (0, 19, 20, 39)]
+        [0.05, 0.525, 0.5, 0.025]
+    """
+    rising = 1.0 if schedule == "onecycle" else min(1.0, (step + 1) / WARMUP)
+    return rising * SCHEDULES[schedule](step / steps)
+
+
+class TorchGpt(nn.Module):
+    """A GPT of torch's own layers: biases, GELU, a head of its own."""
+
+    def __init__(self, context: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(128, width)
+        self.places = nn.Parameter(torch.zeros(context, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 128)
+        hidden = torch.triu(torch.full((context, context), -math.inf), 1)
+        self.register_buffer("mask", hidden, persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, 128]`."""
+        return self.head(
+            self.body(self.tokens(tokens) + self.places, mask=self.mask, is_causal=True)
+        )
+
+
+class TorchTask:
+    """Trains ``TorchGpt`` on the source of three of Python's packages; clips at 1.0."""
+
+    clip, batch = 1.0, 8
+
+    def __init__(self, context: int, width: int, layers: int) -> None:
+        self.shape = context, width, layers
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files = [
+            p for name in ("email", "json", "http") for p in sorted((library / name).glob("*.py"))
+        ]
+        text = torch.tensor(list(b"".join(p.read_bytes() for p in files))).clamp(max=127)
+        self.text, self.held_out = text.split(
+            [9 * len(text) // 10, len(text) - 9 * len(text) // 10]
+        )
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        torch.manual_seed(seed)
+        return TorchGpt(*self.shape)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW, with one decay for everything."""
+        return torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.1)
+
+    def _loss(self, model: nn.Module, text: Tensor, draw: torch.Generator) -> Tensor:
+        first = torch.randint(len(text) - self.shape[0] - 1, (self.batch,), generator=draw)
+        rows = torch.stack([text[at : at + self.shape[0] + 1] for at in first.tolist()])
+        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
+        return self._loss(model, self.text, draw)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on 40 batches of text that is not trained on."""
+        draw = torch.Generator().manual_seed(0)
+        return fmean(self._loss(model, self.held_out, draw).item() for _ in range(40))
+
+
+class ByteTask:
+    """Trains the GPT of ``frontier.py``: no biases, ReLU squared, a tied head; clips at 1.0."""
+
+    clip = 1.0
+
+    def __init__(self, context: int, width: int, layers: int) -> None:
+        self.workload = GptWorkload(context=context, width=width, layers=layers)
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        return self.workload.make_model(seed)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW, which lets matrices decay alone."""
+        return torch.optim.AdamW(grouped(dict(model.named_parameters())), betas=BETAS)
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        inputs, targets = self.workload.batch(Draw(seed, step, rank, 4, 8))
+        return self.workload.loss(model(inputs), targets)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on a quarter of the files that are held out."""
+        return self.workload.evaluate(model, rank=0, world_size=4).loss
+
+
+class RegressionTask:
+    """Trains a linear layer to copy ten of its inputs: the script of ``docs/quick-start.md``."""
+
+    clip = math.inf
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        torch.manual_seed(seed)
+        return nn.Linear(1_000, 10)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW as it is."""
+        return torch.optim.AdamW(model.parameters())
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int, count: int = 32) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
+        inputs = torch.randn(count, 1_000, generator=draw)
+        return nn.functional.mse_loss(model(inputs), inputs[:, :10])
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on 4,096 other inputs."""
+        return self.loss_of(model, 0, 0, 999, 4096).item()
+
+
+TASKS: Mapping[str, tuple[Callable[[], Any], tuple[float, ...]]] = MappingProxyType(
+    {
+        # with dense AdamW's best rate, half and a quarter of it
+        "torch-100k": (lambda: TorchTask(32, 64, 2), (1.6e-2, 8e-3, 4e-3)),
+        "bytes-100k": (lambda: ByteTask(128, 64, 2), (4e-3, 2e-3, 1e-3)),
+        "torch-1m": (lambda: TorchTask(64, 160, 3), (4e-3, 2e-3, 1e-3)),
+        "gpt-1m": (lambda: ByteTask(256, 160, 4), (2e-3, 1e-3, 5e-4)),
+        "regression": (RegressionTask, (3e-3,)),
+    }
+)
+
+
+def largest_ratio(optimizer: torch.optim.Optimizer) -> float:
+    """Return the largest abs(m) / sqrt(v)."""
+    found = [0.0]
+    for state in optimizer.state.values():
+        root = state["exp_avg_sq"].sqrt()
+        here = (state["exp_avg"].abs() / root)[root > 0]
+        found.append(here.max().item() if here.numel() else 0.0)
+    return max(found)
+
+
+def make(run: dict[str, Any]) -> dict[str, Any]:
+    """Train once."""
+    task, began, ratio = TASKS[run["task"]][0](), time.perf_counter(), [0.0]
+
+    def after_step(_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if len(ratio) % 40 == 0:
+            ratio.append(largest_ratio(optimizer))
+        else:
+            ratio.append(ratio[-1])
+
+    arguments: tuple[Any, ...] = (
+        lambda: task.make_model(run["seed"]),
+        task.make_optimizer,
+        lambda model, step, rank: task.loss_of(model, run["seed"], step, rank),
+        lambda step: run["lr"] * rate_at(run["schedule"], step, run["steps"]),
+        run["steps"],
+    )
+    more = {"ranks": run["ranks"], "clip": task.clip}
+    if run["method"] == "dense":
+        model, sent = train_dense(*arguments, **more), None
+    else:
+        model, told = train_updates(*arguments, **more, settings=DEFAULT, after_step=after_step)
+        size = sum(p.numel() for p in model.parameters())
+        sent = told["sent"] / size / run["steps"]
+    with torch.no_grad():
+        loss = task.held_out_loss(model.eval())
+    seconds = round(time.perf_counter() - began, 1)
+    return {**run, "loss": loss, "ratio": max(ratio), "bytes": sent, "seconds": seconds}
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    keys = ("task", "steps", "ranks", "lr", "schedule", "seed")
+    dense = {tuple(r[k] for k in keys): r for r in rows if r["method"] == "dense"}
+    lines = [
+        "# The one line under every schedule: AdamW",
+        "",
+        "Held-out loss over dense AdamW's at the same rate and schedule; mean and deviation over seeds. "
+        "Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is dense AdamW's "
+        "best of several under a cosine to a tenth.",
+        "",
+        "| task | steps | ranks | rate | schedule | seeds | dense | over dense | abs(m) / sqrt(v) "
+        "| bytes per parameter and step |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["method"] == "updates" and tuple(row[k] for k in keys) in dense:
+            cells.setdefault(tuple(row[k] for k in keys[:-1]), []).append(row)
+    for cell, found in sorted(cells.items(), key=lambda item: str(item[0])):
+        others = [dense[(*cell, row["seed"])]["loss"] for row in found]
+        gaps = [100 * (row["loss"] / o - 1) for row, o in zip(found, others, strict=True)]
+        spread = f" ± {stdev(gaps):.1f}" if len(gaps) > 1 else ""
+        task, steps, ranks, lr, schedule = cell
+        lines.append(
+            f"| {task} | {steps} | {ranks} | {lr:g} | {schedule} | {len(found)} | {fmean(others):.4g} | "
+            f"{fmean(gaps):+.1f}{spread} % | {max(row['ratio'] for row in found):.2f} | "
+            f"{fmean(row['bytes'] for row in found):.3f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Run what is missing, then write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--tasks", type=words, default=["torch-100k", "bytes-100k", "regression"])
+    parser.add_argument("--schedules", type=words, default=list(SCHEDULES))
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[1, 2, 3]
+    )
+    parser.add_argument(
+        "--rates", type=int, default=3, help="how many of the task's, the best first"
+    )
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    path = OUT.with_suffix("") / "results.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    for seed in [] if given.report else given.seeds:
+        for schedule in given.schedules:
+            for task in given.tasks:
+                for lr in TASKS[task][1][: given.rates]:
+                    for method in ("dense", "updates"):
+                        run = {"task": task, "steps": given.steps, "ranks": given.ranks, "lr": lr}
+                        run |= {"schedule": schedule, "seed": seed, "method": method}
+                        lines = path.read_text().splitlines() if path.exists() else []
+                        if any(run.items() <= json.loads(line).items() for line in lines):
+                            continue
+                        row = make(run)
+                        with path.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+                        print(
+                            *run.values(), f"loss {row['loss']:.4g}, {row['seconds']} s", flush=True
+                        )
+    if path.exists():
+        OUT.write_text(report([json.loads(line) for line in path.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Train with exchanged updates where all ranks run in this process: for benchmarks and tests.
+
+The code is the library's own, but for hooks and processes: local steps of every rank's optimizer,
+``OuterStep``, the correction of Adam's steps, messages through the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.moments import correct
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.updates import noise_of
+from sparsync.integrations.weights import ModelWeights
+from sparsync.transports.sim import SimCommunicator, simulate
+
+DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
+
+
+class VirtualWeights:
+    """A model as a vector, whose exchanges run when their results are needed."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+    def carry(self, _exchange: object) -> None:
+        """Leave it to whoever waits for the exchange."""
+
+
+def train_updates(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    rate_at: Callable[[int], float],
+    steps: int,
+    *,
+    ranks: int = 4,
+    clip: float = float("inf"),
+    settings: Mapping[str, Any] = DEFAULT,
+    after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return rank 0's model after ``finish()``, and the bytes that it sent before.
+
+    Args:
+        make_model: the same on all ranks.
+        make_optimizer: of a rank's model.
+        loss_of: a model's loss on the batch of a step and rank.
+        rate_at: the learning rate of a step.
+        steps: of every rank.
+        ranks: P.
+        clip: the largest 2-norm of a rank's gradients.
+        settings: of ``OuterStep``.
+        after_step: is called on every rank before the exchange.
+    """
+
+    async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
+        model, outer = make_model(), OuterStep(**settings)
+        optimizer, trained = make_optimizer(model), dict(model.named_parameters())
+        noise = noise_of(outer, [optimizer], trained)
+        weights: Any = VirtualWeights(ModelWeights(model, trained, True, noise=noise))
+        units = outer.plan(weights.read(slice(0, None)), trained)
+        reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
+        await outer.start(reducer, weights.read(slice(0, None)))
+        outer.optimizers = [optimizer]
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(step)
+            optimizer.zero_grad()
+            loss_of(model, step, comm.rank).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            if noise is not None:
+                correct(optimizer, noise.shares, ranks)
+                if outer.begins_last(step):
+                    noise.sample(step)
+            after_step(model, optimizer)
+            await outer.advance(weights, step)
+            outer.steps += 1
+        sent = comm.ledger.total().sent
+        await outer.deliver(weights)
+        return model, {"sent": sent}
+
+    return simulate(program, ranks).results[0]
+
+
+def train_dense(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    rate_at: Callable[[int], float],
+    steps: int,
+    *,
+    ranks: int = 4,
+    clip: float = float("inf"),
+) -> nn.Module:
+    """Return the model that plain DDP trains; arguments as in ``train_updates``."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step)
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (loss_of(model, step, rank) / ranks).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model

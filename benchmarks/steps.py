@@ -105,7 +105,7 @@ def recipe_of(name: str) -> Recipe | None:
         return None
     momentum = given.get("momentum", 0.0) != 0
     return Recipe(
-        "updates" if given.get("tracking") else "outer momentum" if momentum else "local",
+        "updates" if given.get("noise_correction") else "outer momentum" if momentum else "local",
         period,
         delayed=given.get("delay", 0) > 0,
         selects=given["density"] < 1 if "density" in given else True,

@@ -299,19 +299,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             for h in (10, 20)
         },
         "1bit-h2": _local(resolve("quantised", bits=1), period=2),
-        # moments that follow the average, as in "updates"
-        **{
-            f"{bits}bit-h{h}-tracked": _local(
-                resolve("quantised", bits=bits, block=512), period=h, tracking=1.0
-            )
-            for bits, h in ((1, 2), (2, 2), (2, 10))
-        },
-        # and steps as of averaged gradients
+        # steps as of averaged gradients, as in "updates"
         **{
             f"{bits}bit-h{h}-corrected": _local(
                 resolve("quantised", bits=bits, block=512),
                 period=h,
-                tracking=1.0,
                 noise_correction=True,
             )
             for bits, h in ((1, 1), (1, 4), (1, 10), (1, 20), (2, 2), (2, 10))

@@ -71,10 +71,12 @@ class GradientNoise:
         """Sum the gradients of a local step with signs that are random, new, and alike on all ranks."""
         self._squares.mul_(self._memory ** (step - self._step))
         self._step = step
-        # on the CPU: what it draws is the same on every device
-        draw = torch.Generator().manual_seed(self._measured)
+        draw = torch.Generator()  # on the CPU: the same on every device
         self.values.zero_()
-        for row, parameter in zip(self.values, self._parameters, strict=True):
+        for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
+            # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
+            # are whole on all of them and must be stepped alike
+            draw.manual_seed(self._measured * len(self._parameters) + at)
             if parameter.grad is None or (gradient := local_of(parameter.grad)).is_sparse:
                 continue
             if gradient.numel():

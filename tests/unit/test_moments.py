@@ -121,13 +121,15 @@ def test_the_share_is_what_averaging_leaves_of_the_squares():
             "both": noise + signal,
             "none": torch.zeros(3),
             "empty": torch.zeros(0),
+            "scalar": torch.tensor(1.0),
+            "filters": torch.ones(4, 3, 2, 2),
         }
 
     (shares, _), *others = measured(gradients, 60)
     assert shares[0] == pytest.approx(1 / 4, rel=0.15)
     assert shares[1:3] == pytest.approx([1.0, 1.0], rel=0.1)
     assert shares[3] == pytest.approx((1 + 1 / 4) / 2, rel=0.15)
-    assert shares[4:] == [1.0, 1.0]
+    assert shares[4:] == pytest.approx([1.0] * 4)
     assert all(theirs == shares for theirs, _ in others)
 
 

@@ -77,10 +77,9 @@ class GradientNoise:
             # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
             # are whole on all of them and must be stepped alike
             draw.manual_seed(self._measured * len(self._parameters) + at)
-            if parameter.grad is None or (gradient := local_of(parameter.grad)).is_sparse:
-                continue
-            if gradient.numel():
-                row[:-1] = _projected(gradient.detach().reshape(len(gradient), -1), draw)
+            gradient = _gradient_of(parameter)
+            if gradient is not None and gradient.numel():
+                row[:-1] = _projected(gradient, draw)
         self.values[:, -1] = self.values.square().sum(1)
         # A rank whose GradScaler skips this step has Inf here, which must not refuse an exchange of
         # weights that are finite: it takes no part in this measurement.
@@ -115,8 +114,21 @@ class GradientNoise:
         self._find_shares()
 
 
-def _projected(matrix: Tensor, draw: torch.Generator) -> Tensor:
-    """Return sums of a matrix's elements with random signs: of rows, and then of every 8th column."""
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return this rank's part of a dense gradient, as Adam sees it."""
+    gradient: Any = parameter.grad
+    if gradient is None or gradient.is_sparse:
+        return None
+    placements = getattr(parameter, "placements", None)
+    if getattr(gradient, "placements", None) != placements:
+        # autograd leaves sums over tensor-parallel ranks to whoever reads them (torch 2.13: ``Partial``)
+        gradient = gradient.redistribute(placements=placements)
+    return local_of(gradient.detach())
+
+
+def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
+    """Return sums of elements with random signs: of a matrix's rows, and then of every 8th column."""
+    matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
         torch.randint(2, shape, generator=draw).mul_(2).sub_(1).to(matrix)

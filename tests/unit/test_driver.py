@@ -1,3 +1,4 @@
+import inspect
 import threading
 
 import pytest
@@ -134,6 +135,19 @@ def test_together_returns_in_the_order_given():
 
     assert run(together([value(1, Manual(), Manual()), value(2), value(3, Manual())])) == [1, 2, 3]
     assert run(together([])) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_together_did_not_start_is_closed():
+    """Python would write that it was never awaited, whenever it happens to collect it."""
+
+    async def failing():
+        raise PeerError("gone")
+
+    never = failing()
+    with pytest.raises(PeerError):
+        run(together([failing(), never]))
+    assert inspect.getcoroutinestate(never) == inspect.CORO_CLOSED
 
 
 async def ring(comm, rounds):

@@ -41,22 +41,22 @@ _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1128,
-        "low-rank": 0.1427,
-        "matrix rank": 0.1970,
-        "updates": 0.0028,
-        "period": 0.3364,
-        "period of Muon": -0.0899,
-        "period under momentum": 0.2295,
-        "delay": -0.0699,
-        "selection": -0.0204,
-        "ranks": 0.3097,
-        "ranks of updates": 0.0573,
-        "length": -0.3100,
-        "local": 0.0548,
-        "outer momentum": 0.8682,
-        "sparse gradients into moments": 0.8340,
-        "low-rank into moments": 0.4494,
+        "sparse gradients": 0.1131,
+        "low-rank": 0.1424,
+        "matrix rank": 0.1984,
+        "updates": -0.0089,
+        "period": 0.3464,
+        "period of Muon": -0.0915,
+        "period under momentum": 0.2314,
+        "delay": -0.0664,
+        "selection": -0.0330,
+        "ranks": 0.3166,
+        "ranks of updates": 0.0602,
+        "length": -0.2976,
+        "local": 0.0533,
+        "outer momentum": 0.8689,
+        "sparse gradients into moments": 0.8374,
+        "low-rank into moments": 0.4526,
     }
 )
 LIKELY: Final = 1.34  # factor, either way
@@ -68,8 +68,9 @@ class Recipe:
     """The part of a method that decides how many steps it needs.
 
     Attributes:
-        family: "local": local steps whose changes are averaged; "updates": likewise, and moments follow
-            the average; "outer momentum": likewise, and the average passes through an outer momentum.
+        family: "local": local steps whose changes are averaged; "updates": likewise, and steps are as
+            long as averaged gradients make them; "outer momentum": likewise, and the average passes
+            through an outer momentum.
         period: local steps between exchanges, H.
         delayed: an exchange is applied a step or more after it began.
         selects: a part of the entries is exchanged.

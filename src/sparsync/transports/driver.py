@@ -187,6 +187,8 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
+        for program in programs:  # where one failed at its start, the next were not started
+            program.close()
     return [results[i] for i in range(len(programs))]
 
 

@@ -1,6 +1,7 @@
 """AdamW's one line over dense AdamW, at the same rate and under every usual schedule, on virtual ranks.
 
     python benchmarks/schedules.py --tasks torch-100k,bytes-100k --schedules cosine-0,linear-0 --seeds 1,2
+    python benchmarks/schedules.py --methods uncorrected,two-bits    (what the default was chosen from)
     python benchmarks/schedules.py --report    (only writes what is there)
 
 Every finished run is a line of ``schedules/results.jsonl`` and is not made again; ``schedules.md`` reads
@@ -26,9 +27,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from frontier.tasks import BETAS, GptWorkload, grouped
+from small_networks import ResNet, VisionTransformer, held_out_digits
 from virtual_updates import DEFAULT, train_dense, train_updates
 
 from sparsync.cli.workloads.base import Draw
+from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.text import LstmWorkload
+from sparsync.presets import resolve
 
 HERE = Path(__file__).parent
 OUT = HERE / "schedules.md"
@@ -134,13 +139,13 @@ class TorchTask:
         return fmean(self._loss(model, self.held_out, draw).item() for _ in range(40))
 
 
-class ByteTask:
-    """Trains the GPT of ``frontier.py``: no biases, ReLU squared, a tied head; clips at 1.0."""
+class WorkloadTask:
+    """Trains what ``frontier.py`` trains, a GPT without biases or an LSTM; clips at 1.0."""
 
     clip = 1.0
 
-    def __init__(self, context: int, width: int, layers: int) -> None:
-        self.workload = GptWorkload(context=context, width=width, layers=layers)
+    def __init__(self, workload: Any) -> None:
+        self.workload = workload
 
     def make_model(self, seed: int) -> nn.Module:
         """Return the model that a seed begins with."""
@@ -158,6 +163,34 @@ class ByteTask:
     def held_out_loss(self, model: nn.Module) -> float:
         """Return the loss on a quarter of the files that are held out."""
         return self.workload.evaluate(model, rank=0, world_size=4).loss
+
+
+class DigitsTask:
+    """Trains a network on scikit-learn's images of digits, shifted by up to a pixel."""
+
+    clip = math.inf
+
+    def __init__(self, network: Callable[[], nn.Module]) -> None:
+        self.network, self.workload = network, DigitsWorkload()
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        torch.manual_seed(seed)
+        return self.network()
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW, with one decay for everything."""
+        return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        images, digits = self.workload.batch(Draw(seed, step, rank, 4, 32))
+        return nn.functional.cross_entropy(model(images), digits)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on the images that are held out, shifted in every way."""
+        images, digits = held_out_digits()
+        return nn.functional.cross_entropy(model(images), digits).item()
 
 
 class RegressionTask:
@@ -189,10 +222,26 @@ TASKS: Mapping[str, tuple[Callable[[], Any], tuple[float, ...]]] = MappingProxyT
     {
         # with dense AdamW's best rate, half and a quarter of it
         "torch-100k": (lambda: TorchTask(32, 64, 2), (1.6e-2, 8e-3, 4e-3)),
-        "bytes-100k": (lambda: ByteTask(128, 64, 2), (4e-3, 2e-3, 1e-3)),
+        "bytes-100k": (
+            lambda: WorkloadTask(GptWorkload(context=128, width=64, layers=2)),
+            (4e-3, 2e-3, 1e-3),
+        ),
         "torch-1m": (lambda: TorchTask(64, 160, 3), (4e-3, 2e-3, 1e-3)),
-        "gpt-1m": (lambda: ByteTask(256, 160, 4), (2e-3, 1e-3, 5e-4)),
+        "gpt-1m": (lambda: WorkloadTask(GptWorkload()), (2e-3, 1e-3, 5e-4)),
+        "lstm": (lambda: WorkloadTask(LstmWorkload()), (6e-3, 3e-3, 1.5e-3)),
+        "resnet": (lambda: DigitsTask(ResNet), (4e-3, 2e-3, 1e-3)),
+        "vit": (lambda: DigitsTask(VisionTransformer), (4e-3, 2e-3, 1e-3)),
         "regression": (RegressionTask, (3e-3,)),
+    }
+)
+
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "updates": DEFAULT,
+        "uncorrected": {**DEFAULT, "noise_correction": False},
+        "no-warmup": {**DEFAULT, "warmup_steps": 0},
+        "every-step": {**DEFAULT, "period": 1},
+        "two-bits": {**DEFAULT, "algorithm": resolve("quantised", bits=2, block=512)},
     }
 )
 
@@ -228,7 +277,8 @@ def make(run: dict[str, Any]) -> dict[str, Any]:
     if run["method"] == "dense":
         model, sent = train_dense(*arguments, **more), None
     else:
-        model, told = train_updates(*arguments, **more, settings=DEFAULT, after_step=after_step)
+        more |= {"settings": METHODS[run["method"]], "after_step": after_step}
+        model, told = train_updates(*arguments, **more)
         size = sum(p.numel() for p in model.parameters())
         sent = told["sent"] / size / run["steps"]
     with torch.no_grad():
@@ -246,25 +296,25 @@ def report(rows: list[dict[str, Any]]) -> str:
         "",
         "Held-out loss over dense AdamW's at the same rate and schedule; mean and deviation over seeds. "
         "Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is dense AdamW's "
-        "best of several under a cosine to a tenth.",
+        'best of several under a cosine to a tenth. "updates" is the default.',
         "",
-        "| task | steps | ranks | rate | schedule | seeds | dense | over dense | abs(m) / sqrt(v) "
-        "| bytes per parameter and step |",
-        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+        "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "
+        "| abs(m) / sqrt(v) | bytes per parameter and step |",
+        "|---|---:|---:|---:|---|---|---:|---:|---:|---:|---:|",
     ]
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["method"] == "updates" and tuple(row[k] for k in keys) in dense:
-            cells.setdefault(tuple(row[k] for k in keys[:-1]), []).append(row)
+        if row["method"] != "dense" and tuple(row[k] for k in keys) in dense:
+            cells.setdefault((*(row[k] for k in keys[:-1]), row["method"]), []).append(row)
     for cell, found in sorted(cells.items(), key=lambda item: str(item[0])):
-        others = [dense[(*cell, row["seed"])]["loss"] for row in found]
+        others = [dense[(*cell[:-1], row["seed"])]["loss"] for row in found]
         gaps = [100 * (row["loss"] / o - 1) for row, o in zip(found, others, strict=True)]
         spread = f" ± {stdev(gaps):.1f}" if len(gaps) > 1 else ""
-        task, steps, ranks, lr, schedule = cell
+        task, steps, ranks, lr, schedule, method = cell
         lines.append(
-            f"| {task} | {steps} | {ranks} | {lr:g} | {schedule} | {len(found)} | {fmean(others):.4g} | "
-            f"{fmean(gaps):+.1f}{spread} % | {max(row['ratio'] for row in found):.2f} | "
-            f"{fmean(row['bytes'] for row in found):.3f} |"
+            f"| {task} | {steps} | {ranks} | {lr:g} | {schedule} | {method} | {len(found)} "
+            f"| {fmean(others):.4g} | {fmean(gaps):+.1f}{spread} % "
+            f"| {max(row['ratio'] for row in found):.2f} | {fmean(row['bytes'] for row in found):.3f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -281,6 +331,7 @@ def main() -> None:
     parser.add_argument(
         "--rates", type=int, default=3, help="how many of the task's, the best first"
     )
+    parser.add_argument("--methods", type=words, default=["updates"], help=", ".join(METHODS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -292,7 +343,7 @@ def main() -> None:
         for schedule in given.schedules:
             for task in given.tasks:
                 for lr in TASKS[task][1][: given.rates]:
-                    for method in ("dense", "updates"):
+                    for method in ("dense", *given.methods):
                         run = {"task": task, "steps": given.steps, "ranks": given.ranks, "lr": lr}
                         run |= {"schedule": schedule, "seed": seed, "method": method}
                         lines = path.read_text().splitlines() if path.exists() else []

@@ -143,7 +143,8 @@ def accelerate_run(steps, save=None, load=None, adam=False):
     assert stats["exchange"] == ("updates" if adam else "gradients")
     if adam:
         assert stats["local_steps"] == (steps.stop // 2)
-        assert stats["bytes_sent_per_step_mean"] == stats["bytes_sent_last_step"] / 2
+        # at first every step exchanges
+        assert stats["bytes_sent_per_step_mean"] == stats["bytes_sent_last_step"]
     sync.close()
     return flat(net)
 

@@ -51,7 +51,7 @@ _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 
-__all__ = ["UpdateSync", "attach_updates", "make_outer"]
+__all__ = ["UpdateSync", "attach_updates", "make_outer", "noise_of"]
 
 
 def make_outer(

@@ -5,8 +5,8 @@
     python benchmarks/defaults_sgd.py --report              (only writes what is there)
 
 Every finished run is a line of ``defaults_sgd/results.jsonl`` and is not made again; ``defaults_sgd.md``
-reads nothing else.  Dense SGD first runs at every rate of a network, with the first seed; all that follows
-is at the best of them.  What comes out is the same on every machine with the same torch.
+reads nothing else.  Dense SGD runs at every rate of a network first, with the first seed; the rest is at
+the best of them.  What comes out is the same on every machine with the same torch.
 """
 
 from __future__ import annotations
@@ -345,14 +345,14 @@ def report(runs: Runs, first_seed: int) -> str:
             shown = [row for row in rows if row["method"] == "default" and row["seed"] in dense]
             if lr is None or not shown:
                 continue
-            cells = []
+            cells, first = [], shown[0]
             for method in others:
                 its = [row for row in rows if row["method"] == method and row["seed"] in dense]
                 cells.append(_over([row["loss"] / dense[row["seed"]] for row in its]))
             lines.append(
-                f"| {task} | {shown[0]['parameters']:,} | {steps} | {momentum:g} | {lr:g} | {len(shown)} | "
+                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} | {len(shown)} | "
                 f"{fmean(dense[row['seed']] for row in shown):.3g} | {' | '.join(cells)} | "
-                f"{shown[0]['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
+                f"{first['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
             )
     return "\n".join([*lines, ""])
 

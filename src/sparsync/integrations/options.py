@@ -190,20 +190,15 @@ class Options:
             return self
         if self.algorithm.result == "whole":
             return replace(self, density=1.0)
-        density, given, free = default_density(elements), self.compression, f"{FREE_ENTRIES:,}"
-        count, why = f"{density:.3g}", ""
+        density, given = default_density(elements), self.compression
+        said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
-            count, why = "all", f" (a message of up to {free} costs no less if it is shorter)"
+            said = f"all {elements:,} gradient entries on every step: fewer would cost no less"
             given = replace(given, compress=given.compress or _nothing)
-        elif density > default_density(1 << 62):
-            count, why = f"{free} ({density:.1%})", " (shorter messages would cost no less)"
-        else:
-            count = f"{density:.0%}"
+        elif elements * density <= FREE_ENTRIES:
+            said += ": fewer would cost no less"
         if says:
-            sys.stderr.write(
-                f"sparsync: exchanges {count} of {elements:,} gradient entries per step{why}; "
-                "density= decides otherwise\n"
-            )
+            sys.stderr.write(f"sparsync: exchanges {said} (density= decides otherwise)\n")
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:

@@ -53,6 +53,9 @@ def attach_elastic(
             "elastic= is for a plain module, whole on every rank: DDP and shards keep process groups "
             f"that cannot change ({parted or 'DistributedDataParallel'}); give the module itself"
         )
+    elements = sum(shard.parameter.numel() for shard in shards)
+    options = options.for_size(elements, says=True)  # every process comes by itself
+    assert options.density is not None
     names = [shard.name for shard in shards]
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(

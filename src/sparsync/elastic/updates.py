@@ -75,7 +75,7 @@ def attach_elastic_updates(
         group.comm,
         units,
         run(options.algorithm.on(group.comm)),
-        options.density,
+        outer.density,
         options.compression.warmup(),
         xi_period=options.monitoring.xi_period,
         sink=None if log is None else sink_of(log, 0),

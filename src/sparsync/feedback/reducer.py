@@ -12,18 +12,20 @@ The law, on every step:  sum over ranks(accumulated) == total + sum over ranks(r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
-from sparsync.monitoring import Measured, Monitor, Sink
+from sparsync.monitoring import Growth, Measured, Monitor, Sink
 from sparsync.presets import Algorithm
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
@@ -73,6 +75,9 @@ class Reducer:
         if sink is not None or self.xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
+        # None: it was noticed, or thresholds follow a density that changes
+        self.growth = None if adaptive else Growth(math.ceil(1 / self.plan.density))
+        self.notice = ""  # for the user, who is told once
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self._committed: dict[int, Reduced] = {}  # and of that, what is applied already
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
@@ -249,6 +254,31 @@ class Reducer:
         if self.monitor:
             kept = [residual.value for residual in self.residuals]
             self.monitor.record(self.step, reduced, kept, self.plan.quotas, measured)
+        if reduced:
+            self._watch()
         self.step += 1
         self.comm.ledger.begin_step(self.step)
         self.open()
+
+    def _watch(self) -> None:
+        """Notice once that residuals grow, by the thresholds that selectors have at hand."""
+        octaves = []
+        for unit, plan in zip(self.units, self.plan.units, strict=True):
+            key = None if plan.k >= unit.size else plan.selector.threshold_key
+            if key is not None and key > 1:  # 1: fewer entries than k are not zero
+                _, octave = kernels.key_range(torch.promote_types(unit.dtype, torch.float32))
+                octaves.append(key / octave)
+        if self.growth is None or not octaves or not self.plan.regular:
+            return
+        mean = sum(octaves) / len(octaves) - math.log2(self.scale)  # without a GradScaler's
+        if not self.growth.observe(mean):
+            return
+        density, self.growth = self.plan.density, None
+        cure = f"density={min(1.0, 10 * density):.2g}"
+        if not (self.correction and self.correction.momentum):
+            cure += ", or where there is momentum correction=sparsync.Correction(momentum=...)"
+        self.notice = (
+            f"step {self.step}: what waits to be exchanged has grown fourfold within "
+            f"{8 / density:,.0f} steps: it arrives too late for this learning rate, and training may "
+            f"diverge. Give attach {cure}, or lower the rate"
+        )

@@ -66,6 +66,7 @@ class Plan:
         self._dividing: Sharing | None = None  # in the open step
         self.dense = Dense()
         self.dense.overwrites = True  # what is accumulated: all of it is delivered
+        self.regular = False  # the open step has the density of regular steps
         self.everything = False  # the next step to be opened is dense, whatever its density
         self.units: list[UnitPlan] = []  # in the open step
 
@@ -80,7 +81,8 @@ class Plan:
         if self.everything:
             planned = None
         quotas, sharing = self.shares.quotas, self._sharing
-        if planned is not None and planned != self.density:
+        self.regular = planned == self.density
+        if planned is not None and not self.regular:
             quotas, sharing = tuple(unit.entries(planned) for unit in self._all), None
         shared = sharing.collect_from(self.shares) if sharing else None
         self._next, self._dividing, self.units = self.shares, sharing, []

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.algorithm import default_density
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
@@ -37,7 +38,7 @@ def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     algorithm: str | Algorithm | OuterStep | None = None,
-    density: float | AdaptiveDensity = 0.01,
+    density: float | AdaptiveDensity | None = None,
     *,
     exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
@@ -65,7 +66,8 @@ def attach(
             model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
             DDP measures the group, and takes dense gradients where those are sooner at a loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
-            ``AdaptiveDensity`` changes it as training goes on (gradients).
+            ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
+            million parameters 10,000 entries, and all of what is no larger; rank 0 says which, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
             an ``algorithm`` that is only for them; rank 0 says which and why, once.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
@@ -135,10 +137,16 @@ def attach(
         return sync
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
-    if not isinstance(density, AdaptiveDensity):
+    if density is None:
+        size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        sparse = default_density(size) < 1
+    elif not isinstance(density, AdaptiveDensity):
         density = check_density(density)
+        sparse = density != 1
+    else:
+        sparse = True
     for one in optimizers:
-        check_optimizer(one, correction, sparse="dense" not in resolved.name and density != 1)
+        check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
     completed = replace(
         given,
         unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
@@ -187,7 +195,7 @@ def _chosen(
     algorithm: str | Algorithm | OuterStep | None,
     optimizers: Sequence[torch.optim.Optimizer],
     correction: Correction | None,
-    density: float | AdaptiveDensity,
+    density: float | AdaptiveDensity | None,
     compression: Compression,
 ) -> tuple[str, str]:
     """Return what is exchanged, and why if that was for ``attach`` to decide.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: ``sync = sparsync.attach(ddp_model, density=0.01)``.
+"""DistributedDataParallel: ``sync = sparsync.attach(ddp_model)``.
 
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
 unit is complete its exchange goes to the engine thread, while the backward pass goes on.  After the
@@ -43,6 +43,8 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
+    elements = sum(parameter.numel() for parameter in trained.values())
+    options = options.for_size(elements, says=dist.get_rank() == 0)
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
     groups, nodes = Groups(model.process_group, options.transport.timeout), None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparsync.algorithm import FREE_ENTRIES, default_density
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import agree_on_reducer
 from sparsync.feedback.correction import Correction
@@ -51,6 +53,7 @@ class Compression:
             Several units are exchanged during the backward pass, each with its share of the global k.
         compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely; the
             others are exchanged dense.  None: as the algorithm does: all; "redsync": those that gain.
+            Without a ``density`` none of a model that is small enough to be exchanged whole.
         output_layer: names of the parameters of the output layer, which some algorithms treat apart.
             None: those of the module that was registered last.
         warmup_steps: the first steps, which are dense unless ``warmup_densities`` are given.
@@ -166,14 +169,37 @@ class Monitoring:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that ``attach`` was given but the model, checked and completed."""
+    """Everything that ``attach`` was given but the model, checked and completed.
+
+    A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
+    """
 
     algorithm: Algorithm
-    density: float | AdaptiveDensity
+    density: float | AdaptiveDensity | None
     correction: Correction | None
     compression: Compression
     transport: Transport
     monitoring: Monitoring
+
+    def for_size(self, elements: int, *, says: bool) -> Options:
+        """Decide the density for a model of so many trained elements, where it was not given.
+
+        ``says``: this rank tells, once.
+        """
+        if self.density is not None:
+            return self
+        if self.algorithm.result == "whole":
+            return replace(self, density=1.0)
+        density, given = default_density(elements), self.compression
+        said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
+        if density == 1:
+            said = f"all {elements:,} gradient entries on every step: fewer would cost no less"
+            given = replace(given, compress=given.compress or _nothing)
+        elif elements * density <= FREE_ENTRIES:
+            said += ": fewer would cost no less"
+        if says:
+            sys.stderr.write(f"sparsync: exchanges {said} (density= decides otherwise)\n")
+        return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:
         """Compare what must be equal on ranks that hold other parts of a replica.
@@ -250,6 +276,7 @@ class Options:
         The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
         settings that must be equal.
         """
+        assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
         try:
             reducer = Reducer(
@@ -275,6 +302,11 @@ class Options:
             comm.close()
             raise
         return reducer
+
+
+def _nothing(_name: str, _parameter: Tensor) -> bool:
+    """Tell of no parameter that it is exchanged sparsely."""
+    return False
 
 
 def _version() -> str:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
@@ -26,7 +27,9 @@ from sparsync.integrations.runs import Run, parts_of, runs_of, write_part
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward, weakly
 from sparsync.sparse import Vector
+from sparsync.transports import driver
 from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import Groups
 from sparsync.units import Unit, check_same_parameters, local_of
 
@@ -51,7 +54,7 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
     groups = Groups(options.transport.world, options.transport.timeout)
     try:
         parts = options.parts(ranks, groups)
-        options = _for_parts(options, shards)
+        options = _for_parts(_for_whole(options, shards, parts), shards)
         units = _units(options, model, shards)
         consensus = PartsConsensus(parts, keys_of(shards))
         reducer = options.reducer(
@@ -77,6 +80,13 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
             "that runs this stage, e.g. ScheduleGPipe or Schedule1F1B"
         )
     return count, 1 / count if scales else 1.0
+
+
+def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
+    """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
+    mine = torch.tensor([sum(local_of(shard.parameter).numel() for shard in shards)])
+    elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
+    return options.for_size(elements, says=dist.get_rank() == 0)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:

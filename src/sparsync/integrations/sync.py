@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -347,6 +348,10 @@ class Sync(ABC):
             this.jobs.clear()
             if self.reducer.monitor is not None:
                 self.reducer.monitor.write()  # here, what it raises spoils no gradient
+        if self.reducer.notice:
+            if self.reducer.comm.rank == 0:
+                sys.stderr.write(f"sparsync: {self.reducer.notice}\n")
+            self.reducer.notice = ""
         return True
 
     def _end_step(self, *, alike: bool = False) -> None:

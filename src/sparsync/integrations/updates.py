@@ -67,7 +67,8 @@ def make_outer(
     elif algorithm is None or algorithm in OUTER_SETTINGS:
         outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
     else:
-        outer = OuterStep(algorithm=algorithm, density=density, residual="weights")
+        given = {} if density is None else {"density": density}
+        outer = OuterStep(algorithm=algorithm, residual="weights", **given)
     if compression.warmup_densities or not compression.overlap:
         raise ConfigurationError(
             "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "

@@ -46,6 +46,12 @@ class Selector(Stateful):
         """Name the method that is used on a layer of this many bytes, for statistics."""
         return type(self).__name__
 
+    @property
+    def threshold_key(self) -> int | None:
+        """The magnitude from which entries were selected, as a key; None where a state has none."""
+        found: int | None = getattr(self.state, "threshold_key", None)
+        return found
+
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return which entries to collect in the pass that accumulates, where it costs next to nothing.
 

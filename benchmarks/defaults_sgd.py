@@ -1,0 +1,392 @@
+"""SGD's default over dense SGD, at dense's best rate, with and without momentum, on virtual ranks.
+
+    python benchmarks/defaults_sgd.py                       (what is missing, then the table)
+    python benchmarks/defaults_sgd.py --tasks mlp,resnet --methods "default,1 %" --seeds 1,2,3
+    python benchmarks/defaults_sgd.py --report              (only writes what is there)
+
+Every finished run is a line of ``defaults_sgd/results.jsonl`` and is not made again; ``defaults_sgd.md``
+reads nothing else.  Dense SGD runs at every rate of a network first, with the first seed; the rest is at
+the best of them.  What comes out is the same on every machine with the same torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsync.cli.output import progress
+from sparsync.cli.workloads import make_workload
+from sparsync.cli.workloads.base import Draw
+from sparsync.feedback.correction import Correction
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.options import Compression, Monitoring, Options, Transport
+from sparsync.presets import resolve
+from sparsync.transports.sim import SimCommunicator, simulate
+
+OUT = Path(__file__).with_suffix(".md")
+RANKS = 4
+LAST = 5  # evaluations, five steps apart, whose mean is a run's loss: one alone is mostly chance
+
+
+# ---- networks -------------------------------------------------------------------------------------
+
+
+class Regression:
+    """Learns what a network of the same inputs and outputs, drawn at random, makes of noise."""
+
+    batch = 32
+
+    def __init__(self, student: Callable[[], nn.Module], teacher: Callable[[], nn.Module]) -> None:
+        self.student, self.teacher = student, teacher
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        torch.manual_seed(seed)
+        self.taught = self.teacher()
+        return self.student()
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        return self._loss(model, 1_000_000 * seed + 1_000 * step + rank, self.batch)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on 2,048 other inputs."""
+        return self._loss(model, 999, 2048).item()
+
+    def _loss(self, model: nn.Module, seed: int, count: int) -> Tensor:
+        inputs = torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            targets = self.taught(inputs)
+        return F.mse_loss(model(inputs), targets)
+
+
+class Digits:
+    """Learns scikit-learn's handwritten digits, 8 x 8 pixels; a fifth is held out."""
+
+    batch = 8
+
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+        self.inputs = torch.tensor(found.images, dtype=torch.float32)[order, None] / 16 - 0.3
+        self.targets, self.model = torch.tensor(found.target)[order], model
+        self.trained = 4 * len(order) // 5
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        torch.manual_seed(seed)
+        return self.model()
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
+        at = torch.randint(self.trained, (self.batch,), generator=draw)
+        return F.cross_entropy(model(self.inputs[at]), self.targets[at])
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on the digits that are held out."""
+        rest = slice(self.trained, None)
+        return F.cross_entropy(model(self.inputs[rest]), self.targets[rest]).item()
+
+
+class Text:
+    """Trains a workload of ``sparsync train``, as ``make demo`` does."""
+
+    def __init__(self, batch: int, **settings: Any) -> None:
+        self.batch, self.workload = batch, make_workload("bytes", **settings)
+
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model that a seed begins with."""
+        return self.workload.make_model(seed)
+
+    def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss on the batch of a step and rank."""
+        inputs, targets = self.workload.batch(Draw(seed, step, rank, RANKS, self.batch))
+        return self.workload.loss(model(inputs), targets)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Return the loss on a quarter of the files that are held out."""
+        return self.workload.evaluate(model, rank=0, world_size=4).loss
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, beside a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet() -> nn.Module:
+    """Return a ResNet with batch norm, of 78,186 parameters."""
+    stem = nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+    blocks = Residual(32, 32, 1), Residual(32, 64, 2)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class Vit(nn.Module):
+    """A transformer over 16 patches of 2 x 2 pixels, of 69,066 parameters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Linear(4, width), nn.Linear(width, 10)
+        self.places = nn.Parameter(0.02 * torch.randn(16, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(
+            layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits `[batch, 10]`."""
+        patches = F.unfold(images, 2, stride=2).transpose(1, 2)
+        return self.head(self.body(self.patches(patches) + self.places).mean(1))
+
+
+def wide() -> nn.Module:
+    """Return a network of 1,126,410 parameters: 1 % of them are exchanged."""
+    layers = nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def small() -> nn.Module:
+    """Return a network of 4,680 parameters."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+# steps; rates of dense SGD without momentum, and with one of 0.9
+TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ...]]]] = (
+    MappingProxyType(
+        {
+            "linear": (
+                lambda: Regression(lambda: nn.Linear(64, 8), lambda: nn.Linear(64, 8)),
+                300,
+                {0.0: (0.5, 1.5, 3.0), 0.9: (0.05, 0.15, 0.5)},
+            ),
+            "mlp": (
+                lambda: Regression(small, small),
+                300,
+                {0.0: (0.1, 0.3, 1.0), 0.9: (0.03, 0.1, 0.3)},
+            ),
+            "wide": (lambda: Digits(wide), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
+            "resnet": (lambda: Digits(resnet), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
+            "vit": (lambda: Digits(Vit), 200, {0.0: (0.03, 0.1, 0.3), 0.9: (0.01, 0.03)}),
+            "bytes-280k": (
+                lambda: Text(8, context=64, layers=2, width=96),
+                200,
+                {0.0: (1.0, 3.0), 0.9: (0.1, 0.3)},
+            ),
+            "demo": (
+                lambda: Text(4, context=None, layers=None, width=None),
+                160,
+                {0.0: (1.0,), 0.9: (0.1, 0.2)},
+            ),
+        }
+    )
+)
+
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "dense": {"algorithm": "dense"},
+        "default": {},
+        "1 %": {"density": 0.01},
+        "1 %, corrected": {"density": 0.01, "corrects": True},
+        "1 %, 30 dense steps": {"density": 0.01, "warmup_steps": 30},
+    }
+)
+
+
+# ---- runs -----------------------------------------------------------------------------------------
+
+
+def make(run: Mapping[str, Any], bar: Callable[[int], None]) -> dict[str, Any]:
+    """Train once; ``bar`` is called with the number of steps after every step."""
+    task, method = TASKS[run["task"]][0](), METHODS[run["method"]]
+    steps, seed, momentum, began = run["steps"], run["seed"], run["momentum"], time.perf_counter()
+    correction = Correction(momentum=momentum) if method.get("corrects") and momentum else None
+    given = Options(
+        resolve(method.get("algorithm", "budgeted")),
+        method.get("density"),
+        correction,
+        Compression(warmup_steps=method.get("warmup_steps", 0)),
+        Transport(),
+        Monitoring(),
+    )
+
+    async def program(comm: SimCommunicator) -> dict[str, Any]:
+        model, losses = task.make_model(seed), []
+        after = 0.0 if correction else momentum
+        optimizer = torch.optim.SGD(model.parameters(), run["lr"], momentum=after)
+        options = given.for_size(sum(p.numel() for p in model.parameters()), says=False)
+        units = options.units(model.named_parameters(), model)
+        warmup = options.compression.warmup()
+        reducer = Reducer(comm, units, options.algorithm, options.density, warmup, correction)
+        (unit,) = units
+        for step in range(steps):
+            optimizer.zero_grad()
+            task.loss_of(model, seed, step, comm.rank).backward()
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+            await reducer.reduce([flat])
+            for slot, parameter in zip(unit.slots, model.parameters(), strict=True):
+                average = flat[slot.start : slot.start + slot.size]
+                parameter.grad.copy_(average.view_as(parameter))
+            optimizer.step()
+            if comm.rank == 0:
+                bar(steps)
+                if steps - step <= 5 * LAST and (steps - step) % 5 == 1:
+                    with torch.no_grad():
+                        losses.append(task.held_out_loss(model.eval()))
+                    model.train()
+        return {
+            "loss": fmean(losses) if losses else None,
+            "bytes": comm.ledger.total().sent / unit.size / steps,
+            "density": options.density,
+            "parameters": unit.size,
+            "noticed": bool(reducer.notice),
+        }
+
+    try:
+        told = simulate(program, RANKS).results[0]
+    except Exception as error:  # NaN on some rank
+        if "NaN or Inf" not in str(error):
+            raise
+        told = {
+            "loss": math.inf,
+            "bytes": None,
+            "density": None,
+            "parameters": None,
+            "noticed": True,
+        }
+    return {**run, **told, "seconds": round(time.perf_counter() - began, 1)}
+
+
+class Runs:
+    """Finished runs, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.done: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def get(self, run: Mapping[str, Any], *, makes: bool = True) -> dict[str, Any] | None:
+        """Return the result of a run, which is made if it is not there."""
+        found = next((row for row in self.done if run.items() <= row.items()), None)
+        if found is not None or not makes:
+            return found
+        name = " ".join(map(str, run.values()))
+        with progress(shown=True) as rows, rows(name) as bar:
+            row = make(run, bar)
+        self.done.append(row)
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}: loss {row['loss']:.4g}, {row['seconds']} s", flush=True)
+        return row
+
+    def best_rate(self, task: str, momentum: float, seed: int, *, makes: bool) -> float | None:
+        """Return dense SGD's best rate, by its runs with one seed; None if some are missing."""
+        _, steps, rates = TASKS[task]
+        base = {"task": task, "steps": steps, "momentum": momentum}
+        found = [
+            self.get({**base, "lr": lr, "method": "dense", "seed": seed}, makes=makes)
+            for lr in rates[momentum]
+        ]
+        losses = {row["lr"]: row["loss"] for row in found if row}
+        finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
+        return min(finite, key=lambda lr: finite[lr]) if None not in found and finite else None
+
+
+def report(runs: Runs, first_seed: int) -> str:
+    """Return the page."""
+    others = [m for m in METHODS if m != "dense" and any(r["method"] == m for r in runs.done)]
+    lines = [
+        "# SGD's default over dense SGD",
+        "",
+        f"Held-out loss over dense SGD's at its best rate (constant), {RANKS} ranks; mean and deviation "
+        "over seeds. Made by `benchmarks/defaults_sgd.py`, on virtual ranks. A run's loss is the mean of "
+        f"its last {LAST} evaluations, five steps apart. *Default*: `density` as `attach` decides it. "
+        "*Corrected*: momentum before the exchange. 1: as dense.",
+        "",
+        f"| network | parameters | steps | momentum | rate | seeds | dense | {' | '.join(others)} "
+        "| density by default | bytes per parameter and step |",
+        f"|---|{'---:|' * (len(others) + 8)}",
+    ]
+    for task, (_, steps, rates) in TASKS.items():
+        for momentum in rates:
+            lr = runs.best_rate(task, momentum, first_seed, makes=False)
+            cell = {"task": task, "steps": steps, "momentum": momentum, "lr": lr}
+            rows = [row for row in runs.done if cell.items() <= row.items()]
+            dense = {row["seed"]: row["loss"] for row in rows if row["method"] == "dense"}
+            shown = [row for row in rows if row["method"] == "default" and row["seed"] in dense]
+            if lr is None or not shown:
+                continue
+            cells, first = [], shown[0]
+            for method in others:
+                its = [row for row in rows if row["method"] == method and row["seed"] in dense]
+                cells.append(_over([row["loss"] / dense[row["seed"]] for row in its]))
+            lines.append(
+                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} | {len(shown)} | "
+                f"{fmean(dense[row['seed']] for row in shown):.3g} | {' | '.join(cells)} | "
+                f"{first['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
+            )
+    return "\n".join([*lines, ""])
+
+
+def _over(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    spread = f" ± {stdev(ratios):.2g}" if len(ratios) > 1 and math.isfinite(sum(ratios)) else ""
+    mean = fmean(ratios)
+    return (f"{mean:.2f}" if mean < 100 else f"{mean:.0e}") + spread
+
+
+def main() -> None:
+    """Run what is missing, then write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--tasks", type=words, default=list(TASKS))
+    parser.add_argument("--methods", type=words, default=["default"])
+    parser.add_argument("--seeds", type=words, default=["1", "2", "3"])
+    parser.add_argument("--momenta", type=words, default=["0", "0.9"])
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    runs, seeds = Runs(OUT.with_suffix("") / "results.jsonl"), [int(seed) for seed in given.seeds]
+    for task in [] if given.report else given.tasks:
+        for momentum in map(float, given.momenta):
+            lr = runs.best_rate(task, momentum, seeds[0], makes=True)
+            cell = {"task": task, "steps": TASKS[task][1], "momentum": momentum, "lr": lr}
+            for seed in seeds:
+                for method in ["dense", *given.methods]:
+                    runs.get({**cell, "method": method, "seed": seed})
+            OUT.write_text(report(runs, seeds[0]))
+    OUT.write_text(report(runs, seeds[0]))
+
+
+if __name__ == "__main__":
+    main()

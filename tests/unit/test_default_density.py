@@ -1,0 +1,184 @@
+"""SGD's default: how dense it is for which model, that it keeps up with dense, and what it says."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from sparsync import simulate
+from sparsync.algorithm import FREE_ENTRIES
+from sparsync.errors import NonFiniteGradientError
+from sparsync.feedback.reducer import Reducer
+from sparsync.integrations.options import Compression, Monitoring, Options, Transport
+from sparsync.monitoring import Growth
+from sparsync.presets import resolve
+
+
+def settings(density=None, algorithm="budgeted", **compression):
+    return Options(
+        resolve(algorithm),
+        density,
+        None,
+        Compression(**compression),
+        Transport(),
+        Monitoring(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("elements", "density", "whole", "said"),
+    [
+        (520, 1.0, True, "exchanges all 520 gradient entries"),
+        (FREE_ENTRIES, 1.0, True, "exchanges all 10,000"),
+        (40_000, 0.25, False, "exchanges 25 % of 40,000"),
+        (1_000_000, 0.01, False, "exchanges 1 % of 1,000,000"),
+        (25_000_000, 0.01, False, "exchanges 1 % of 25,000,000"),
+    ],
+)
+def test_small_models_are_exchanged_whole_and_large_ones_as_before(
+    elements, density, whole, said, capsys
+):
+    options = settings().for_size(elements, says=True)
+    assert options.density == density
+    (unit,) = options.units([("w", torch.empty(elements))], nn.Linear(1, 1))
+    assert unit.dense == whole
+    assert unit.entries(density) == max(min(elements, FREE_ENTRIES), round(elements / 100))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and line.endswith("(density= decides otherwise)")
+    assert ("fewer would cost no less" in line) == (elements <= 1_000_000)
+
+
+def test_a_density_that_was_given_is_taken_as_given(capsys):
+    given = settings(0.01)
+    assert given.for_size(520, says=True) is given
+    assert settings(algorithm="dense").for_size(10**8, says=True).density == 1.0  # nothing to say
+    own = settings(compress=lambda name, _: name == "w").for_size(520, says=False)
+    assert not own.units([("w", torch.empty(520))], nn.Linear(1, 1))[0].dense
+    assert capsys.readouterr().err == ""
+
+
+def train(make_model, lr, momentum, density=None, steps=120, ranks=2):
+    """Train with SGD to do as another network of the kind; return held-out loss and notices."""
+    torch.manual_seed(0)
+    taught, begin = make_model(), make_model().state_dict()
+    size = sum(p.numel() for p in taught.parameters())
+
+    def loss_of(model, seed, count=32):
+        inputs = torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
+        return nn.functional.mse_loss(model(inputs), taught(inputs).detach())
+
+    async def program(comm):
+        model = make_model()
+        model.load_state_dict(begin)
+        optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+        options = settings(density).for_size(size, says=False)
+        (unit,) = options.units(model.named_parameters(), model)
+        reducer, notices = Reducer(comm, [unit], options.algorithm, options.density), []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, 1_000 * step + comm.rank).backward()
+            flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            try:
+                await reducer.reduce([flat])
+            except NonFiniteGradientError:
+                break
+            for slot, p in zip(unit.slots, model.parameters(), strict=True):
+                p.grad.copy_(flat[slot.start : slot.start + slot.size].view_as(p))
+            optimizer.step()
+            if reducer.notice:
+                notices.append(reducer.notice)
+                reducer.notice = ""
+        return loss_of(model, 10**9, 2048).item(), notices
+
+    return simulate(program, ranks).results[0]
+
+
+def linear():
+    return nn.Linear(64, 8)
+
+
+def small():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "lr", "momentum"),
+    [(linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9)],
+)
+def test_small_networks_train_as_with_dense_sgd(make_model, lr, momentum):
+    """At 1 % they were 1e16 and 47 times behind: what comes 100 steps late acts as a momentum."""
+    dense, _ = train(make_model, lr, momentum, density=1.0)
+    loss, notices = train(make_model, lr, momentum)
+    assert loss <= 1.15 * dense + 1e-12 and not notices
+
+
+def test_a_network_above_what_is_free_keeps_up_with_dense_sgd():
+    def network():
+        return nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 8))
+
+    assert sum(p.numel() for p in network().parameters()) > 2 * FREE_ENTRIES
+    for lr, momentum in ((0.1, 0.0), (0.01, 0.9)):
+        dense, _ = train(network, lr, momentum, density=1.0)
+        loss, notices = train(network, lr, momentum)
+        assert loss <= 1.15 * dense and not notices
+
+
+# ---- a residual that grows ---------------------------------------------------------------------------
+
+
+def test_a_residual_that_grows_without_bound_is_noticed_once_with_its_cure():
+    loss, notices = train(linear, 0.5, 0.0, density=0.01, steps=900, ranks=1)
+    assert loss > 10
+    (notice,) = notices
+    assert "has grown fourfold within 800 steps" in notice and "density=0.1" in notice
+
+
+@pytest.mark.parametrize(
+    ("make_model", "lr", "momentum", "density"),
+    [(linear, 0.05, 0.0, 0.01), (linear, 0.05, 0.9, 0.1), (small, 0.1, 0.9, 0.02)],
+)
+def test_a_residual_that_trains_well_is_not_reported(make_model, lr, momentum, density):
+    _, notices = train(make_model, lr, momentum, density, steps=500, ranks=1)
+    assert not notices
+
+
+def test_growth_is_told_of_steady_growth_but_not_of_filling_falling_or_slow_change():
+    def told(curve, steps=2_000):
+        growth = Growth(window=100)
+        return [step for step in range(steps) if growth.observe(curve(step))]
+
+    assert told(lambda step: step / 200)  # exponential
+    assert told(math.log1p)[0] < 1_000  # linear, in octaves log2
+    assert not told(lambda step: min(step, 100) / 10)  # the residual fills, then stays
+    assert not told(lambda step: -step / 100)
+    assert not told(
+        lambda step: step / 1_000
+    )  # a doubling in ten windows: gradients of decaying weights
+    assert not told(lambda step: 3.0 * (step % 7 == 0))  # noise
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_attach_says_the_density_and_a_residual_that_grows_once(alone, capsys):
+    torch.manual_seed(0)
+    taught, inputs = linear(), torch.randn(900, 32, 64)
+    for density, said in ((None, "exchanges all 520"), (0.01, "has grown fourfold")):
+        model = DistributedDataParallel(linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        given = sparsync.Transport("torch")
+        with sparsync.attach(model, optimizer, density=density, transport=given):
+            for batch in inputs:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch), taught(batch).detach()).backward()
+                optimizer.step()
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and said in lines[0]

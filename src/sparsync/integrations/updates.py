@@ -30,6 +30,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.step import Proposal
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.hierarchy import Node
+from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
 from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
@@ -148,6 +149,7 @@ def attach_updates(
             advises=advises,
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
+            stepped_parameters=held_by(optimizers, trained),
         )
     except BaseException:
         groups.close()

@@ -57,6 +57,7 @@ def train_updates(
     clip: float = float("inf"),
     settings: Mapping[str, Any] = DEFAULT,
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+    seen: Callable[[int, int], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return rank 0's model after ``finish()``, and the bytes that it sent before.
 
@@ -70,6 +71,7 @@ def train_updates(
         clip: the largest 2-norm of a rank's gradients.
         settings: of ``OuterStep``.
         after_step: is called on every rank before the exchange, with the last optimizer.
+        seen: what a step of a rank contributes; None: all weigh the same.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
@@ -81,7 +83,8 @@ def train_updates(
         units = outer.plan(weights.read(slice(0, None)), trained)
         reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
         await outer.start(reducer, weights.read(slice(0, None)))
-        outer.optimizers = optimizers
+        outer.optimizers, averaging = optimizers, float(ranks)
+        outer.contributions.weighs = None if seen else False
         for step in range(steps):
             _set_rates(optimizers, rate_at(step))
             model.zero_grad()
@@ -90,12 +93,16 @@ def train_updates(
             for optimizer in optimizers:
                 optimizer.step()
                 if noise is not None:
-                    correct(optimizer, noise.shares, ranks)
+                    correct(optimizer, noise.shares, averaging)
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])
+            if seen is not None:
+                outer.contributions.add(seen(step, comm.rank), None, None)
             await outer.advance(weights, step)
             outer.steps += 1
+            if outer.contributions.weighs:
+                averaging = outer.contributions.ranks or averaging
         sent = comm.ledger.total().sent
         await outer.deliver(weights)
         return model, {"sent": sent}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,12 @@ class AdaptivePeriod:
         fits = type(period) is int and self.least <= period <= self.most
         require(fits, f"the saved period is {period!r}, of {self}; load what state_dict() returned")
         return int(period)
+
+    def followed(self, period: int, drift: float, on_any_part: Callable[[bool], bool]) -> int:
+        """Return the period after one of this drift, alike on all parts of a replica."""
+        far, near = drift > self.drift, drift < self.drift / 2
+        far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
+        return self.next(period, far=far, near=near)
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the period after one whose drift was above the limit, or below half of it."""

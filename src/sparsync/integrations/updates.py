@@ -205,6 +205,10 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
+        parts = 1 if consensus is None else consensus.parts.world_size
+        self._countable = weights.node is None and parts == 1
+        if self._countable:
+            outer.contributions.weighs = None  # it turns out in the first exchange
         weights.carrier = weakref.WeakMethod(self._carry)
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
@@ -322,6 +326,46 @@ class UpdateSync(Sync):
 
     # ---- a step ------------------------------------------------------------------------------------
 
+    def contribute(
+        self,
+        seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Weigh this rank's updates by what its steps have seen, summed until they are exchanged.
+
+        Call it on all ranks before every ``optimizer.step()``, from the first one on, with one number
+        >= 0: of tokens, samples, or whatever the loss is a mean of.  A rank that has seen nothing may
+        leave it out.  Without any call ranks weigh the same.
+
+        Raises:
+            ConfigurationError: not one such number, the first call after an exchange, or this replica is
+                divided among ranks.
+
+        Cost: one round of 16 bytes before every exchange.
+
+        Example::
+
+            loss = cross_entropy(model(tokens), targets)  # a mean over this rank's tokens
+            loss.backward()
+            sync.contribute(tokens=targets.numel())
+            optimizer.step()
+        """
+        if not self._countable:
+            raise ConfigurationError(
+                "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
+                "weigh the loss inside the replica, and let replicas see equally much"
+            )
+        self.outer.contributions.add(seen, tokens, samples)
+
+    def _count_ranks(self) -> None:
+        """Let steps be corrected for as many ranks as average noise away."""
+        counted = self.outer.contributions
+        if counted.weighs and counted.ranks:
+            self._weights.ranks = counted.ranks
+
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
 
@@ -341,6 +385,7 @@ class UpdateSync(Sync):
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+        self._count_ranks()
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel
@@ -480,6 +525,7 @@ class UpdateSync(Sync):
         load_own(module, self._weights.trained, self.outer.optimizers, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
+        self._count_ranks()
         self._owed, self._before = False, None
         if self._scaler is not None:
             if state["scaler"]:

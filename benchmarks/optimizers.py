@@ -316,8 +316,9 @@ def fine_tune(run: Mapping[str, Any]) -> float:
     """Go on with the text of Python's manual; "before" is the loss at the beginning."""
     task, case = TorchTask(*SHAPE, packages=("pydoc_data",)), run["case"].split(",")[0]
     if run["method"] == "before":
+        model = tuned(case, run["seed"]).eval()
         with torch.no_grad():
-            return task.held_out_loss(tuned(case, run["seed"]).eval())
+            return task.held_out_loss(model)
     return trained(run, task, adamw, lambda: tuned(case, run["seed"]), schedule="linear-0")
 
 

@@ -105,7 +105,7 @@ def train_updates(
                 averaging = outer.contributions.ranks or averaging
         sent = comm.ledger.total().sent
         await outer.deliver(weights)
-        return model, {"sent": sent}
+        return model, {"sent": sent, "agreement": noise and noise.agreement}
 
     return simulate(program, ranks).results[0]
 

@@ -50,6 +50,9 @@ from sparsync.units import (
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
+_AGREEING = (
+    0.5  # of what lasts in gradients: below, more of it is single ranks' than all have in common
+)
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer"]
@@ -205,6 +208,7 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
+        self._told = False  # that ranks hardly agree
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         if self._countable:
@@ -386,6 +390,7 @@ class UpdateSync(Sync):
         finally:
             outer.steps += 1
         self._count_ranks()
+        self._look_at_agreement()
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel
@@ -399,6 +404,20 @@ class UpdateSync(Sync):
                 run(check_replicas(sentinel, self._inner, own, outer.steps - 1))
         if self.advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
+
+    def _look_at_agreement(self) -> None:
+        """Say once that ranks' data seem to differ."""
+        noise = None if self._told else self._weights.noise
+        agreement = None if noise is None else noise.agreement
+        if agreement is None or agreement >= _AGREEING:
+            return
+        self._told = True
+        if self.reducer.comm.rank == 0:
+            sys.stderr.write(
+                f"sparsync: the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
+                "them is common to all, as if their data differed; shuffle the data over ranks, or "
+                "expect more loss than dense training's (docs/optimizers.md)\n"
+            )
 
     def _advise(self) -> None:
         """Say so where plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
@@ -474,6 +493,7 @@ class UpdateSync(Sync):
             "waited_seconds": self._waited,
             **outer.settings(),
             "drift": outer.drift,
+            "agreement": None if self._weights.noise is None else self._weights.noise.agreement,
         }
 
     def holds(self, value: object) -> bool:

@@ -16,7 +16,7 @@ from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.contributions import Contributions, shown_of
 from sparsync.averaging.fragments import REST, Exchange, Layout, Weights, rotate_
 from sparsync.averaging.moments import drop_broken
-from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
+from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -346,7 +346,7 @@ class OuterStep(Averager):
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
         """Choose the next period, on all ranks and all parts of a replica alike."""
         self.drift = exchange.drift
-        period = rule.followed(self.period, self.drift, self.on_any_part)
+        period = followed(rule, self.period, self.drift, self.on_any_part)
         if exchange.lands >= self.warmup_steps:
             self.period = period
 

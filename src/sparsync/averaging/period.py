@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync.errors import require
 from sparsync.feedback.reducer import Reducer
 
-__all__ = ["AdaptivePeriod", "drift_of", "share_of", "warm_exchanges"]
+__all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges"]
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,20 @@ class AdaptivePeriod:
         require(fits, f"the saved period is {period!r}, of {self}; load what state_dict() returned")
         return int(period)
 
-    def followed(self, period: int, drift: float, on_any_part: Callable[[bool], bool]) -> int:
-        """Return the period after one of this drift, alike on all parts of a replica."""
-        far, near = drift > self.drift, drift < self.drift / 2
-        far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
-        return self.next(period, far=far, near=near)
-
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the period after one whose drift was above the limit, or below half of it."""
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
+
+
+def followed(
+    rule: AdaptivePeriod, period: int, drift: float, on_any_part: Callable[[bool], bool]
+) -> int:
+    """Return the period after one of this drift, alike on all parts of a replica."""
+    far, near = drift > rule.drift, drift < rule.drift / 2
+    far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
+    return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
-        self._told = False  # that ranks hardly agree
+        self._warned = False  # that ranks hardly agree
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         if self._countable:
@@ -407,11 +407,11 @@ class UpdateSync(Sync):
 
     def _look_at_agreement(self) -> None:
         """Say once that ranks' data seem to differ."""
-        noise = None if self._told else self._weights.noise
+        noise = None if self._warned else self._weights.noise
         agreement = None if noise is None else noise.agreement
         if agreement is None or agreement >= _AGREEING:
             return
-        self._told = True
+        self._warned = True
         if self.reducer.comm.rank == 0:
             sys.stderr.write(
                 f"sparsync: the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "

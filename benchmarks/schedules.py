@@ -99,16 +99,20 @@ class TorchGpt(nn.Module):
 
 
 class TorchTask:
-    """Trains ``TorchGpt`` on the source of three of Python's packages; clips at 1.0."""
+    """Trains ``TorchGpt`` on the source of some of Python's packages; clips at 1.0."""
 
     clip, batch = 1.0, 8
 
-    def __init__(self, context: int, width: int, layers: int) -> None:
+    def __init__(
+        self,
+        context: int,
+        width: int,
+        layers: int,
+        packages: tuple[str, ...] = ("email", "json", "http"),
+    ) -> None:
         self.shape = context, width, layers
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            p for name in ("email", "json", "http") for p in sorted((library / name).glob("*.py"))
-        ]
+        files = [p for name in packages for p in sorted((library / name).glob("*.py"))]
         text = torch.tensor(list(b"".join(p.read_bytes() for p in files))).clamp(max=127)
         self.text, self.held_out = text.split(
             [9 * len(text) // 10, len(text) - 9 * len(text) // 10]

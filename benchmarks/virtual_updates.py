@@ -6,7 +6,7 @@ The code is the library's own, but for hooks and processes: local steps of every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,17 @@ from sparsync.integrations.weights import ModelWeights
 from sparsync.transports.sim import SimCommunicator, simulate
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def _several(given: Optimizers) -> list[torch.optim.Optimizer]:
+    return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+
+
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    for group in (group for one in optimizers for group in one.param_groups):
+        group["lr"] = rate
 
 
 class VirtualWeights:
@@ -37,7 +48,7 @@ class VirtualWeights:
 
 def train_updates(
     make_model: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizer: Callable[[nn.Module], Optimizers],
     loss_of: Callable[[nn.Module, int, int], Tensor],
     rate_at: Callable[[int], float],
     steps: int,
@@ -46,54 +57,62 @@ def train_updates(
     clip: float = float("inf"),
     settings: Mapping[str, Any] = DEFAULT,
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+    seen: Callable[[int, int], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return rank 0's model after ``finish()``, and the bytes that it sent before.
 
     Args:
         make_model: the same on all ranks.
-        make_optimizer: of a rank's model.
+        make_optimizer: of a rank's model; one, or several that step together.
         loss_of: a model's loss on the batch of a step and rank.
         rate_at: the learning rate of a step.
         steps: of every rank.
         ranks: P.
         clip: the largest 2-norm of a rank's gradients.
         settings: of ``OuterStep``.
-        after_step: is called on every rank before the exchange.
+        after_step: is called on every rank before the exchange, with the last optimizer.
+        seen: what a step of a rank contributes; None: all weigh the same.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
         model, outer = make_model(), OuterStep(**settings)
-        optimizer, trained = make_optimizer(model), dict(model.named_parameters())
-        noise = noise_of(outer, [optimizer], trained)
+        optimizers = _several(make_optimizer(model))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        noise = noise_of(outer, optimizers, trained)
         weights: Any = VirtualWeights(ModelWeights(model, trained, True, noise=noise))
         units = outer.plan(weights.read(slice(0, None)), trained)
         reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
         await outer.start(reducer, weights.read(slice(0, None)))
-        outer.optimizers = [optimizer]
+        outer.optimizers, averaging = optimizers, float(ranks)
+        outer.contributions.weighs = None if seen else False
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate_at(step)
-            optimizer.zero_grad()
+            _set_rates(optimizers, rate_at(step))
+            model.zero_grad()
             loss_of(model, step, comm.rank).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            if noise is not None:
-                correct(optimizer, noise.shares, ranks)
-                if outer.begins_last(step):
-                    noise.sample(step)
-            after_step(model, optimizer)
+            for optimizer in optimizers:
+                optimizer.step()
+                if noise is not None:
+                    correct(optimizer, noise.shares, averaging)
+            if noise is not None and outer.begins_last(step):
+                noise.sample(step)
+            after_step(model, optimizers[-1])
+            if seen is not None:
+                outer.contributions.add(seen(step, comm.rank), None, None)
             await outer.advance(weights, step)
             outer.steps += 1
+            if outer.contributions.weighs:
+                averaging = outer.contributions.ranks or averaging
         sent = comm.ledger.total().sent
         await outer.deliver(weights)
-        return model, {"sent": sent}
+        return model, {"sent": sent, "agreement": noise and noise.agreement}
 
     return simulate(program, ranks).results[0]
 
 
 def train_dense(
     make_model: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizer: Callable[[nn.Module], Optimizers],
     loss_of: Callable[[nn.Module, int, int], Tensor],
     rate_at: Callable[[int], float],
     steps: int,
@@ -103,13 +122,13 @@ def train_dense(
 ) -> nn.Module:
     """Return the model that plain DDP trains; arguments as in ``train_updates``."""
     model = make_model()
-    optimizer = make_optimizer(model)
+    optimizers = _several(make_optimizer(model))
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step)
-        optimizer.zero_grad()
+        _set_rates(optimizers, rate_at(step))
+        model.zero_grad()
         for rank in range(ranks):
             (loss_of(model, step, rank) / ranks).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return model

@@ -155,3 +155,22 @@ def test_measurements_go_on_from_a_saved_state():
         noise.values[:, :-1] *= 0.5 + 0.1 * at
         noise.measure()
     assert second.state_dict()["measured"] == 4 and 0 < second.shares[parameters["a"]] < 1
+
+
+@pytest.mark.parametrize(("apart", "noise"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
+def test_agreement_tells_data_that_differ_from_noise(apart, noise):
+    """Gradients of unit size in common, differences that last, and noise: what lasts is divided."""
+    own = torch.randn(4, 40, 50, generator=torch.Generator().manual_seed(1))
+    own -= own.mean(0)
+    own /= own.square().mean().sqrt()
+    common = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
+
+    def gradients(rank, at):
+        draw = torch.Generator().manual_seed(100 * at + rank)
+        return {"w": common + apart * own[rank] + noise * torch.randn(40, 50, generator=draw)}
+
+    (_, state), *_ = measured(gradients, 80)
+    told = GradientNoise({torch.nn.Parameter(torch.zeros(40, 50)): 0.99})
+    assert told.agreement is None
+    told.load_state_dict(state)
+    assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)

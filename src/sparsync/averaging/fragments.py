@@ -144,6 +144,7 @@ class Exchange:
         done: nothing is under way any more.
         refused: NaN or Inf was in the sum.
         last: it delivers all that is left.
+        seen: what this rank has counted for it; see ``Contributions`` and ``Weight``.
         carried: the exchange to await, once.
     """
 
@@ -159,6 +160,9 @@ class Exchange:
     lr: float = 1.0
     drift: float = 0.0
     last: bool = False
+    seen: float = 0.0
+    weight: float = 1.0
+    ranks: float = 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""

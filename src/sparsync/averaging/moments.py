@@ -18,6 +18,9 @@ _SIDE: Final = 8  # its square is the number of sums of a parameter's gradient a
 _RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
 _SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
 _JOINED: Final = 64  # small ones at a time
+_PAIRS: Final = 25  # of measurements, until something is said about how ranks agree
+_FORGETS: Final = 0.98  # per pair
+_SURE: Final = 0.1  # of all that ranks differ in; what chance makes of it is below 0.02
 
 # first and second moment of a parameter, its weights, and the numbers of the pass over them
 _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
@@ -41,16 +44,20 @@ class GradientNoise:
     directions at every rate that is worth using: taken for noise, these are lengthened as well, which
     costs 15 % of the loss at dense Adam's best rate.
 
+    Two measurements in a row have the same signs.  Noise is new in each, so that the product of the two
+    tells what *lasts* in gradients: ``E p p' = s^2`` for the average, and for single ranks ``s^2 + d^2``,
+    where d is by how much a rank's data make its gradients other than those of all.
+
     Args:
         memory: Adam's second beta by parameter, in an order that all ranks have; shards count as what
             they hold.
 
     Attributes:
-        values: `[parameters, 65]`, float32: sums of gradients, and the sum of their squares; on the
-            first parameter's device.
+        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every
+            second time that of products with the last ones; on the first parameter's device.
         shares: by parameter, from 0 to 1; empty until something was measured.
 
-    Cost: 65 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
+    Cost: 66 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -61,8 +68,12 @@ class GradientNoise:
         self._parameters = list(memory)
         self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
         like = next(map(local_of, memory), torch.zeros(0))
-        shape = len(self._parameters), _SIDE * _SIDE + 1
+        shape = len(self._parameters), _SIDE * _SIDE + 2
         self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        self._last = torch.zeros_like(self.values)  # of this rank, with the same signs
+        self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
+        # sums of what lasts and ranks have in common, what lasts in single ones, and all they differ in
+        self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
@@ -76,23 +87,46 @@ class GradientNoise:
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
             # are whole on all of them and must be stepped alike
-            draw.manual_seed(self._measured * len(self._parameters) + at)
+            draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = _gradient_of(parameter)
             if gradient is not None and gradient.numel():
-                row[:-1] = _projected(gradient, draw)
-        self.values[:, -1] = self.values.square().sum(1)
+                row[:-2] = _projected(gradient, draw)
+        self.values[:, -2] = self.values.square().sum(1)
+        if self._measured % 2:
+            self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
         # A rank whose GradScaler skips this step has Inf here, which must not refuse an exchange of
         # weights that are finite: it takes no part in this measurement.
         finite = torch.isfinite(self.values).all(1, keepdim=True)
         self.values.copy_(torch.where(finite, self.values, 0.0))
+        self._last.copy_(self.values)
 
     def measure(self) -> None:
         """Take in the average over ranks of what they sampled."""
         values = self.values.double().cpu()
-        of_average, of_ranks = values[:, :-1].square().sum(1), values[:, -1]
+        sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
+        of_average = sums.square().sum(1)
+        if self._measured % 2:
+            common, known = (sums * self._common).sum(1), of_ranks > 0
+            found = torch.stack([common, products - common, of_ranks - of_average])
+            # in units of each parameter's squares: all count alike, as in Adam's steps
+            self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
+            self._pairs += 1
+        self._common = sums.clone()
         self._measured += 1
         self._squares.add_(torch.stack([of_average, of_ranks]))
         self._find_shares()
+
+    @property
+    def agreement(self) -> float | None:
+        """How much of what lasts in ranks' gradients is common to all, from 0 to 1; None: not yet known.
+
+        1 where ranks draw from the same data, however noisy it is; 0 where they pull in directions that
+        cancel out.
+        """
+        if self._pairs < _PAIRS:
+            return None
+        common, apart, differing = self._lasting.clamp(min=0.0).tolist()
+        return common / (common + apart) if apart > _SURE * differing else 1.0
 
     def _find_shares(self) -> None:
         of_average, of_ranks = self._squares
@@ -105,15 +139,18 @@ class GradientNoise:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, and this rank's samples, of which an exchange may be under way."""
-        squares, values = self._squares.clone(), self.values.clone()
-        counts = {"measured": self._measured, "step": self._step}
-        return {"squares": squares, "values": values, **counts}
+        named = ("squares", "last", "common", "lasting")
+        kept = {name: getattr(self, f"_{name}").clone() for name in named}
+        counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
+        return {**kept, "values": self.values.clone(), **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was measured."""
-        self._squares = state["squares"].clone()
+        self._squares, self._common = state["squares"].clone(), state["common"].clone()
+        self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
         self._measured, self._step = int(state["measured"]), int(state["step"])
         self.values.copy_(state["values"])
+        self._last.copy_(state["last"])
         self._find_shares()
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
+from sparsync.averaging.contributions import Contributions, shown_of
 from sparsync.averaging.fragments import REST, Exchange, Layout, Weights, rotate_
 from sparsync.averaging.moments import drop_broken
-from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
+from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -176,6 +177,7 @@ class OuterStep(Averager):
         self.on_any_part: Callable[[bool], bool] = lambda _here: False
         # in place of ``_reduce``: exchanges changes, which become averages; False: all refuse them
         self.reduce: Callable[[Exchange, list[Tensor], range], Awaitable[bool]] | None = None
+        self.contributions = Contributions()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
@@ -245,6 +247,7 @@ class OuterStep(Averager):
         )
         self._reducer = reducer
         self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
+        self.contributions.plan(len(self.layout.fragments))
         if saved is not None:
             await restore_reducer(reducer, saved)
 
@@ -292,7 +295,7 @@ class OuterStep(Averager):
         began = weights.read(self.layout.fragments[part].span, rows[0])
         exchange = Exchange(part, step + delay, delay > 0, began)
         exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
-        exchange.last = last
+        exchange.last, exchange.seen = last, self.contributions.take(part)
         exchange.carried = weights.carry(partial(self._exchange, exchange))
         self._under_way.append(exchange)
 
@@ -323,7 +326,8 @@ class OuterStep(Averager):
                 if exchange.late:  # else it is there already
                     self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
-                weights.landed(span)
+                if self.contributions.applied(exchange):
+                    weights.landed(span)
                 if self._rule is not None:
                     self._follow_drift(self._rule, exchange)
             if exchange.room is not None and exchange.room.is_cpu:
@@ -342,13 +346,13 @@ class OuterStep(Averager):
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
         """Choose the next period, on all ranks and all parts of a replica alike."""
         self.drift = exchange.drift
-        far, near = self.drift > rule.drift, self.drift < rule.drift / 2
-        far, near = self.on_any_part(far) or far, not (self.on_any_part(not near) or not near)
+        period = followed(rule, self.period, self.drift, self.on_any_part)
         if exchange.lands >= self.warmup_steps:
-            self.period = rule.next(self.period, far=far, near=near)
+            self.period = period
 
     def restart(self, weights: Weights) -> None:
         """Set the weights to what they were on this rank after its last exchange."""
+        self.contributions.drop()
         for part, whole in enumerate(self.layout.fragments):
             weights.write(whole.span, self._base(part))
 
@@ -361,15 +365,14 @@ class OuterStep(Averager):
     async def deliver(self, weights: Weights) -> None:
         """Finish the exchanges under way, then deliver all that is left, uncompressed."""
         await self.land(weights)
-        missing = [torch.zeros_like(self.memory["shared"][:0])]
-        for part, fragment in enumerate(self.layout.fragments):
-            if self.residual == "weights":
-                shared = self.memory["shared"][fragment.span]
-                missing.append(shared - weights.read(fragment.span))
+        missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
+        for part, its in enumerate(await self.contributions.weigh_all(reducer)):
+            span = self.layout.fragments[part].span
+            if self.residual == "weights" and not self.contributions.weighs:
+                missing.append(self.memory["shared"][span] - weights.read(span))
             else:
-                moved = self._began(part).sub_(weights.read(fragment.span))
+                moved = self._began(part).sub_(weights.read(span)).mul_(its.weight)
                 missing.append(moved + self._withheld(part))
-        reducer = self.reducer
         try:
             average = await mean(reducer.comm, torch.cat(missing))
         except BaseException:
@@ -420,8 +423,9 @@ class OuterStep(Averager):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
-        under_way = [exchange.state_dict() for exchange in self._under_way]
-        parts = {"under_way": under_way, "sent": list(self._sent)}
+        parts: dict[str, Any] = {"sent": list(self._sent)}
+        parts["under_way"] = [exchange.state_dict() for exchange in self._under_way]
+        parts["contributions"] = self.contributions.state_dict()
         if self._rule is not None:
             parts["present_period"] = self.period
         return {**super().state_dict(), "reducer": saved, **parts}
@@ -429,6 +433,7 @@ class OuterStep(Averager):
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
         self.check_place(state)
+        self.contributions.validate(state.get("contributions"))
         return parse_state(self.reducer, state["reducer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -437,6 +442,7 @@ class OuterStep(Averager):
         self._saved = state["reducer"]
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
+        self.contributions.load_state_dict(state["contributions"])
         if self._rule is not None:
             self.period = self._rule.checked(state.get("present_period"))
 
@@ -463,6 +469,7 @@ class OuterStep(Averager):
         distance = (
             None if self._rule is None else share_of(moved, self.memory["shared"], self.layout.end)
         )
+        await self.contributions.weigh_(exchange, moved, reducer)
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
             rotate_(delta, self.dct)
@@ -486,7 +493,7 @@ class OuterStep(Averager):
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         base, free = exchange.shared, rows[2 if exchange.late else 0]
         if self.residual == "weights":
-            base = torch.sub(base, self._withheld(part), out=free)
+            base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
         exchange.done = True
 
@@ -529,7 +536,8 @@ class OuterStep(Averager):
         out = torch.empty_like(shared) if out is None else out
         if self.residual == "apart":
             return out.copy_(shared)
-        return torch.sub(shared, self._withheld(part), out=out)
+        shown = self.contributions.shown[part]
+        return torch.sub(shared, self._withheld(part), alpha=shown, out=out)
 
     def _began(self, part: int, out: Tensor | None = None) -> Tensor:
         """Return the base as the model holds it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from sparsync.errors import require
 from sparsync.feedback.reducer import Reducer
 
-__all__ = ["AdaptivePeriod", "drift_of", "share_of", "warm_exchanges"]
+__all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ class AdaptivePeriod:
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
+
+
+def followed(
+    rule: AdaptivePeriod, period: int, drift: float, on_any_part: Callable[[bool], bool]
+) -> int:
+    """Return the period after one of this drift, alike on all parts of a replica."""
+    far, near = drift > rule.drift, drift < rule.drift / 2
+    far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
+    return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from sparsync.averaging.contributions import shown_of
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.state import check_fields
 from sparsync.state import fits
@@ -209,14 +210,19 @@ def _by_name(state: State) -> dict[str, Any]:
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state.get("residual") == "weights"
+    hidden = torch.zeros_like(residual)  # what a rank's own weights do not show of it
+    for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
+        hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
     for exchange in state["under_way"]:
         span = slice(*state["spans"][exchange["part"]])
         if exchange["refused"]:  # all ranks return
-            own[span] = shared[span] - (residual[span] if in_weights else 0)
+            own[span] = shared[span] - (residual[span] - hidden[span] if in_weights else 0)
         else:
             shared[span] = exchange["shared"]
+            hidden[span] = residual[span] * (1 - shown_of(exchange["weight"]))
             own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
-    missing = shared - own + (0 if in_weights else residual)
+    # local steps since the last exchange are weighed alike: what others have seen in them is not known
+    missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
     found: dict[str, Any] = {**state["reducer"], "pieces": state["pieces"], "moments": []}

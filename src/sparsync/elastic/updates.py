@@ -100,6 +100,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         manager: Any,
     ) -> None:
         super().__init__(model, weights, outer, reducer, ExitStack(), options, None, {})
+        outer.contributions.weighs = False
         start, settings = number_of(self._shared_weights()), outer.settings()
         self._attend(Attendance(manager, reducer, start, nonfinite=self._nonfinite, **settings))
         self._phase, self._began_at = _LOCAL, 0
@@ -113,6 +114,12 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             return sync._reduce(exchange, deltas, units)
 
         outer.reduce = reduce
+
+    def contribute(self, *_seen: Any, **_named: Any) -> None:
+        """Refuse it: whoever is there weighs the same."""
+        raise ConfigurationError(
+            "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
+        )
 
     @property
     def steps(self) -> int:

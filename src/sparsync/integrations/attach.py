@@ -22,6 +22,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.ddp import attach_ddp
+from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.integrations.sync import Sync
 from sparsync.presets import Algorithm, check_density, resolve
@@ -30,8 +31,12 @@ __all__ = ["attach", "check_optimizer"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-# and all that have betas, like Adam; by name, because older versions of torch have no Adafactor
-_ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+# and all that have betas, like Adam
+_ADAPTIVE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+    if hasattr(torch.optim, name)  # older versions of torch have no Adafactor
+)
 
 
 def attach(
@@ -69,7 +74,8 @@ def attach(
             ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
             million parameters 10,000 entries, and all of what is no larger; rank 0 says which, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
-            an ``algorithm`` that is only for them; rank 0 says which and why, once.
+            an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
+            with the optimizer's steps.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
@@ -86,7 +92,7 @@ def attach(
 
     Raises:
         ConfigurationError: neither DDP nor ``replicate``, a second attach, unknown algorithm, bad
-            density.
+            density, an optimizer whose updates cannot be averaged (``docs/optimizers.md``).
         PeerError: ranks disagree on any of it, or a rank is gone.
         DeadlineError: a rank does not attach; it is named.
 
@@ -103,7 +109,7 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
-    given, optimizers = compression or Compression(), _plain_optimizers(optimizer)
+    given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     decided = ""
@@ -117,16 +123,23 @@ def attach(
             if made.choice == "dense":
                 chosen, algorithm, density = "gradients", "dense", 1.0
                 why += "; plain DDP does the same without attach"
-    if why and dist.is_initialized() and dist.get_rank() == 0:
-        sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
+    outer = None
+    if chosen == "updates":
+        from sparsync.integrations.updates import attach_updates, make_outer
+
+        check_stepped(optimizer)
+        outer = make_outer(algorithm, density, given)
+        treatment = treatment_of(optimizers, noise_correction=outer.noise_correction)
+        why_so = [text for text in (why, treatment) if text]
+    else:
+        why_so = [why] if why else []
+    if why_so and dist.is_initialized() and dist.get_rank() == 0:
+        sys.stderr.write(f"sparsync: exchanges {chosen}: {'; '.join(why_so)}\n")
     if elastic is not None and replicate is not None:
         raise ConfigurationError(
             "elastic= is for plain modules, whole on every rank; omit replicate="
         )
-    if chosen == "updates":
-        from sparsync.integrations.updates import attach_updates, make_outer
-
-        outer = make_outer(algorithm, density, given)
+    if outer is not None:
         options = Options(outer.chosen, outer.density, None, given, carried, watched)
         if elastic is not None:
             from sparsync.elastic.updates import attach_elastic_updates
@@ -176,20 +189,6 @@ def attach(
     return attach_replicas(model, options, replicate)
 
 
-def _plain_optimizers(given: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Return the optimizers themselves, without the wrappers of Accelerate and the like."""
-    found = []
-    for one in [] if given is None else [given] if not isinstance(given, Sequence) else given:
-        while isinstance(inner := getattr(one, "optimizer", None), torch.optim.Optimizer):
-            one = inner
-        if not isinstance(one, torch.optim.Optimizer):
-            raise ConfigurationError(
-                f"optimizer is {type(one).__name__}; give a torch.optim.Optimizer, or a list of them"
-            )
-        found.append(one)
-    return found
-
-
 def _chosen(
     exchange: str,
     algorithm: str | Algorithm | OuterStep | None,
@@ -227,13 +226,12 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    names = [type(one).__name__ for one in optimizers]
-    others = [name for name in names if name != "SGD"]
+    others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""
     return "updates", (
-        f"{others[0]} steps by more than the gradient, which sparse averages would distort "
-        "(exchange='gradients' or 'updates' decides otherwise)"
+        f"{type(others[0]).__name__} steps by more than the gradient, which sparse averages would "
+        "distort (exchange='gradients' or 'updates' decides otherwise)"
     )
 
 
@@ -250,8 +248,7 @@ def check_optimizer(
     if optimizer is None:
         return
     name = type(optimizer).__name__
-    kinds = {base.__name__ for base in type(optimizer).__mro__}
-    adaptive = not kinds.isdisjoint(_ADAPTIVE) or "betas" in optimizer.defaults
+    adaptive = isinstance(optimizer, _ADAPTIVE) or "betas" in optimizer.defaults
     if adaptive and sparse:
         warnings.warn(
             f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "

@@ -126,6 +126,24 @@ class Sync(ABC):
         """With ``elastic=``, leave the others."""
         raise ConfigurationError("leave() is for elastic=, with which ranks come and go; close()")
 
+    def contribute(
+        self,
+        _seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Where updates are exchanged, weigh this rank's by what its steps have seen.
+
+        Raises:
+            ConfigurationError: gradients are exchanged.
+        """
+        raise ConfigurationError(
+            "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
+            "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
+        )
+
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: steps, skipped steps, bytes per step and phase, residual norms.
 

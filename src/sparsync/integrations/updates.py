@@ -30,6 +30,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.step import Proposal
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.hierarchy import Node
+from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
 from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
@@ -49,6 +50,9 @@ from sparsync.units import (
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
+_AGREEING = (
+    0.5  # of what lasts in gradients: below, more of it is single ranks' than all have in common
+)
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer", "noise_of"]
@@ -149,6 +153,7 @@ def attach_updates(
             advises=advises,
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
+            stepped_parameters=held_by(optimizers, trained),
         )
     except BaseException:
         groups.close()
@@ -204,6 +209,11 @@ class UpdateSync(Sync):
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
+        self._warned = False  # that ranks hardly agree
+        parts = 1 if consensus is None else consensus.parts.world_size
+        self._countable = weights.node is None and parts == 1
+        if self._countable:
+            outer.contributions.weighs = None  # it turns out in the first exchange
         weights.carrier = weakref.WeakMethod(self._carry)
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
@@ -321,6 +331,46 @@ class UpdateSync(Sync):
 
     # ---- a step ------------------------------------------------------------------------------------
 
+    def contribute(
+        self,
+        seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Weigh this rank's updates by what its steps have seen, summed until they are exchanged.
+
+        Call it on all ranks before every ``optimizer.step()``, from the first one on, with one number
+        >= 0: of tokens, samples, or whatever the loss is a mean of.  A rank that has seen nothing may
+        leave it out.  Without any call ranks weigh the same.
+
+        Raises:
+            ConfigurationError: not one such number, the first call after an exchange, or this replica is
+                divided among ranks.
+
+        Cost: one round of 16 bytes before every exchange.
+
+        Example::
+
+            loss = cross_entropy(model(tokens), targets)  # a mean over this rank's tokens
+            loss.backward()
+            sync.contribute(tokens=targets.numel())
+            optimizer.step()
+        """
+        if not self._countable:
+            raise ConfigurationError(
+                "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
+                "weigh the loss inside the replica, and let replicas see equally much"
+            )
+        self.outer.contributions.add(seen, tokens, samples)
+
+    def _count_ranks(self) -> None:
+        """Let steps be corrected for as many ranks as average noise away."""
+        counted = self.outer.contributions
+        if counted.weighs and counted.ranks:
+            self._weights.ranks = counted.ranks
+
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
 
@@ -340,6 +390,8 @@ class UpdateSync(Sync):
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+        self._count_ranks()
+        self._look_at_agreement()
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel
@@ -353,6 +405,20 @@ class UpdateSync(Sync):
                 run(check_replicas(sentinel, self._inner, own, outer.steps - 1))
         if self.advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
+
+    def _look_at_agreement(self) -> None:
+        """Say once that ranks' data seem to differ."""
+        noise = None if self._warned else self._weights.noise
+        agreement = None if noise is None else noise.agreement
+        if agreement is None or agreement >= _AGREEING:
+            return
+        self._warned = True
+        if self.reducer.comm.rank == 0:
+            sys.stderr.write(
+                f"sparsync: the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
+                "them is common to all, as if their data differed; shuffle the data over ranks, or "
+                "expect more loss than dense training's (docs/optimizers.md)\n"
+            )
 
     def _advise(self) -> None:
         """Say so where plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
@@ -428,6 +494,7 @@ class UpdateSync(Sync):
             "waited_seconds": self._waited,
             **outer.settings(),
             "drift": outer.drift,
+            "agreement": None if self._weights.noise is None else self._weights.noise.agreement,
         }
 
     def holds(self, value: object) -> bool:
@@ -479,6 +546,7 @@ class UpdateSync(Sync):
         load_own(module, self._weights.trained, self.outer.optimizers, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
+        self._count_ranks()
         self._owed, self._before = False, None
         if self._scaler is not None:
             if state["scaler"]:

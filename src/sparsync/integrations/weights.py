@@ -67,7 +67,7 @@ class ModelWeights(Weights):
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.ranks = 1  # over which the noise of second moments is averaged away
+        self.ranks = 1.0  # over which the noise of second moments is averaged away
         self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]  # while it is there
 
     def _tensors(self) -> list[Tensor]:

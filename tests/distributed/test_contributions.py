@@ -1,0 +1,144 @@
+"""Three real ranks that see unequally much, and optimizers that are not whole on each."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.errors import PeerError
+from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
+
+from .small_model import ddp_model, flat, model
+
+ROWS = ((1, 8, 4), (0, 3, 9), (2, 0, 0))  # by step, of each rank
+STEPS = 12
+
+
+def rows_of(step, rank):
+    """Return a rank's inputs and targets: none, if it has none."""
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = x[: ROWS[step % len(ROWS)][rank]]
+    return x, x[:, :5].sin()
+
+
+def loss_of(net, step, rank):
+    x, y = rows_of(step, rank)
+    return (net(x) - y).pow(2).sum() / max(len(x), 1)
+
+
+def alone():
+    """Return the weights of one process that sees all rows."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        pairs = [rows_of(step, rank) for rank in range(3)]
+        x, y = (torch.cat(column) for column in zip(*pairs, strict=True))
+        optimizer.zero_grad()
+        ((net(x) - y).pow(2).sum() / len(x)).backward()
+        optimizer.step()
+    return flat(net)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("wrap", [model, ddp_model])
+def test_ranks_weigh_what_they_have_seen(wrap):
+    """As one process that sees all; without ``contribute`` it is far from that."""
+    rank, expected = dist.get_rank(), alone()
+    for counts in (True, False):
+        net = wrap()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer = OuterStep(algorithm="dense", density=1.0, period=1)
+        with sparsync.attach(net, optimizer, outer) as sync:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(net, step, rank).backward()
+                if counts:
+                    sync.contribute(samples=len(rows_of(step, rank)[0]))
+                optimizer.step()
+            assert same_everywhere(flat(net))
+            assert torch.allclose(flat(net), expected, atol=1e-5) == counts
+
+
+@on_ranks(3)
+def test_the_one_line_weighs_and_resumes():
+    """With the default exchange: bit for bit, with steps that are counted and not yet exchanged."""
+    rank, ends = dist.get_rank(), []
+    for breaks in (False, True):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        settings = {**OUTER_SETTINGS["updates"], "warmup_steps": 0, "period": 4}
+        sync = sparsync.attach(net, optimizer, OuterStep(**settings))
+        for step in range(STEPS):
+            if breaks and step == 6:
+                saved = sync.state_dict()
+                sync.close()
+                net = model()
+                optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+                sync = sparsync.attach(net, optimizer, OuterStep(**settings))
+                sync.load_state_dict(saved)
+            optimizer.zero_grad()
+            loss_of(net, step, rank).backward()
+            sync.contribute(tokens=len(rows_of(step, rank)[0]))
+            optimizer.step()
+        with sync.shared():
+            ends.append(flat(net))
+            assert same_everywhere(ends[-1])
+        # steps are corrected for fewer ranks than there are: they have seen unequally much
+        assert 1 < sync._weights.ranks < 3
+        sync.finish()
+        assert same_everywhere(flat(net))
+        sync.close()
+    assert torch.equal(*ends)
+
+
+@on_ranks(3)
+def test_contributing_is_for_updates_and_begins_with_the_first_step():
+    net = ddp_model()
+    with (
+        sparsync.attach(net, transport=sparsync.Transport(timeout=30)) as sync,
+        refused("contribute() weighs updates", "multiply the loss by"),
+    ):
+        sync.contribute(tokens=3)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer) as sync:
+        loss_of(net, 0, dist.get_rank()).backward()
+        optimizer.step()
+        with refused("after an exchange without it", "from the first one on"):
+            sync.contribute(tokens=3)
+
+
+@on_ranks(3)
+def test_gradients_are_weighed_by_the_script():
+    """What ``docs/optimizers.md`` says: the loss times n ranks / (sum of n)."""
+    net, rank, expected = ddp_model(), dist.get_rank(), alone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sparsync.attach(net, optimizer, "dense", 1.0):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            seen = torch.tensor(float(len(rows_of(step, rank)[0])))
+            everyone = seen.clone()
+            dist.all_reduce(everyone)
+            (loss_of(net, step, rank) * seen * dist.get_world_size() / everyone).backward()
+            optimizer.step()
+        assert torch.allclose(flat(net), expected, atol=1e-5)
+
+
+@on_ranks(3)
+def test_optimizers_that_hold_a_part_are_refused_and_those_that_differ_are_found():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    net = DistributedDataParallel(model())
+    sharded = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    with refused("ZeroRedundancyOptimizer steps", "of 6 parameters", "exchange='gradients'"):
+        sparsync.attach(net, sharded)
+    assert len(set(map(str, gathered(None)))) == 1  # nobody waits for anybody
+    net = model()
+    held = list(net.parameters())[dist.get_rank() // 2 :]
+    with refused("stepped_parameters", "5 of 6 parameters", error=PeerError):
+        sparsync.attach(net, torch.optim.AdamW(held))

@@ -1,0 +1,268 @@
+"""Updates that weigh as much as what their ranks have seen."""
+
+import copy
+
+import pytest
+import torch
+
+from sparsync.averaging import OuterStep
+from sparsync.averaging.contributions import Contributions
+from sparsync.averaging.fragments import Weights
+from sparsync.errors import ConfigurationError, PeerError
+from sparsync.feedback.reducer import Reducer
+from sparsync.presets import PRESETS, resolve
+from sparsync.transports.sim import simulate
+
+SIZE, RANKS = 96, 4
+# what each rank sees in every step; one nothing, then nobody, then a single rank
+SEEN = ([3, 1, 2, 2], [0, 5, 1, 7], [0, 0, 0, 0], [0, 0, 9, 0], [100, 1, 1, 1], [2, 2, 2, 2])
+
+
+def moves(rank, step):
+    """Return how far a rank moves in a step."""
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(SIZE, generator=draw)
+
+
+async def begun(comm, parameters=None, weighs=None, **settings):
+    """Return an outer step that ``attach`` could have begun, and weights."""
+    outer, vector = OuterStep(**settings), torch.zeros(SIZE)
+    outer.contributions = Contributions(weighs=weighs)
+    units = outer.plan(vector, parameters or {"model": vector})
+    reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
+    await outer.start(reducer, vector.clone())
+    return outer, Weights(vector)
+
+
+def residual_of(outer):
+    """Return what all units have not delivered yet."""
+    kept = [r.accumulated.clone() if r.value is not None else 0 for r in outer.reducer.residuals]
+    return torch.cat(
+        [torch.zeros(u.size) + k for u, k in zip(outer.reducer.units, kept, strict=True)]
+    )
+
+
+async def one_step(outer, weights, rank, step, seen):
+    """Move, count and exchange."""
+    weights.add(slice(0, SIZE), -moves(rank, step))
+    if seen is not None:
+        outer.contributions.add(None, seen, None)
+    await outer.advance(weights, step)
+    outer.steps += 1
+
+
+def weights_of(seen):
+    return [RANKS * n / sum(seen) if sum(seen) else 0.0 for n in seen]
+
+
+@pytest.mark.parametrize("residual", ["weights", "apart"])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_law_holds_with_weights(name, residual):
+    """``sum(residual + weight * moved) == total + sum(residual)``, whatever is dropped or rounded."""
+    try:
+        algorithm = resolve(name)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+    async def program(comm):
+        settings = {"algorithm": algorithm, "density": 0.1, "period": 1, "residual": residual}
+        outer, weights = await begun(comm, **settings)
+        kept = []
+        for step, seen in enumerate(SEEN):
+            before, shared = residual_of(outer), outer.memory["shared"].clone()
+            await one_step(outer, weights, comm.rank, step, seen[comm.rank])
+            lost = sum((one.to_dense() for one in outer.reducer.lost), torch.zeros(SIZE))
+            total = RANKS * (shared - outer.memory["shared"])
+            kept.append((before, residual_of(outer), total, lost))
+        return kept
+
+    ranks = simulate(program, RANKS).results
+    for step, seen in enumerate(SEEN):
+        weights = weights_of(seen)
+        before, after, totals, lost = zip(*(rank[step] for rank in ranks), strict=True)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        moved = [weight * moves(rank, step) for rank, weight in enumerate(weights)]
+        given, left = sum(before) + sum(moved), totals[0] + sum(after) + sum(lost)
+        torch.testing.assert_close(given, left, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"period": 1},
+        {"period": 3},
+        {"period": 4, "fragments": 2},
+        {"period": 3, "delay": 2},
+        {"period": 2, "residual": "weights"},
+        {"period": 2, "residual": "weights", "algorithm": resolve("quantised", bits=1)},
+    ],
+)
+def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
+    """Where every element is delivered; numbers are alike in every period."""
+    numbers, steps = [1.0, 9.0, 0.0, 2.0], 13
+
+    async def program(comm):
+        names = {"a": torch.zeros(SIZE // 2), "b": torch.zeros(SIZE - SIZE // 2)}
+        outer, weights = await begun(
+            comm, parameters=names, **{"algorithm": "dense", "density": 1.0, **settings}
+        )
+        for step in range(steps):
+            await one_step(outer, weights, comm.rank, step, numbers[comm.rank])
+        await outer.deliver(weights)
+        return weights.vector, outer.contributions.ranks
+
+    ends = simulate(program, RANKS).results
+    every = [sum(moves(rank, step) for step in range(steps)) for rank in range(RANKS)]
+    mean = -sum(n * its for n, its in zip(numbers, every, strict=True)) / sum(numbers)
+    for end, ranks in ends:
+        assert torch.equal(end, ends[0][0])
+        torch.testing.assert_close(end, mean, atol=1e-4, rtol=1e-4)
+        assert ranks == pytest.approx(12**2 / (1 + 81 + 4))
+
+
+def test_steps_of_which_nobody_has_seen_anything_count_nothing():
+    async def program(comm):
+        outer, weights = await begun(comm, algorithm="dense", density=1.0, period=1)
+        for step in range(3):
+            await one_step(outer, weights, comm.rank, step, 0)
+        await outer.deliver(weights)
+        return weights.vector
+
+    assert all(not end.any() for end in simulate(program, RANKS).results)
+
+
+def test_equal_numbers_are_as_none():
+    """Bit for bit; and one who never counts sends nothing more after the first exchange."""
+    ends = []
+    for seen in (None, 7):
+
+        async def program(comm, seen=seen):
+            outer, weights = await begun(comm, algorithm="quantised", residual="weights", period=2)
+            for step in range(9):
+                await one_step(outer, weights, comm.rank, step, seen)
+            sent = comm.ledger.by_phase()["contributions"].sent
+            before = weights.vector.clone()
+            await outer.deliver(weights)
+            return before, weights.vector, sent
+
+        ends.append(simulate(program, RANKS).results)
+    for (before, after, _), (other, its, _) in zip(*ends, strict=True):
+        assert torch.equal(before, other)
+        torch.testing.assert_close(after, its)  # summed in another order
+    once, every = (ranks[0][-1] for ranks in ends)
+    assert every == 4 * once
+
+
+def test_who_does_not_count_has_seen_nothing():
+    async def program(comm):
+        outer, weights = await begun(comm, algorithm="dense", density=1.0, period=1)
+        await one_step(outer, weights, comm.rank, 0, 5 if comm.rank == 1 else None)
+        return weights.vector
+
+    for end in simulate(program, RANKS).results:
+        torch.testing.assert_close(end, -moves(1, 0))
+
+
+def test_what_ranks_count_must_be_alike():
+    async def program(comm):
+        outer, weights = await begun(comm, algorithm="dense", density=1.0, period=1)
+        outer.contributions.add(*([None, 3, None] if comm.rank else [None, None, 3]))
+        with pytest.raises(PeerError, match="ranks count tokens and samples; count the same"):
+            await outer.advance(weights, 0)
+
+    simulate(program, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, None, None), "was given 0 numbers; give one"),
+        ((1, 2, None), "was given 2 numbers; give one"),
+        ((None, -1, None), r"contribute\(tokens=-1.0\); give a finite number >= 0"),
+        ((float("nan"), None, None), r"contribute\(numbers=nan\)"),
+        ((None, None, float("inf")), r"contribute\(samples=inf\)"),
+    ],
+)
+def test_what_is_no_number_of_anything_is_refused(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Contributions(weighs=None).add(*given)
+
+
+def test_counting_begins_with_the_first_step_and_stays_the_same():
+    contributions = Contributions(weighs=None)
+    contributions.add(None, torch.tensor(3), None)
+    with pytest.raises(ConfigurationError, match="was given tokens before and samples now"):
+        contributions.add(None, None, 3)
+    contributions.weighs = False
+    with pytest.raises(ConfigurationError, match="after an exchange without it; call it before"):
+        contributions.add(None, 3, None)
+
+
+def test_a_refused_exchange_takes_back_what_its_steps_have_seen():
+    async def program(comm):
+        outer, weights = await begun(comm, algorithm="dense", density=1.0, period=2)
+        for step in range(4):
+            bad = torch.full((SIZE,), torch.inf if (comm.rank, step) == (2, 1) else 0.0)
+            weights.add(slice(0, SIZE), bad)
+            # were the first two steps counted, rank 0 would weigh more
+            await one_step(
+                outer, weights, comm.rank, step, 100 if step < 2 and not comm.rank else 1
+            )
+        return weights.vector, outer.state.refused
+
+    mean = -sum(moves(rank, step) for rank in range(RANKS) for step in (2, 3)) / RANKS
+    for end, refused in simulate(program, RANKS).results:
+        assert refused == 0
+        torch.testing.assert_close(end, mean)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_saved_state_goes_on_bit_for_bit(delay):
+    async def program(comm):
+        settings = {"residual": "weights", "period": 3, "delay": delay, "algorithm": "quantised"}
+        outer, weights = await begun(comm, **settings)
+        for step in range(7):
+            await one_step(outer, weights, comm.rank, step, 1 + comm.rank * step)
+        await outer.settle()
+        saved, vector = copy.deepcopy(outer.state_dict()), weights.vector.clone()
+        other = OuterStep(**settings)
+        units = other.plan(vector, {"model": vector})
+        reducer = Reducer(comm, units, await other.chosen.on(comm), other.density)
+        other.load_state_dict(saved)
+        ends = []
+        for one, its in ((outer, weights), (other, Weights(vector))):
+            if one is other:
+                await one.start(reducer, vector)
+                one.validate(saved)
+            for step in range(7, 12):
+                await one_step(one, its, comm.rank, step, 1 + comm.rank * step)
+            await one.deliver(its)
+            ends.append(its.vector)
+        assert torch.equal(*ends)
+
+    simulate(program, RANKS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kind": 7},
+        {"total": -1.0},
+        {"total": float("nan")},
+        {"sent": [2.0]},
+        {"sent": [0.0, 0.0]},
+        {"shown": [0.0]},
+        {"weighs": 1},
+        {"ranks": "many"},
+        {"more": 1},
+        None,
+    ],
+)
+def test_damaged_states_are_refused(changed):
+    contributions = Contributions(weighs=None)
+    contributions.plan(1)
+    contributions.add(1, None, None)
+    state = contributions.state_dict()
+    contributions.validate(state)
+    with pytest.raises(ConfigurationError, match="saved contributions are not those of this model"):
+        contributions.validate(None if changed is None else {**state, **changed})

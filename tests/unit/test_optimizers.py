@@ -1,0 +1,173 @@
+"""Which optimizers ``attach`` takes, sees through and refuses, and what it says about them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+import sparsync
+from sparsync.errors import ConfigurationError
+from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 2)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Holds another optimizer, as SAM does, in an attribute of any name."""
+
+    def __init__(self, inner, name="base_optimizer"):
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        setattr(self, name, inner)
+
+
+class Show:
+    """Shows the optimizer inside by a property alone."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    @property
+    def optimizer(self):
+        return self._inner
+
+
+class Bare(torch.optim.Optimizer):
+    """Does not initialise the optimizer that it is."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+
+class Free(torch.optim.AdamW):
+    """Has two kinds of weights, as schedule-free optimizers."""
+
+    def train(self):
+        """Take the weights to train."""
+
+    def eval(self):
+        """Take the weights to evaluate."""
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: one,
+        Wrapper,
+        lambda one: Wrapper(Wrapper(one), "deep"),
+        lambda one: Wrapper(one, "optim"),
+        lambda one: [Wrapper(one)],
+        Show,
+    ],
+)
+def test_the_optimizer_that_steps_is_found(wrap):
+    inner = torch.optim.AdamW(net().parameters())
+    assert plain_optimizers(wrap(inner)) == [inner]
+    check_stepped(wrap(inner))
+
+
+def test_wrappers_may_hold_several_and_know_each_other():
+    model = net()
+    first, second = torch.optim.AdamW([model.weight]), torch.optim.SGD([model.bias])
+    outer = Wrapper(first)
+    outer.others, second.owner = [first, second], outer
+    assert plain_optimizers([outer, first]) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda p: object(), "optimizer is object; give a torch.optim.Optimizer"),
+        (Bare, r"Bare has no hooks.*call super\(\).__init__\(params, defaults\)"),
+        (lambda p: [torch.optim.SGD(p), "SGD"], "optimizer is str"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(made, message):
+    with pytest.raises(ConfigurationError, match=message):
+        sparsync.attach(net(), made(net().parameters()))
+
+
+def part_of(parameters):
+    first, second = parameters
+    whole = Wrapper(torch.optim.AdamW([first, second]))
+    whole.base_optimizer = torch.optim.AdamW([first])  # the other is another rank's
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (part_of, "Wrapper steps 1 of 2 parameters on this rank, .*Give each rank a whole"),
+        (Free, r"Free has train\(\) and eval\(\), as schedule-free .*replicas would differ"),
+        (torch.optim.LBFGS, "LBFGS compares gradients at the places of its last steps"),
+    ],
+)
+def test_steps_that_cannot_be_averaged_are_refused(alone, made, message):
+    model = net()
+    with pytest.raises(ConfigurationError, match=message):
+        sparsync.attach(model, made(model.parameters()))
+    with pytest.raises(ConfigurationError, match=message):
+        check_stepped(Show(made(net().parameters())))
+
+
+def test_weights_are_not_averaged_twice(alone):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, warmup_steps=0))
+    for exchange in ("auto", "updates"):
+        with pytest.raises(ConfigurationError, match="PostLocalSGDOptimizer averages weights over"):
+            sparsync.attach(model, outer, exchange=exchange)
+
+
+def test_a_subclass_of_sgd_gets_gradients_and_a_namesake_does_not(alone, capsys):
+    class MySgd(torch.optim.SGD):
+        pass
+
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    sync = sparsync.attach(model, Wrapper(MySgd(model.parameters(), lr=0.1)))
+    assert sync.stats()["exchange"] == "gradients"
+    sync.close()
+    sgd = type("SGD", (torch.optim.AdamW,), {})
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    with sparsync.attach(model, sgd(model.parameters())) as sync:
+        assert sync.stats()["exchange"] == "updates"
+
+
+def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
+    model = net()
+    for given, words in (
+        ({}, "AdamW's steps are corrected for the noise of a single rank's gradients\n"),
+        ({"algorithm": "diloco"}, "exchanges updates: AdamW's steps are averaged as they are\n"),
+    ):
+        with sparsync.attach(model, torch.optim.AdamW(model.parameters()), **given):
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and said.endswith(words)
+
+
+def test_the_treatment_of_several_optimizers_is_told_apart():
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    several = [
+        torch.optim.AdamW(parameters),
+        torch.optim.Muon(parameters),
+        torch.optim.AdamW(parameters, amsgrad=True),
+    ]
+    assert treatment_of(several, noise_correction=True) == (
+        "AdamW's steps are corrected for the noise of a single rank's gradients, Muon's and AdamW's are "
+        "averaged as they are"
+    )

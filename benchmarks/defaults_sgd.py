@@ -191,7 +191,7 @@ TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ..
             "mlp": (
                 lambda: Regression(small, small),
                 300,
-                {0.0: (0.1, 0.3, 1.0), 0.9: (0.03, 0.1, 0.3)},
+                {0.0: (0.3, 1.0, 3.0), 0.9: (0.03, 0.1, 0.3)},
             ),
             "wide": (lambda: Digits(wide), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
             "resnet": (lambda: Digits(resnet), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),

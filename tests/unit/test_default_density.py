@@ -121,10 +121,9 @@ def test_a_network_above_what_is_free_keeps_up_with_dense_sgd():
         return nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 8))
 
     assert sum(p.numel() for p in network().parameters()) > 2 * FREE_ENTRIES
-    for lr, momentum in ((0.1, 0.0), (0.01, 0.9)):
-        dense, _ = train(network, lr, momentum, density=1.0)
-        loss, notices = train(network, lr, momentum)
-        assert loss <= 1.15 * dense and not notices
+    dense, _ = train(network, 0.01, 0.9, density=1.0)
+    loss, notices = train(network, 0.01, 0.9)
+    assert loss <= 1.15 * dense and not notices
 
 
 # ---- a residual that grows ---------------------------------------------------------------------------
@@ -152,7 +151,7 @@ def test_growth_is_told_of_steady_growth_but_not_of_filling_falling_or_slow_chan
         return [step for step in range(steps) if growth.observe(curve(step))]
 
     assert told(lambda step: step / 200)  # exponential
-    assert told(math.log1p)[0] < 1_000  # linear, in octaves log2
+    assert told(lambda step: math.log2(1 + step))[0] < 1_000  # linear
     assert not told(lambda step: min(step, 100) / 10)  # the residual fills, then stays
     assert not told(lambda step: -step / 100)
     assert not told(

@@ -182,7 +182,7 @@ class Options:
     monitoring: Monitoring
 
     def for_size(self, elements: int, *, says: bool) -> Options:
-        """Decide the density for a model of so many trained elements, where it was not given.
+        """Decide the density for a model of this many trained elements, if not given.
 
         ``says``: this rank tells, once.
         """

@@ -271,7 +271,8 @@ def test_attach_says_what_it_exchanges_and_why():
         with sparsync.attach(net, torch.optim.AdamW(net.parameters())) as sync:
             assert sync.stats()["exchange"] == "updates"
     told = ["sparsync: exchanges updates: AdamW"] * (dist.get_rank() == 0)
-    assert [line[:34] for line in said.getvalue().splitlines()] == told
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("sparsync: ")]
+    assert [line[:34] for line in lines] == told
 
 
 @on_ranks(2)
@@ -309,7 +310,7 @@ def test_auto_exchanges_what_is_sooner_at_a_loss():
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_auto_says_where_dense_wins(transport):
     """After 30 steps, once; not where it was asked for updates, nor where dense takes longer."""
-    measure, calls = UpdateSync._dense_seconds, []
+    measure, calls, sent = UpdateSync._dense_seconds, [], set()
     for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
 
         def known(sync, dense=dense):
@@ -323,12 +324,11 @@ def test_auto_says_where_dense_wins(transport):
             with sparsync.attach(net, optimizer, exchange=exchange, transport=carried) as sync:
                 for step in range(40):
                     step_of(net, optimizer, step)
-                per_step = sync.stats()["bytes_sent_per_step_mean"]
+                sent.add(sync.stats()["bytes_sent_per_step_mean"])
         lines = [line for line in said.getvalue().splitlines() if "dense wins" in line]
         assert len(lines) == (says if dist.get_rank() == 0 else 0)
         assert all("plain DDP loses nothing" in line for line in lines)
-        # what was measured is of no step
-        assert per_step < 0.2 * flat(net).numel()
+    assert len(sent) == 1  # what was measured is of no step
     assert len(calls) == 2 and all(0 < seconds < 10 for seconds in calls)
 
 

@@ -1,5 +1,7 @@
 """Three real ranks that see unequally much, and optimizers that are not whole on each."""
 
+import contextlib
+import io
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import PeerError
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -142,3 +145,23 @@ def test_optimizers_that_hold_a_part_are_refused_and_those_that_differ_are_found
     held = list(net.parameters())[dist.get_rank() // 2 :]
     with refused("stepped_parameters", "5 of 6 parameters", error=PeerError):
         sparsync.attach(net, torch.optim.AdamW(held))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("agreement", "says"), [(None, 0), (0.9, 0), (0.1, 1)])
+def test_data_that_differ_are_said_once(agreement, says):
+    net, said = model(), io.StringIO()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(said),
+        sparsync.attach(net, optimizer) as sync,
+    ):
+        patch.setattr(GradientNoise, "agreement", property(lambda _: agreement))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(net, step, dist.get_rank()).backward()
+            optimizer.step()
+        assert sync.stats()["agreement"] == agreement
+    lines = [line for line in said.getvalue().splitlines() if "hardly agree: 10 %" in line]
+    assert len(lines) == (says if dist.get_rank() == 0 else 0)

@@ -379,9 +379,9 @@ class Groups:
                 told = ", ".join(f"rank {rank} at {places[rank]['at']}" for rank in members)
                 raise PeerError(
                     f"rank {dist.get_rank()}, phase 'attach': gloo could not connect ranks "
-                    f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s (connect_timeout= "
-                    f"is {self._connect_timeout:g} s): one of them has ended, or cannot be reached "
-                    f"({told}); let gloo's ports in through the firewalls between them, or set "
+                    f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s "
+                    f"(connect_timeout= is {self._connect_timeout:g} s): one of them has ended, or "
+                    f"cannot be reached ({told}); let gloo's ports in through the firewalls between them, or set "
                     f"GLOO_SOCKET_IFNAME to the interface that leads to the others ({reason})"
                 ) from error
             if dist.get_rank() in members:

@@ -21,9 +21,10 @@ from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import check_ports, choose_interface, convene
+from sparsync.transports.zmq import links as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
-from sparsync.transports.zmq.links import INLINE, PIECE, Link, Parcel, resolved
-from sparsync.transports.zmq.mesh import MAX_MESSAGE, Mesh
+from sparsync.transports.zmq.links import Link, Parcel, resolved
+from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
@@ -184,13 +185,13 @@ class ZmqCommunicator(Communicator):
         last: tuple[bytes, Tensor, Parcel] | None = None
         for dest, payload in payloads.items():
             length = payload.numel()
-            if length > MAX_MESSAGE:
+            if length > limits.MAX_MESSAGE:
                 raise ConfigurationError(
-                    f"a payload of {length} bytes exceeds {MAX_MESSAGE}, the most of a message; "
+                    f"a payload of {length} bytes exceeds {limits.MAX_MESSAGE}, the most of a message; "
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            flags = APART if length > INLINE else 0
+            flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, step, sequence, length
             header = Header(flags, *facts).pack()
@@ -277,7 +278,7 @@ class _Wait(Operation):
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
-        self.timeout = timeout + nbytes // PIECE
+        self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
     def wait(self) -> None:

@@ -20,8 +20,8 @@ __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "re
 # seconds of silence of a connection, asked for a sign of life, after which its other end is dead; never
 # less, since ZeroMQ's thread may have to wait for its turn
 HEARTBEAT: Final = 20.0
-# so many times ``timeout`` where that is longer: if a rank stands still, the wait's own deadline is to speak
-# first, although the last sign of life came before the wait began
+# so many times ``timeout`` where that is longer: if a rank stands still, the wait's own deadline is to
+# speak first, although the last sign of life came before the wait began
 PATIENCE: Final = 2.0
 # seconds between signs of life: routers and firewalls forget connections that are silent for minutes
 BEAT: Final = 5.0
@@ -39,6 +39,7 @@ ZERO_COPY: Final = 2**20
 # longer payloads travel in frames of this size: every frame is a sign of life, so that a payload that
 # takes longer than a heartbeat over a slow link does not look like a death
 PIECE: Final = 2**20
+MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cut off
 OVERHEAD: Final = 2**10  # bytes of a frame beside its piece, encryption included
 # seconds for a second attempt at a connection, whose error ZeroMQ does not tell
 PROBE: Final = 0.5
@@ -235,7 +236,10 @@ class Link:
             seen = f"the port answers, but has let nobody in within {self._patience:g} s"
             cure = "is that rank alive? Raise connect_timeout= if it is only slow"
         elif self._reached:
-            seen = "the port answers, and ended the connection before it was open"
+            seen = (
+                "it answered, and ended the connection before it was open: that rank has ended, or "
+                "something else listens there"
+            )
         else:
             waited = time.monotonic() - self.by + self._patience
             seen = f"no answer within {min(self._patience, waited):.2g} s"
@@ -260,7 +264,7 @@ def watched(
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
     # of a frame, before it is allocated
-    socket.maxmsgsize = PIECE + OVERHEAD
+    socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
     # each end asks for itself, so none tells the other one when to give up (heartbeat_ttl)

@@ -21,6 +21,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper, Password
 from sparsync.transports.zmq.descriptors import OWN, require_descriptors
 from sparsync.transports.zmq.links import (
+    MAX_MESSAGE,
     PIECE,
     Link,
     Parcel,
@@ -50,7 +51,6 @@ GRACE: Final = 0.5
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
-MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that announces more is cut off
 MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody asked for them
 MAX_EARLY: Final = 2**26  # bytes of messages of a group that this rank is not in yet
 PER_MESSAGE: Final = (

@@ -57,7 +57,7 @@ def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
             refused = (
                 "unlisted keys" if kind == "unlisted key" else "connections of another protocol"
             )
-            assert comm.mesh.refusals() == {refused: 1}
+            assert comm.mesh.refusals().keys() == {refused}  # ZeroMQ tries again
             stranger.close(linger=0)
             context.term()
         meet(comm)

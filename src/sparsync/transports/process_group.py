@@ -381,8 +381,9 @@ class Groups:
                     f"rank {dist.get_rank()}, phase 'attach': gloo could not connect ranks "
                     f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s "
                     f"(connect_timeout= is {self._connect_timeout:g} s): one of them has ended, or "
-                    f"cannot be reached ({told}); let gloo's ports in through the firewalls between them, or set "
-                    f"GLOO_SOCKET_IFNAME to the interface that leads to the others ({reason})"
+                    f"cannot be reached ({told}); let gloo's ports in through the firewalls between "
+                    f"them, or set GLOO_SOCKET_IFNAME to the interface that leads to the others "
+                    f"({reason})"
                 ) from error
             if dist.get_rank() in members:
                 # from now on it is a bound on waits

@@ -69,7 +69,8 @@ class Password:
 
     def show(self, socket: zmq.Socket[Any]) -> None:
         """Let a socket, before it connects, say the word."""
-        socket.plain_username, socket.plain_password = b"rank", self.word
+        # ZeroMQ takes no empty one, as of an address that came without
+        socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
 
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Who may connect: with keys, and as which rank, or with a password (ZeroMQ's RFCs 24 to 27)."""
+"""Check who may connect, and as which rank: by keys, or by a password (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 

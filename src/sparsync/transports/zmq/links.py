@@ -20,7 +20,7 @@ __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "re
 # seconds of silence of a connection, asked for a sign of life, after which its other end is dead; never
 # less, since ZeroMQ's thread may have to wait for its turn
 HEARTBEAT: Final = 20.0
-# so many times ``timeout`` where that is longer: if a rank stands still, the wait's own deadline is to
+# or this many times ``timeout``, if that is longer: when a rank stands still, the wait's own deadline is to
 # speak first, although the last sign of life came before the wait began
 PATIENCE: Final = 2.0
 # seconds between signs of life: routers and firewalls forget connections that are silent for minutes
@@ -40,7 +40,7 @@ ZERO_COPY: Final = 2**20
 # takes longer than a heartbeat over a slow link does not look like a death
 PIECE: Final = 2**20
 MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cut off
-OVERHEAD: Final = 2**10  # bytes of a frame beside its piece, encryption included
+OVERHEAD: Final = 2**10  # bytes of a frame that are not its piece's, encryption included
 # seconds for a second attempt at a connection, whose error ZeroMQ does not tell
 PROBE: Final = 0.5
 WATCHED: Final = (

@@ -55,11 +55,11 @@ MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody as
 MAX_EARLY: Final = 2**26  # bytes of messages of a group that this rank is not in yet
 PER_MESSAGE: Final = (
     2**9
-)  # bytes of memory beside its own, which those of many short ones add up to
+)  # bytes of memory that a message takes in addition to its own: many are short
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
 HANDSHAKE: Final = 10.0  # seconds for those that connect to say who they are
 STRANGERS: Final = (
-    16  # connections that may be silent, beside those of the ranks still to be heard of
+    16  # connections that may be silent, in addition to those of ranks not heard of yet
 )
 MOST_MEMBERS: Final = 1024  # of a group that changes
 
@@ -354,7 +354,7 @@ class Mesh:
 
         ZeroMQ 4.3.5 stops to read such a connection and leaves it open (its event overwrites the error
         number that would close it), so its other end is told by closing it here; those of a group that
-        changes then connect anew.
+        changes then connect again.
         """
         self._altered = False
         self.mailboxes.break_off(

@@ -20,7 +20,7 @@ __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "re
 # seconds of silence of a connection, asked for a sign of life, after which its other end is dead; never
 # less, since ZeroMQ's thread may have to wait for its turn
 HEARTBEAT: Final = 20.0
-# or this many times ``timeout``, if that is longer: when a rank stands still, the wait's own deadline is to
+# or this many times ``timeout``, if that is longer: if a rank stands still, the wait's own deadline is to
 # speak first, although the last sign of life came before the wait began
 PATIENCE: Final = 2.0
 # seconds between signs of life: routers and firewalls forget connections that are silent for minutes

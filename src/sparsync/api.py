@@ -35,6 +35,7 @@ def connect(
     interface: str | None = None,
     port_range: tuple[int, int] | None = None,
     advertise: str | None = None,
+    connect_timeout: float = 60.0,
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
@@ -50,6 +51,7 @@ def connect(
         port_range: first and last port that zmq may bind; a rank takes one for each communicator.
         advertise: the address at which the other ranks find this one, if a static NAT forwards those
             ports to it.
+        connect_timeout: seconds that opening the connections between ranks may take.
 
     Example:
         >>> comm = connect()
@@ -65,7 +67,9 @@ def connect(
     check_transport(transport, sockets)
     if not (dist.is_available() and dist.is_initialized()):
         return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
-    return connect_group(transport=transport, timeout=timeout, **sockets)
+    return connect_group(
+        transport=transport, timeout=timeout, connect_timeout=connect_timeout, **sockets
+    )
 
 
 def allreduce(

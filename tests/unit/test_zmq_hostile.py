@@ -10,6 +10,7 @@ import zmq
 
 from sparsync.errors import PeerError
 from sparsync.transports.zmq import make_curve_keys
+from sparsync.transports.zmq.links import host_and_port
 from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header
 
 from .zmq_group import RAW, exchange, fails, meet, message, together
@@ -51,7 +52,9 @@ def test_messages_that_are_not_ours_are_dropped_and_counted(reason):
         exchange(comm)
         if comm.rank == 0:
             with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-                stranger.connect(comm.mesh.endpoints[0])
+                address, _, word = comm.mesh.endpoints[0].partition(" ")
+                stranger.plain_username, stranger.plain_password = b"rank", word.encode()
+                stranger.connect(address)
                 frames = HOSTILE[reason](comm)
                 for parts in frames:
                     stranger.send_multipart(parts)
@@ -80,9 +83,9 @@ def test_garbage_at_the_port_harms_nobody(encrypted, tmp_path):
     def program(comm):
         exchange(comm)
         if comm.rank == 0:
-            host, port = comm.mesh.endpoints[0][len("tcp://") :].split(":")
+            host, port = host_and_port(comm.mesh.address)
             for data in throws * 3:
-                with socket.create_connection((host, int(port)), timeout=5) as stranger:
+                with socket.create_connection((host, port), timeout=5) as stranger:
                     stranger.sendall(data)
             comm.mesh.advance(0.1)
         meet(comm)

@@ -35,8 +35,8 @@ def together(program, world_size, **options):
 
 
 @contextlib.contextmanager
-def forwarded(outside, inside, ports):
-    """Pass on what comes to one address, as a router does, to the same ports of another."""
+def forwarded(outside, inside, ports, change=lambda data: data):
+    """Pass on what comes to one address to the same ports of another, as a router does, once changed."""
 
     def accept(listener):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def forwarded(outside, inside, ports):
     def copy(source, target):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                target.sendall(data)
+                target.sendall(change(data))
             target.shutdown(socket.SHUT_WR)
 
     listeners = [socket.create_server((outside, port)) for port in ports]

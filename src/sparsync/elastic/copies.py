@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from sparsync.errors import DeadlineError, PeerError
-from sparsync.transports.zmq.curve import CurveKeys
+from sparsync.transports.zmq.curve import CurveKeys, Password
 from sparsync.transports.zmq.mesh import bind, tcp
 
 __all__ = ["CopyServer", "Source", "fetch", "pack", "unpack"]
@@ -27,6 +27,7 @@ AHEAD: Final = 4  # pieces that are asked for before the first of them has come
 _LOOK: Final = 0.05  # seconds between questions whether there is a copy
 _ANSWER: Final = struct.Struct("<qq")  # step, bytes; 0 bytes: not yet
 _ASK: Final = struct.Struct("<cqq")  # what, step, first byte
+_LONGEST: Final = 2**10  # bytes of a frame that asks, encryption included
 
 
 def pack(raw: bytes | memoryview) -> bytes:
@@ -52,7 +53,10 @@ def unpack(packed: bytes) -> bytes:
 
 
 class Source(NamedTuple):
-    """Where a copy can be fetched: with keys, from whom alone, and with which own ones."""
+    """Where a copy can be fetched: with keys, from whom alone, and with which own ones.
+
+    Without, the password follows the address.
+    """
 
     endpoint: str
     key: bytes = b""
@@ -64,7 +68,7 @@ class CopyServer:
     """Serves a copy of this rank's state, on a thread of its own; with keys, to those listed alone.
 
     Attributes:
-        endpoint: where.
+        endpoint: where; without keys, a blank and the password that lets a rank in.
         wanted: somebody asks for one that is not there; ``offer`` it.
     """
 
@@ -78,13 +82,16 @@ class CopyServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
-        if keys is not None:
-            keys.guard(self._socket)
+        guard: CurveKeys | Password = Password() if keys is None else keys
+        guard.guard(self._socket)
+        self._socket.maxmsgsize = _LONGEST
         bind(self._socket, tcp(interface), port_range)
         port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.endpoint = f"{tcp(advertise or interface)}:{port}"
         if advertise is None:
             self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
+        if isinstance(guard, Password):
+            self.endpoint += f" {guard.word.decode()}"
         self.wanted = threading.Event()
         self._copies: dict[int, bytes | memoryview] = {}  # by step
         self._ended = threading.Event()
@@ -139,11 +146,14 @@ def fetch(
         DeadlineError: nothing came for ``timeout`` seconds.
         PeerError: told to ``stop``, or the copy was taken away.
     """
-    endpoint, key, keys = Source(source) if isinstance(source, str) else source
+    place, key, keys = Source(source) if isinstance(source, str) else source
+    endpoint, _, word = place.partition(" ")
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.ipv6 = "[" in endpoint
-    if keys is not None:
+    if keys is None:
+        Password(word.encode()).show(socket)
+    else:
         keys.show(socket, key)
     socket.connect(endpoint)
     heard = time.monotonic()

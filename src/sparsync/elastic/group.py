@@ -132,6 +132,7 @@ class ElasticGroup(ProcessGroup):
                 port_range=port_range,
                 advertise=advertise,
                 timeout=timeout,
+                connect_timeout=timeout,
                 curve_keys=curve_keys,
                 changing=True,
             )

@@ -47,7 +47,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
     options = options.for_size(elements, says=dist.get_rank() == 0)
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
-    groups, nodes = Groups(model.process_group, options.transport.timeout), None
+    groups, nodes = Groups(model.process_group, **options.transport.waits), None
     try:
         if options.transport.hierarchy is not None:
             nodes = NodeReducer(options, ranks, units, groups)

@@ -91,7 +91,8 @@ class Transport:
 
     Attributes:
         name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
-        timeout: seconds that any wait may take before ``backward()`` raises.
+        timeout: seconds that any wait may take before ``backward()`` raises; a rank may stand still for
+            as long.
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
         interface, port_range, advertise: of zmq's sockets: see ``sparsync.connect``.
         hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
@@ -99,6 +100,7 @@ class Transport:
             found by measuring all links at ``attach``; or a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, which refuse steps together.
             None: all ranks.
+        connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 
     name: str = "auto"
@@ -109,10 +111,17 @@ class Transport:
     interface: str | None = None
     port_range: tuple[int, int] | None = None
     advertise: str | None = None
+    connect_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
+        check_timeout(self.connect_timeout, "connect_timeout")
         check_transport(self.name, self.sockets)
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """How long waits may take, of any transport."""
+        return {"timeout": self.timeout, "connect_timeout": self.connect_timeout}
 
     @property
     def sockets(self) -> dict[str, Any]:
@@ -260,9 +269,7 @@ class Options:
             "encryption": carried.curve_keys is not None,
         }
         run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
-        return connect_group(
-            group, transport=carried.name, timeout=carried.timeout, **carried.sockets
-        )
+        return connect_group(group, transport=carried.name, **carried.waits, **carried.sockets)
 
     def reducer(
         self,

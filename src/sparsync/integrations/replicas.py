@@ -51,7 +51,7 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
     shards = shards_of(model, ranks)
     fsdp = Fsdp(model)
     fsdp.check_covers(shards)
-    groups = Groups(options.transport.world, options.transport.timeout)
+    groups = Groups(options.transport.world, **options.transport.waits)
     try:
         parts = options.parts(ranks, groups)
         options = _for_parts(_for_whole(options, shards, parts), shards)

@@ -37,7 +37,7 @@ def dense_or_updates(
     check_ddp(model)
     muon = any("Muon" in type(one).__name__ for one in optimizers)
     size = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
-    groups = Groups(model.process_group, transport.timeout)
+    groups = Groups(model.process_group, **transport.waits)
     try:
         group = groups.make(dist.get_process_group_ranks(model.process_group))
         asked = {
@@ -45,7 +45,7 @@ def dense_or_updates(
         }
         run(agree(TorchCommunicator(group, timeout=transport.timeout), asked))
         comm = connect_group(
-            group, transport=transport.name, timeout=transport.timeout, **transport.sockets
+            group, transport=transport.name, **transport.waits, **transport.sockets
         )
         try:
             machine = run(calibrate(comm)).machine

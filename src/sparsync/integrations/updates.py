@@ -122,7 +122,7 @@ def attach_updates(
     ignored = set() if ddp is None else ddp.parameters_to_ignore
     trained = trained_of(module, ignored)
     group = None if ddp is None else ddp.process_group
-    groups = Groups(options.transport.world or group, options.transport.timeout)
+    groups = Groups(options.transport.world or group, **options.transport.waits)
     try:
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:

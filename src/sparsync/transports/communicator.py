@@ -28,15 +28,15 @@ C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
 
 
-def check_timeout(seconds: float) -> float:
-    """Return a deadline in seconds, or refuse one that no clock can count.
+def check_timeout(seconds: float, name: str = "timeout") -> float:
+    """Return a deadline in seconds, or refuse one that no clock can count; ``name`` is the argument's.
 
     Raises:
         ConfigurationError: not a number in (0, 10^6]: waits must end.
     """
     if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
         raise ConfigurationError(
-            f"timeout is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
+            f"{name} is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
         )
     return float(seconds)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from sparsync.transports.communicator import Communicator, ReduceOp, check_timeo
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Parts
 from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.rendezvous import meet, store_of
+from sparsync.transports.rendezvous import convene, place_of_gloo, store_of
 
 __all__ = [
     "TRANSPORTS",
@@ -42,6 +41,7 @@ def connect_group(
     *,
     transport: str = "auto",
     timeout: float = 300.0,
+    connect_timeout: float = 60.0,
     **sockets: Any,
 ) -> Communicator:
     """Connect the ranks of a process group; all of them call it.
@@ -52,6 +52,7 @@ def connect_group(
             mpiexec's), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
             fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
+        connect_timeout: seconds that opening zmq's connections may take.
         sockets: of zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
@@ -68,7 +69,14 @@ def connect_group(
     # pyzmq is imported when it is needed
     from sparsync.transports.zmq import ZmqCommunicator
 
-    return ZmqCommunicator(rank, world_size, store=store_of(group), timeout=timeout, **sockets)
+    return ZmqCommunicator(
+        rank,
+        world_size,
+        store=store_of(group),
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+        **sockets,
+    )
 
 
 def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
@@ -329,8 +337,10 @@ class Groups:
     The ranks of ``world``, None for all, call everything here together.
     """
 
-    def __init__(self, world: dist.ProcessGroup | None, timeout: float) -> None:
-        self.world, self.timeout = world, timeout
+    def __init__(
+        self, world: dist.ProcessGroup | None, timeout: float, connect_timeout: float = 60.0
+    ) -> None:
+        self.world, self.timeout, self._connect_timeout = world, timeout, connect_timeout
         self._all = dist.get_world_size(world) == dist.get_world_size()
         self._made: list[dist.ProcessGroup] = []
 
@@ -339,32 +349,45 @@ class Groups:
 
         They meet through the store: gloo would not say which rank is missing.
         """
+        return [card["numbers"] for card in self._cards(lambda: {"numbers": list(numbers)})]
+
+    def _cards(self, ready: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
-        card = json.dumps(list(numbers))
-        cards = meet(store_of(self.world), rank, size, card, self.timeout, "attach")
-        return [json.loads(card) for card in cards]
+        return convene(store_of(self.world), rank, size, ready, self.timeout, "attach")
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
         """Return a group of global ranks, this one among them; all call it, for disjoint groups.
 
         Raises:
-            CommunicationError: a rank of the group is gone, or has not come here in time.
+            ConfigurationError: the interface that gloo is told to use is not there.
+            CommunicationError: a rank of the group is gone, late, or cannot be reached.
         """
-        every = sorted({tuple(theirs) for theirs in self.gathered(ranks)})
+        cards = self._cards(lambda: {"numbers": list(ranks), "at": place_of_gloo()})
+        places = dict(zip(dist.get_process_group_ranks(self.world), cards, strict=True))
+        every = sorted({tuple(card["numbers"]) for card in cards})
         # ranks outside the world do not call this; inside it, all have to
         options: Any = {} if self._all else {"use_local_synchronization": True}
+        seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
+            started = time.monotonic()
             try:
                 group = dist.new_group(
-                    list(members), timedelta(seconds=self.timeout), backend, **options
+                    list(members), timedelta(seconds=seconds), backend, **options
                 )
             except RuntimeError as error:
                 reason = (str(error) or type(error).__name__).splitlines()[0]
+                told = ", ".join(f"rank {rank} at {places[rank]['at']}" for rank in members)
                 raise PeerError(
-                    f"rank {dist.get_rank()}, phase 'attach': ranks {list(members)} did not connect "
-                    f"within {self.timeout:g} s; one of them is gone, or cannot be reached ({reason})"
+                    f"rank {dist.get_rank()}, phase 'attach': gloo could not connect ranks "
+                    f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s "
+                    f"(connect_timeout= is {self._connect_timeout:g} s): one of them has ended, or "
+                    f"cannot be reached ({told}); let gloo's ports in through the firewalls between "
+                    f"them, or set GLOO_SOCKET_IFNAME to the interface that leads to the others "
+                    f"({reason})"
                 ) from error
             if dist.get_rank() in members:
+                # from now on it is a bound on waits
+                distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
 

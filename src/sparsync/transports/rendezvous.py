@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -23,10 +24,22 @@ from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
-__all__ = ["check_ports", "choose_interface", "host_of_rank_0", "meet", "store_of", "way_to"]
+__all__ = [
+    "check_ports",
+    "choose_interface",
+    "convene",
+    "host_of_rank_0",
+    "meet",
+    "place_of_gloo",
+    "store_of",
+    "way_to",
+]
 
 _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 256  # of what ranks tell each other over a communicator, e.g. a host's name
+_WRONG: Final = "cannot take part"  # key of a card that says why
+_COMPLAINT: Final = 180  # characters of it, over a communicator
+_BYE: Final = 20.0  # seconds that a rank waits for the others which cannot take part itself
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -81,8 +94,10 @@ def meet(
         try:
             wait(keys)
         except DeadlineError:
-            with suppress(RuntimeError):  # the next attempt is this meeting again
-                store.delete_key(keys[rank])
+            # the next attempt is this meeting again; a complaint stays for those that come later
+            with suppress(RuntimeError):
+                if _WRONG not in card:
+                    store.delete_key(keys[rank])
                 store.add(counter, -1)
             raise
         cards = [store.get(key).decode(errors="replace") for key in keys]
@@ -97,6 +112,55 @@ def meet(
         ) from error
     if rank == 0:
         wait(read)
+    return cards
+
+
+def convene(
+    store: Store | Communicator,
+    rank: int,
+    world_size: int,
+    ready: Callable[[], dict[str, Any]],
+    timeout: float,
+    phase: str = "rendezvous",
+) -> list[dict[str, Any]]:
+    """Return what ``ready`` returns on every rank, in rank order, or tell all ranks whose fails.
+
+    A rank that is not ready does not wait for the others longer than they may need to hear why.
+
+    Raises:
+        ConfigurationError: this rank is not ready, as ``ready`` said.
+        PeerError: another one is not, or does not speak this version's language.
+        DeadlineError: as ``meet``.
+    """
+    wrong: ConfigurationError | None = None
+    try:
+        card = json.dumps(ready())
+    except ConfigurationError as error:
+        wrong = error
+        card = json.dumps({_WRONG: str(error)})
+        if isinstance(store, Communicator):  # it cuts what is longer, and the rest would be no JSON
+            card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
+    try:
+        raw = meet(store, rank, world_size, card, min(timeout, _BYE) if wrong else timeout, phase)
+    except (DeadlineError, PeerError):
+        if wrong is not None:
+            raise wrong from None
+        raise
+    if wrong is not None:
+        raise wrong
+    cards = list[dict[str, Any]]()
+    for peer, text in enumerate(raw):
+        try:
+            cards.append(dict(json.loads(text)))
+        except (ValueError, TypeError) as error:
+            raise PeerError(
+                f"rank {peer} left {text[:32]!r}... instead of an address; all ranks need the same "
+                "version of sparsync"
+            ) from error
+        if _WRONG in cards[-1]:
+            raise PeerError(
+                f"rank {rank}, phase '{phase}': rank {peer} cannot take part: {cards[-1][_WRONG]}"
+            )
     return cards
 
 
@@ -134,6 +198,29 @@ def choose_interface(interface: str | None, meeting: Store | Communicator) -> st
             "the name of the interface that leads to the other ranks, as in interface='eth0'"
         )
     return way_to(host)
+
+
+def place_of_gloo() -> str:
+    """Return where gloo listens: ``GLOO_SOCKET_IFNAME``, or the address that this host's name has.
+
+    Raises:
+        ConfigurationError: there is no such interface.
+    """
+    host = socket.gethostname()
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    present = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in named.split(",") if named and name not in present]
+    if missing:
+        raise ConfigurationError(
+            f"GLOO_SOCKET_IFNAME is '{named}', and {host} has no interface '{missing[0]}'; give one of "
+            f"{', '.join(present)}"
+        )
+    if named:
+        return f"{named} of {host}"
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return f"{host}, which does not know its own address"  # torch takes the loopback interface
 
 
 def way_to(host: str) -> str:

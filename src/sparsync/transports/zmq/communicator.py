@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.rendezvous import check_ports, choose_interface, meet
-from sparsync.transports.zmq import mesh as limits
+from sparsync.transports.rendezvous import check_ports, choose_interface, convene
+from sparsync.transports.zmq import links as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
-from sparsync.transports.zmq.mesh import Link, Mesh, Parcel
+from sparsync.transports.zmq.links import Link, Parcel, resolved
+from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
@@ -52,10 +52,12 @@ class ZmqCommunicator(Communicator):
             for actors.  Default: any that is free.
         advertise: the address at which the others find this rank, if that is not the interface's: that of
             a static NAT that forwards ``port_range`` to this machine.
-        timeout: seconds that any wait may take before it fails with an error.
+        timeout: seconds that any wait may take before it fails with an error; so long may a rank stand
+            still.
+        connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
-            listed key are let in, each as itself.  None: no encryption; whoever can reach the port
-            and knows the job's number can send, so use it on networks that you trust.
+            listed key are let in, each as itself.  None: no encryption, and a password that ranks make
+            up; whoever listens on the network can read both, so use it on networks that you trust.
         changing: the group may change: see ``regroup``.  ``curve_keys`` has this rank's secret key alone,
             or is that file.
 
@@ -85,6 +87,7 @@ class ZmqCommunicator(Communicator):
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
         timeout: float = 300.0,
+        connect_timeout: float = 60.0,
         curve_keys: Path | str | None = None,
         changing: bool = False,
     ) -> None:
@@ -94,31 +97,47 @@ class ZmqCommunicator(Communicator):
             )
         super().__init__(rank, world_size, torch.device("cpu"))
         self.timeout = check_timeout(timeout)
-        interface, port_range = choose_interface(interface, store), check_ports(port_range)
+        check_timeout(connect_timeout, "connect_timeout")
         self._sockets: dict[str, Any] = {
             "interface": interface,
             "port_range": port_range,
             "advertise": advertise,
+            "connect_timeout": connect_timeout,
             "curve_keys": curve_keys,
         }
-        keys = None
-        if curve_keys:
-            every = (curve_keys, rank, world_size)
-            keys = own_curve_keys(curve_keys) if changing else load_curve_keys(*every)
-        self.mesh = mesh = Mesh(
-            rank, world_size, keys, interface, port_range, advertise, changing=changing
-        )
-        self.dropped, self.lost = mesh.dropped, mesh.lost
-        card = {
-            "endpoint": mesh.endpoint,
-            "encrypted": keys is not None,
-            "job": secrets.randbits(63),
-        }
+
+        opened = list[Mesh]()
+
+        def ready() -> dict[str, Any]:
+            """Listen; what keeps this rank from it is told to all."""
+            keys = None
+            if curve_keys:
+                every = (curve_keys, rank, world_size)
+                keys = own_curve_keys(curve_keys) if changing else load_curve_keys(*every)
+            mesh = Mesh(
+                rank,
+                world_size,
+                keys,
+                choose_interface(interface, store),
+                timeout,
+                connect_timeout,
+                check_ports(port_range),
+                advertise,
+                changing=changing,
+            )
+            opened.append(mesh)
+            job = secrets.randbits(63)
+            return {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
+
         try:
-            mesh.connect(*_agreed(meet(store, rank, world_size, json.dumps(card), timeout)))
+            cards = convene(store, rank, world_size, ready, timeout)
+            opened[0].connect(*_agreed(rank, cards))
         except BaseException:
-            mesh.close()
+            for mesh in opened:
+                mesh.close()
             raise
+        self.mesh = opened[0]
+        self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def channel(self, tag: int) -> ZmqCommunicator:
         """Return a handle on the same links and ledger whose messages never meet others'."""
@@ -132,8 +151,9 @@ class ZmqCommunicator(Communicator):
         """Be a rank of another group from now on; whoever waits in the former one does so for ever.
 
         Sockets live on: only links to those that are new are opened, and to those that are gone closed.
-        Messages of the new group that came early are kept.  Make channels again.  With keys, an endpoint
-        is an address, a blank and the public key of whoever is there.
+        Messages of the new group that came early are kept.  Make channels again.  An endpoint is
+        ``mesh.endpoint`` of that rank: an address, a blank and its password; with keys, an address, a
+        blank and its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
@@ -273,15 +293,19 @@ class _Wait(Operation):
             self.deadline = now + self.timeout
         return now + seconds
 
-    def check(self, now: float, where: object) -> None:
-        """Raise an error after the deadline; it says what was refused meanwhile."""
+    def check(self, now: float, where: object, peer: int | None) -> None:
+        """Raise an error after the deadline; it says how far the peer was reached, and what was refused.
+
+        ``peer``: the rank that is waited for; None: any.
+        """
         if self.deadline is None or now < self.deadline:
             return
         refused = ", ".join(f"{count} {reason}" for reason, count in self.mesh.refusals().items())
         hint = f" (refused meanwhile: {refused})" if refused else ""
+        unreached = "" if peer is None else self.mesh.state_of(peer)
+        question = "is that rank alive? Raise timeout= if it is only slow"
         raise DeadlineError(
-            f"{where} did not complete within {self.timeout:g} s; is that rank alive? "
-            f"Raise timeout= if it is only slow{hint}"
+            f"{where} did not complete within {self.timeout:g} s; {unreached or question}{hint}"
         )
 
 
@@ -298,7 +322,7 @@ class _Send(_Wait):
         until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()
-            self.check(now, self.where)
+            self.check(now, self.where, self.link.peer)
             self.mesh.check_open()
             if self.parcel.tracker is None:
                 self.mesh.advance(until - now)
@@ -354,7 +378,7 @@ class Receive(_Wait):
                 if settled or until <= now or mailboxes.handed + len(self._waiting) != others:
                     break
             if not settled:
-                self.check(now, self._waiting[0])
+                self.check(now, self._waiting[0], self._waiting[0].source)
         if self._error is not None:
             raise self._error
         return self.done
@@ -391,27 +415,33 @@ def _staged(payload: Tensor) -> Tensor:
     return pinned
 
 
-def _agreed(raw: Sequence[str]) -> tuple[int, list[str]]:
+def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
     """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together."""
-    cards = []
-    for rank, text in enumerate(raw):
+    try:
+        facts = [(card["job"], str(card["endpoint"]), card["encrypted"]) for card in cards]
+    except KeyError as error:
+        raise PeerError(
+            f"a rank left no {error} with its address; all ranks need the same version of sparsync"
+        ) from error
+    jobs, endpoints, encrypted = (list(column) for column in zip(*facts, strict=True))
+    addresses = [endpoint.partition(" ")[0] for endpoint in endpoints]
+    near = list[bool]()
+    for peer, address in enumerate(addresses):
         try:
-            card = json.loads(text)
-            cards.append((card["job"], card["endpoint"], card["encrypted"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise PeerError(
-                f"rank {rank} left {text[:32]!r}... instead of an address; all ranks need the same "
-                "version of sparsync"
+            near.append(resolved(address).startswith(("tcp://127.", "tcp://[::1]")))
+        except OSError as error:
+            raise ConfigurationError(
+                f"rank {rank}: rank {peer} is to be found at {address}, and there is no such name here "
+                f"({error.strerror}); give rank {peer} an advertise= that all ranks can resolve, or an "
+                "IP address"
             ) from error
-    jobs, endpoints, encrypted = (list(column) for column in zip(*cards, strict=True))
-    near = [e.startswith(("tcp://127.", "tcp://[::1]")) for e in endpoints]
     places = ["loopback" if local else "reachable" for local in near]
-    addresses = ", ".join(f"rank {rank} {endpoint}" for rank, endpoint in enumerate(endpoints))
+    told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
         ("encrypted", encrypted, "the same curve_keys"),
-        ("interface", places, f"interface= ({addresses})"),
+        ("interface", places, f"interface= ({told})"),
     ):
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        others = [peer for peer, value in enumerate(values) if value != values[0]]
         if others:
             raise ConfigurationError(
                 f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "

@@ -1,9 +1,11 @@
-"""Check keys: who may connect, and as which rank (CURVE, ZeroMQ's RFC 26, and ZAP, RFC 27)."""
+"""Check who may connect, and as which rank: by keys, or by a password (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
@@ -17,6 +19,7 @@ from sparsync.errors import ConfigurationError
 __all__ = [
     "CurveKeys",
     "Doorkeeper",
+    "Password",
     "load_curve_keys",
     "make_curve_keys",
     "own_curve_keys",
@@ -39,12 +42,35 @@ class CurveKeys:
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
         """Let a socket, before it is bound, accept listed keys alone."""
         socket.curve_server, socket.curve_secretkey = True, self.secret
-        return Doorkeeper(socket.context, self.listed)
+        return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
     def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
         """Let a socket, before it connects, show this rank's key, and demand the server's."""
         socket.curve_serverkey, socket.curve_secretkey = server, self.secret
         socket.curve_publickey = self.public
+
+
+@final
+@dataclass(frozen=True)
+class Password:
+    """Without keys: a word that a rank makes up, and tells the others of its group with its address.
+
+    It keeps strangers out before ZeroMQ takes in a message of theirs: the parts of one message are
+    collected, however many they are, before anybody can look at the first.  It is not encrypted, so it
+    keeps out nobody who listens on the network.
+    """
+
+    word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
+
+    def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
+        """Let a socket, before it is bound, accept those alone that know the word."""
+        socket.plain_server = True
+        return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
+
+    def show(self, socket: zmq.Socket[Any]) -> None:
+        """Let a socket, before it connects, say the word."""
+        # ZeroMQ takes no empty one, as of an address that came without
+        socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
 
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
@@ -138,37 +164,53 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Answers ZeroMQ's question "may this key in?" on a thread of its own.
+    """Answers ZeroMQ's question "may they in?" on a thread of its own: with a user's name, or None.
 
     A thread, because connections are made while the rank computes.  It ends when the context ends.
     """
 
-    def __init__(self, context: zmq.Context[Any], publics: Sequence[bytes]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
+    ) -> None:
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
         self.thread = threading.Thread(
-            target=self._work, args=(socket, publics), name="sparsync-zap", daemon=True
+            target=self._work, args=(socket, user), name="sparsync-zap", daemon=True
         )
         self.thread.start()
 
-    def _work(self, socket: zmq.Socket[Any], publics: Sequence[bytes]) -> None:
+    def _work(self, socket: zmq.Socket[Any], user: Callable[[list[bytes]], bytes | None]) -> None:
         try:
             while True:
-                reply = zap_reply(socket.recv_multipart(), publics)
-                self.refused += reply[2] != b"200"
-                socket.send_multipart(reply)
+                request = socket.recv_multipart()
+                name = user(request)
+                self.refused += name is None
+                socket.send_multipart(zap_reply(request, name))
         except zmq.ContextTerminated:
             pass
         finally:
             socket.close()
 
 
-def zap_reply(request: list[bytes], publics: Sequence[bytes]) -> list[bytes]:
-    """Answer one ZAP request: version, id, status, text, user id (the key), metadata."""
+def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
+    """Answer one ZAP request: version, id, status, text, user id, metadata."""
     version, number = [*request, b"", b""][:2]
+    if user is None:
+        return [version, number, b"400", b"not one of us", b"", b""]
+    return [version, number, b"200", b"OK", user, b""]
+
+
+def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
+    """Return the key that a ZAP request proves, as its user's name, if it is listed."""
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
         key = z85.encode(request[6])
-        if key in publics:
-            return [version, number, b"200", b"OK", key, b""]
-    return [version, number, b"400", b"no listed key", b"", b""]
+        return key if key in listed else None
+    return None
+
+
+def plain_user(request: list[bytes], word: bytes) -> bytes | None:
+    """Return the name in a ZAP request that has the password."""
+    if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
+        return request[6]
+    return None

@@ -16,7 +16,7 @@ from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.actors import Actor, Host, Reply
 from sparsync.transports.driver import Operation
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq.mesh import MAX_MESSAGE
+from sparsync.transports.zmq.links import MAX_MESSAGE
 
 __all__ = ["ZmqHost"]
 

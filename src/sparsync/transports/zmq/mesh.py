@@ -1,23 +1,34 @@
-"""The sockets of a rank, one that all others send to and a link to each of them, and their progress."""
+"""The sockets of a rank: one that all others send to, a link to each of them, and their progress."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket as network
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper
+from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper, Password
+from sparsync.transports.zmq.descriptors import OWN, require_descriptors
+from sparsync.transports.zmq.links import (
+    MAX_MESSAGE,
+    PIECE,
+    Link,
+    Parcel,
+    happened,
+    longest_silence,
+    watched,
+)
 from sparsync.transports.zmq.messages import (
     APART,
     GIVE_UP,
@@ -27,136 +38,30 @@ from sparsync.transports.zmq.messages import (
     Mailboxes,
 )
 
-__all__ = ["Link", "Mesh", "Parcel", "bind", "tcp"]
+__all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
 BUSY: Final = 10  # ticks between looks at connections while messages come
-# seconds of silence of a connection, asked for a sign of life, after which its other end is dead; a
-# death that the operating system reports is noticed at once
-HEARTBEAT: Final = 20.0
 # seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
 # first message may be under way
 GRACE: Final = 0.5
+# the same for a rank that was heard of and never reached: one that has closed at once cannot be either,
+# and its last messages may be under way
+LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
-HIGH_WATER: Final = (
-    64  # messages per link that ZeroMQ queues on either side; above, the sender waits
-)
-MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that announces more is cut off
 MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody asked for them
 MAX_EARLY: Final = 2**26  # bytes of messages of a group that this rank is not in yet
-MOST_MEMBERS: Final = 1024  # of a group that changes
-# payloads up to this many bytes travel in the header's frame: one copy more, but a frame less to pass
-# to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a second frame
-# took 13 us of the caller and 7 us of that thread; the copy 10 us)
-INLINE: Final = 2**17
-# payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
-# wake-up (a memcpy of 1 MiB takes as long)
-ZERO_COPY: Final = 2**20
-# longer payloads travel in frames of this size: every frame is a sign of life, so that a payload that
-# takes longer than a heartbeat over a slow link does not look like a death
-PIECE: Final = 2**20
-WATCHED: Final = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+PER_MESSAGE: Final = (
+    2**9
+)  # bytes of memory that a message takes in addition to its own: many are short
+MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
+HANDSHAKE: Final = 10.0  # seconds for those that connect to say who they are
+STRANGERS: Final = (
+    16  # connections that may be silent, in addition to those of ranks not heard of yet
 )
-
-
-@final
-class Parcel:
-    """A message to be sent: one frame with a short payload after its header, or a header and frames."""
-
-    def __init__(self, header: bytes, payload: Tensor) -> None:
-        length, view = payload.numel(), payload.contiguous().numpy().data
-        self.length = length
-        self.frames: list[Any] = [header, view]
-        if length <= INLINE:
-            self.frames = [header + view if length else header]
-        elif length > PIECE:
-            self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
-        self.zero_copy = length >= ZERO_COPY
-        self.tracker: zmq.MessageTracker | None = None  # until it is done ZeroMQ reads the payload
-        self.accepted = False  # by ZeroMQ
-
-    @property
-    def done(self) -> bool:
-        """Whether the payload may change."""
-        return self.accepted and (self.tracker is None or self.tracker.done)
-
-    def send(self, socket: zmq.Socket[Any]) -> bool:
-        """Give it to ZeroMQ without waiting; False: the queue is full.
-
-        Once the header is accepted the payload is too: the limit counts whole messages.
-        """
-        try:
-            if len(self.frames) == 1:
-                socket.send(self.frames[0], zmq.NOBLOCK)
-            else:
-                self.tracker = socket.send_multipart(
-                    self.frames, zmq.NOBLOCK, copy=not self.zero_copy, track=self.zero_copy
-                )
-        except zmq.Again:
-            return False
-        self.accepted = True
-        return True
-
-
-@final
-class Link:
-    """The outgoing socket to one peer, on which nobody else is accepted."""
-
-    def __init__(self, mesh: Mesh, peer: int) -> None:
-        self.peer, self.endpoint, keys = peer, mesh.endpoints[peer], mesh.keys
-        address = self.endpoint.partition(" ")[0]
-        self.socket, self.events = _watched(mesh.context, zmq.PUSH, address)
-        if keys is not None:
-            keys.show(self.socket, keys.publics[peer])
-        self.queue: deque[Parcel] = deque()  # that ZeroMQ did not take yet, in order
-        self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        self.lost = ""  # why nothing can be sent any more
-        self.lost_at = 0.0  # when that was seen, on the monotonic clock
-        self.socket.connect(address)
-
-    def close(self) -> None:
-        """Close at once; what waits is dropped."""
-        self.socket.disable_monitor()
-        self.events.close()
-        self.socket.close(linger=0)
-
-    def next_sequence(self, tag: int) -> int:
-        """Return the number of the next message of a channel, and count it."""
-        self.sequences[tag] += 1
-        return self.sequences[tag] - 1
-
-    def send(self, parcel: Parcel) -> None:
-        """Send now, or queue after what waits."""
-        if self.queue or not parcel.send(self.socket):
-            self.queue.append(parcel)
-
-    def flush(self) -> None:
-        """Send what waits, as far as there is room."""
-        while self.queue and self.queue[0].send(self.socket):
-            self.queue.popleft()
-
-    def look(self) -> None:
-        """Notice the end of the connection."""
-        for event, value in _happened(self.events):
-            if self.lost or event == zmq.EVENT_ACCEPTED:
-                continue
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.lost = f"rank {self.peer} refused this rank's key (status {value})"
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.lost = (
-                    f"what listens for rank {self.peer} does not speak this rank's protocol; "
-                    "give all ranks the same curve_keys"
-                )
-            else:
-                self.lost = f"rank {self.peer} is gone (its connection ended)"
-            self.lost_at = time.monotonic()
+MOST_MEMBERS: Final = 1024  # of a group that changes
 
 
 @final
@@ -169,76 +74,117 @@ class Mesh:
         world_size: int,
         keys: CurveKeys | None,
         interface: str,
+        timeout: float,
+        connect_timeout: float,
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
         *,
         changing: bool = False,
     ) -> None:
         self.rank, self.world_size, self.keys = rank, world_size, keys
+        self._timeouts = timeout, connect_timeout
         self.job, self.endpoints = 0, list[str]()
         # messages of a group that this rank is not in yet; None: its group never changes
         self._early: deque[tuple[int, list[zmq.Frame]]] | None = deque() if changing else None
+        self._early_bytes = 0  # of all of them
         self._past: set[int] = set()  # jobs of groups that it has left
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # nobody else can say it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
         self.dropped: Counter[str] = Counter()  # messages that were refused, by reason
         self.lost: dict[int, str] = {}  # ranks that are gone, and why
-        self._connected: set[int] = set()  # file descriptors
+        self._connected: dict[int, float] = {}  # file descriptor -> since when
+        self._spoke: set[int] = set()  # those of them that a message has come from
         self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
         self._heard: set[int] = set()
         self._ended: set[int] = set()
+        self._foreign = 0  # connections that were not of this protocol
+        self._altered = False  # a rank's connection was broken off because of what came over it
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
 
+        require_descriptors(rank, world_size - 1, OWN)
         context: zmq.Context[Any] = zmq.Context()
+        sockets = list[zmq.Socket[Any]]()
+        guards = list[Doorkeeper]()
+        # before there is a socket: a context with one that is open never ends, nor does its process
+        self.close = weakref.finalize(
+            self, _close, context, sockets, self.links, guards, os.getpid()
+        )
         # per link: a socket and its monitor's pair
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
         context.linger = 0
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
         self.context = context
+        try:
+            self._listen(interface, port_range, advertise, sockets, guards)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(f"rank {rank} cannot open its sockets: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(
+        self,
+        interface: str,
+        port_range: tuple[int, int] | None,
+        advertise: str | None,
+        sockets: list[zmq.Socket[Any]],
+        guards: list[Doorkeeper],
+    ) -> None:
+        """Bind the incoming socket; those who do not prove who they are get no message in."""
         address = tcp(interface)
-        self.incoming, self._events = _watched(context, zmq.PULL, f"{address}:*")
-        # accepts encrypted connections only
-        self.doorkeeper = None if keys is None else keys.guard(self.incoming)
-        self.incoming.rcvtimeo = round(TICK * 1000)
-        sockets = self.incoming, self._events
-        self.close = weakref.finalize(
-            self, _close, context, sockets, self.links, self.doorkeeper, os.getpid()
+        self.incoming, self._events = watched(
+            self.context, zmq.PULL, f"{address}:*", self._timeouts[0], HANDSHAKE
         )
+        sockets += self.incoming, self._events
+        guard: CurveKeys | Password = Password() if self.keys is None else self.keys
+        self.doorkeeper = guard.guard(self.incoming)
+        guards.append(self.doorkeeper)
+        self.incoming.rcvtimeo = round(TICK * 1000)
         try:
             bind(self.incoming, address, port_range)
         except zmq.ZMQError as error:
-            self.close()
             if port_range is not None and error.errno == zmq.EADDRINUSE:
                 raise ConfigurationError(
                     f"no port from {port_range[0]} to {port_range[1]} is free on interface "
-                    f"'{interface}'; give a port_range= with one for every communicator of every rank "
+                    f"'{interface}'; widen port_range, by one port for every communicator of every rank "
                     "on this machine"
                 ) from error
             raise ConfigurationError(
                 f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
                 "name of an interface of this machine"
             ) from error
-        self.endpoint = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
+        self.address = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
         if advertise is not None:
-            self.endpoint = f"{tcp(advertise)}:{self.endpoint.rpartition(':')[2]}"
+            self.address = f"{tcp(advertise)}:{self.address.rpartition(':')[2]}"
+        # what the others need to connect, but for this rank's public key
+        self.endpoint = self.address
+        if isinstance(guard, Password):
+            self.endpoint = f"{self.address} {guard.word.decode()}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
         """Open the links that are not open, and tell the other ends who this is."""
         self.job, self.endpoints = job, endpoints
         known = {link.endpoint: link for link in self.links.values() if not link.lost}
         closing = [link for link in self.links.values() if link.lost]
+        new = [e for rank, e in enumerate(endpoints) if rank != self.rank and e not in known]
+        require_descriptors(self.rank, len(new))
         self.links.clear()  # the dictionary stays: at exit, its links are closed
-        for shift in range(1, self.world_size):
-            peer = (self.rank + shift) % self.world_size
-            link = known.pop(endpoints[peer], None) or Link(self, peer)
-            link.peer = peer
-            link.queue.clear()
-            link.sequences.clear()
-            self.links[peer] = link
-        for link in (*closing, *known.values()):
-            link.close()
+        try:
+            for shift in range(1, self.world_size):
+                peer = (self.rank + shift) % self.world_size
+                link = known.pop(endpoints[peer], None) or Link(
+                    self.context, peer, endpoints[peer], self.keys, *self._timeouts
+                )
+                link.peer = peer
+                link.queue.clear()
+                link.sequences.clear()
+                self.links[peer] = link
+        finally:
+            for link in (*closing, *known.values()):
+                link.close()
         self._tell_all(HELLO)  # a peer may be gone again already
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
@@ -259,7 +205,7 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        early, self._early = self._early or (), deque()
+        early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)  # those of yet another group wait on
 
@@ -281,9 +227,19 @@ class Mesh:
             )
 
     def refusals(self) -> dict[str, int]:
-        """Count what was refused, by reason: messages, and connections whose key is not listed."""
-        refused = 0 if self.doorkeeper is None else self.doorkeeper.refused
-        return {**self.dropped, **({"unlisted keys": refused} if refused else {})}
+        """Count what was refused, by reason: messages, and connections."""
+        connections = {
+            "wrong passwords" if self.keys is None else "unlisted keys": self.doorkeeper.refused,
+            "connections of another protocol": self._foreign,
+        }
+        return {**self.dropped, **{why: count for why, count in connections.items() if count}}
+
+    def state_of(self, rank: int) -> str:
+        """Say what has been seen of a rank that is not reached, or that has not reached this one."""
+        link = self.links[rank]
+        if link.state or rank in self._heard:
+            return link.state
+        return f"it has not reached this rank at {self.address}"
 
     # ---- progress ------------------------------------------------------------------------------
 
@@ -330,36 +286,108 @@ class Mesh:
         self.drain()
 
     def _look(self, now: float) -> None:
-        """Notice deaths: ended connections, and ranks that never spoke and take nothing."""
+        """Notice deaths: ended connections, and ranks that cannot be reached or never spoke."""
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        silent = [
-            rank
-            for rank, link in self.links.items()
-            if link.lost and now - link.lost_at >= GRACE and rank not in self.lost
-        ]
-        if self._ended or silent:
+        if self._ended or self._altered or self._unreached(now):
             self.drain()  # an end is reported after the last message
+        if self._altered:
+            self._break_off_altered()
         for rank in sorted(self._ended):
-            self.lose(rank, "its connection ended; it died, or it closed its communicator")
+            self.lose(
+                rank,
+                "its connection ended; it died, closed its communicator, or gave no sign of life for "
+                f"{longest_silence(self._timeouts[0]):g} s",
+            )
         self._ended.clear()
-        for rank in silent:
-            if rank not in self._ranks.values():
-                self.lose(rank, self.links[rank].lost)
+        for rank, reason in self._unreached(now).items():
+            self.lose(rank, reason)
         for rank, reason in self.lost.items():
             self.mailboxes.fail(rank, reason)
         if len(self.lost) == self.world_size - 1 and self.lost:
             self.mailboxes.fail(None, "all other ranks are gone")
+        self._turn_away(now)
+
+    def _unreached(self, now: float) -> dict[int, str]:
+        """Return the ranks that are to be given up because a connection was not made, and why.
+
+        The end of one that there was is reported by the incoming connection, in order after its messages.
+        """
+        found, here = dict[int, str](), set(self._ranks.values())
+        for rank, link in self.links.items():
+            if rank in self.lost:
+                continue
+            if link.lost and not (link.opened and rank in here):
+                if now - link.lost_at >= (LATE if rank in here else GRACE):
+                    unheard = link.opened and rank not in self._heard
+                    found[rank] = link.lost + f"; {self._unheard()}" * unheard
+            elif rank not in self._heard and self._early is None and now > link.by + GRACE:
+                found[rank] = f"{self._unheard()} within {self._timeouts[1]:g} s"
+        return found
+
+    def _unheard(self) -> str:
+        return (
+            f"it has not reached this rank at {self.address}: see its own error, and let that port in "
+            "through the firewall here"
+        )
 
     def _look_at_incoming(self) -> None:
-        for event, descriptor in _happened(self._events):
+        for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
-                self._connected.add(descriptor)
+                self._connected[value] = time.monotonic()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._connected.discard(descriptor)
-                if descriptor in self._ranks:
-                    self._ended.add(self._ranks.pop(descriptor))
+                self._connected.pop(value, None)
+                self._spoke.discard(value)
+                if value in self._ranks:
+                    self._ended.add(self._ranks.pop(value))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                # the event does not say whose connection it was: a stranger's, while there is one that
+                # has not spoken, so that none can end the job in this way
+                if self._ranks and self._connected.keys() <= self._spoke:
+                    self._altered = True
+                else:
+                    self._foreign += 1
+
+    def _break_off_altered(self) -> None:
+        """End all waits: a message to this rank is lost, and ZeroMQ does not say from whom.
+
+        ZeroMQ 4.3.5 stops to read such a connection and leaves it open (its event overwrites the error
+        number that would close it), so its other end is told by closing it here; those of a group that
+        changes then connect again.
+        """
+        self._altered = False
+        self.mailboxes.break_off(
+            "bytes on their way to this rank were changed, so a message was refused; something between "
+            "the machines damages them, or somebody tampers with them"
+        )
+        for descriptor in list(self._ranks) if self._early is not None else ():
+            self._cut(descriptor)
+
+    def _turn_away(self, now: float) -> None:
+        """Close the oldest connections of those that say nothing, if there are many."""
+        most = STRANGERS + self.world_size - 1 - len(self._heard)
+        if len(self._connected) - len(self._spoke) > most:
+            silent = [
+                (since, descriptor)
+                for descriptor, since in self._connected.items()
+                if descriptor not in self._spoke and now - since > GRACE
+            ]
+            for _, descriptor in sorted(silent)[: max(len(silent) - most, 0)]:
+                self._cut(descriptor)
+
+    def _cut(self, descriptor: int) -> None:
+        """End an incoming connection, for which ZeroMQ has no call: it closes what has ended."""
+        try:
+            twin = network.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return  # it has ended
+        with twin, suppress(OSError):
+            # ZeroMQ tells of the end of a connection before it closes it, and only then can another file
+            # have the number: if nothing was told by now, the twin is that connection's
+            self._look_at_incoming()
+            if descriptor in self._connected:
+                twin.shutdown(network.SHUT_RDWR)
 
     def lose(self, rank: int, reason: str) -> None:
         """Give up on a rank: receives that name it fail, and so does what is asked of it later."""
@@ -380,11 +408,23 @@ class Mesh:
             self._take(frames)
 
     def _receive(self, flags: int) -> list[zmq.Frame]:
-        """Receive one message, whatever it is."""
+        """Receive one message, whatever it is; an empty frame stands for one that is too long."""
         frames = [self.incoming.recv(flags, copy=False)]
+        nbytes = len(frames[0].buffer)
         while frames[-1].more:
             frames.append(self.incoming.recv(copy=False))
+            nbytes += len(frames[-1].buffer)
+            if len(frames) > MOST_FRAMES or nbytes > MAX_MESSAGE + HEADER_BYTES:
+                return self._too_long(frames[0])
         return frames
+
+    def _too_long(self, first: zmq.Frame) -> list[zmq.Frame]:
+        """Drop a message, and its sender's connection; nothing else can be received before its end."""
+        self._look_at_incoming()
+        self._cut(first.get(zmq.SRCFD))
+        while self.incoming.rcvmore:
+            self.incoming.recv()
+        return [zmq.Frame(b"")]
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Look at a message, and give it to whom it is for."""
@@ -401,9 +441,12 @@ class Mesh:
         raw = frame.buffer
         header = Header.parse(raw)
         if header.job != self.job and self._early is not None and header.job not in self._past:
-            self._early.append((sum(len(part.buffer) for part in frames), frames))
-            while sum(size for size, _ in self._early) > MAX_EARLY:
-                self._early.popleft()
+            self._spoken(frame)
+            size = sum(PER_MESSAGE + len(part.buffer) for part in frames)
+            self._early.append((size, frames))
+            self._early_bytes += size
+            while self._early_bytes > MAX_EARLY:
+                self._early_bytes -= self._early.popleft()[0]
                 self.dropped["of a group that did not come"] += 1
         elif header.job != self.job:
             self.dropped["of another job"] += 1
@@ -446,12 +489,20 @@ class Mesh:
     def _hear(self, source: int, frame: zmq.Frame) -> None:
         """Note which connection is whose: its end, in order after its messages, is a rank's end."""
         self._heard.add(source)
-        descriptor = frame.get(zmq.SRCFD)
-        self._look_at_incoming()
-        if descriptor in self._connected:
+        descriptor = self._spoken(frame)
+        if descriptor is not None:
             self._ranks[descriptor] = source
         else:
             self._ended.add(source)  # it connected, spoke, and left
+
+    def _spoken(self, frame: zmq.Frame) -> int | None:
+        """Note that a connection is not a stranger's; return its file descriptor if it is still there."""
+        descriptor: int = frame.get(zmq.SRCFD)
+        self._look_at_incoming()
+        if descriptor not in self._connected:
+            return None
+        self._spoke.add(descriptor)
+        return descriptor
 
 
 def tcp(host: str) -> str:
@@ -472,30 +523,6 @@ def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | No
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or port == last:
                 raise
-
-
-def _watched(
-    context: zmq.Context[Any], kind: int, address: str
-) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
-    """Return a socket for one end of connections, and the one that tells what happens to them.
-
-    No reconnection: a new connection after a death would hide it, and the loss of what was queued.
-    """
-    socket = context.socket(kind)
-    socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    socket.maxmsgsize = MAX_MESSAGE
-    socket.reconnect_ivl = -1
-    socket.heartbeat_timeout = socket.heartbeat_ttl = round(HEARTBEAT * 1000)
-    socket.heartbeat_ivl = socket.heartbeat_timeout // 4
-    return socket, socket.get_monitor_socket(WATCHED)
-
-
-def _happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
-    """Yield ``(event, value)`` of all that happened since the last call, in order."""
-    while events.poll(0):
-        message = recv_monitor_message(events)
-        yield int(message["event"]), int(message["value"])
 
 
 def _taken(raw: memoryview) -> Tensor:
@@ -523,9 +550,9 @@ def _joined(pieces: Sequence[memoryview]) -> Tensor:
 
 def _close(
     context: zmq.Context[Any],
-    incoming: tuple[zmq.Socket[Any], zmq.Socket[Any]],
+    sockets: list[zmq.Socket[Any]],
     links: dict[int, Link],
-    doorkeeper: Doorkeeper | None,
+    guards: list[Doorkeeper],
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
@@ -541,11 +568,11 @@ def _close(
     for link in links.values():
         link.look()
         sent = link.sequences and not link.lost  # a greeting alone is not worth the time
-        link.socket.linger = round(1000 * linger) if sent else 0
-    for socket, events in [*((link.socket, link.events) for link in links.values()), incoming]:
+        link.close(round(1000 * linger) if sent else 0)
+    for socket in sockets[:1]:
         socket.disable_monitor()
-        events.close()
+    for socket in reversed(sockets):
         socket.close()
     context.term()
-    if doorkeeper is not None:
-        doorkeeper.thread.join()
+    for guard in guards:
+        guard.thread.join()

@@ -1,0 +1,41 @@
+"""How many file descriptors a mesh takes, and whether this process may have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from sparsync.errors import ConfigurationError
+
+__all__ = ["OWN", "PER_PEER", "require_descriptors"]
+
+OWN: Final = 12  # of a context, its threads, the incoming socket and the one that checks who comes
+# the link, the two ends of what tells its events, the outgoing connection, the incoming one
+PER_PEER: Final = 5
+SPARE: Final = 16  # for files, and for what torch opens meanwhile
+
+
+def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
+    """Refuse to open sockets for ``peers`` more ranks, and ``own`` descriptors, if they would not fit.
+
+    ZeroMQ ends the process where it gets none in the middle of its work.
+
+    Raises:
+        ConfigurationError: says how many are needed, and the limit.
+    """
+    try:
+        import resource  # not on Windows, which has no such limit
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY:
+            return
+        taken = len(list(Path("/dev/fd").iterdir()))
+    except (ImportError, OSError):
+        return
+    needed = taken + own + PER_PEER * peers + SPARE
+    if needed > limit:
+        raise ConfigurationError(
+            f"rank {rank} needs {needed} file descriptors ({taken} are open, {PER_PEER} more for each of "
+            f"{peers} ranks), and its limit is {limit}; raise it before the start: ulimit -n "
+            f"{1 << (needed - 1).bit_length()}"
+        )

@@ -1,0 +1,318 @@
+"""The outgoing side of a mesh: a socket to each peer, what was seen of it, messages on their way."""
+
+from __future__ import annotations
+
+import socket as network
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final, final
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from sparsync.transports.zmq.curve import CurveKeys, Password
+
+__all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
+
+# seconds of silence of a connection, asked for a sign of life, after which its other end is dead; never
+# less, since ZeroMQ's thread may have to wait for its turn
+HEARTBEAT: Final = 20.0
+# or this many times ``timeout``, if that is longer: if a rank stands still, the wait's own deadline is to
+# speak first, although the last sign of life came before the wait began
+PATIENCE: Final = 2.0
+# seconds between signs of life: routers and firewalls forget connections that are silent for minutes
+BEAT: Final = 5.0
+MOST_SECONDS: Final = 2e6  # ZeroMQ counts milliseconds in 32 bits
+HIGH_WATER: Final = (
+    64  # messages per link that ZeroMQ queues on either side; above, the sender waits
+)
+# payloads up to this many bytes travel in the header's frame: one copy more, but a frame less to pass
+# to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a second frame
+# took 13 us of the caller and 7 us of that thread; the copy 10 us)
+INLINE: Final = 2**17
+# payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
+# wake-up (a memcpy of 1 MiB takes as long)
+ZERO_COPY: Final = 2**20
+# longer payloads travel in frames of this size: every frame is a sign of life, so that a payload that
+# takes longer than a heartbeat over a slow link does not look like a death
+PIECE: Final = 2**20
+MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cut off
+OVERHEAD: Final = 2**10  # bytes of a frame that are not its piece's, encryption included
+# seconds for a second attempt at a connection, whose error ZeroMQ does not tell
+PROBE: Final = 0.5
+WATCHED: Final = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+ADVICE: Final = (
+    "let that port in through the firewalls between them (port_range= fixes the ports), or give that "
+    "rank the interface= or advertise= at which the others find it"
+)
+
+
+@final
+class Parcel:
+    """A message to be sent: one frame with a short payload after its header, or a header and frames."""
+
+    def __init__(self, header: bytes, payload: Tensor) -> None:
+        length, view = payload.numel(), payload.contiguous().numpy().data
+        self.length = length
+        self.frames: list[Any] = [header, view]
+        if length <= INLINE:
+            self.frames = [header + view if length else header]
+        elif length > PIECE:
+            self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
+        self.zero_copy = length >= ZERO_COPY
+        self.tracker: zmq.MessageTracker | None = None  # until it is done ZeroMQ reads the payload
+        self.accepted = False  # by ZeroMQ
+
+    @property
+    def done(self) -> bool:
+        """Whether the payload may change."""
+        return self.accepted and (self.tracker is None or self.tracker.done)
+
+    def send(self, socket: zmq.Socket[Any]) -> bool:
+        """Give it to ZeroMQ without waiting; False: the queue is full.
+
+        Once the header is accepted the payload is too: the limit counts whole messages.
+        """
+        try:
+            if len(self.frames) == 1:
+                socket.send(self.frames[0], zmq.NOBLOCK)
+            else:
+                self.tracker = socket.send_multipart(
+                    self.frames, zmq.NOBLOCK, copy=not self.zero_copy, track=self.zero_copy
+                )
+        except zmq.Again:
+            return False
+        self.accepted = True
+        return True
+
+
+@final
+class Link:
+    """The outgoing socket to one peer, on which nobody else is accepted.
+
+    Args:
+        peer: its rank.
+        endpoint: its address; without keys, a blank and its password.
+        keys: this rank's, with the peer's public key; None: no encryption.
+        timeout: seconds that a wait may take.
+        connect_timeout: seconds that opening may take.
+
+    Attributes:
+        opened: the other end has let this rank in: what ends now is a connection that there was.
+        lost: why nothing can be sent any more.
+        lost_at: when that was seen, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        peer: int,
+        endpoint: str,
+        keys: CurveKeys | None,
+        timeout: float,
+        connect_timeout: float,
+    ) -> None:
+        self.peer, self.endpoint, self._patience = peer, endpoint, connect_timeout
+        self.address, _, word = endpoint.partition(" ")
+        self.opened, self.lost, self.lost_at = False, "", 0.0
+        self._reached = False  # something has accepted the connection
+        self._encrypted = keys is not None
+        self.by = time.monotonic() + connect_timeout  # it is to be open
+        self.queue: deque[Parcel] = deque()  # that ZeroMQ did not take yet, in order
+        self.sequences: Counter[int] = Counter()  # messages sent, by channel
+        # by this rank's own hand: ZeroMQ does not tell that there is no such name, and all of its traffic
+        # waits while it asks
+        try:
+            address = resolved(self.address)
+        except OSError as error:
+            address = self.address
+            self._lose(f"{self._unreached(error)}")
+        self.socket, self.events = watched(context, zmq.PUSH, address, timeout, connect_timeout)
+        try:
+            if keys is None:
+                Password(word.encode()).show(self.socket)
+            else:
+                keys.show(self.socket, keys.publics[peer])
+            if not self.lost:
+                self.socket.connect(address)
+        except BaseException:
+            self.close()  # a context with an open socket never ends
+            raise
+
+    def close(self, linger: int = 0) -> None:
+        """Close; what waits is dropped after ``linger`` milliseconds, in the background."""
+        self.socket.disable_monitor()
+        self.events.close()
+        self.socket.close(linger=linger)
+
+    def next_sequence(self, tag: int) -> int:
+        """Return the number of the next message of a channel, and count it."""
+        self.sequences[tag] += 1
+        return self.sequences[tag] - 1
+
+    def send(self, parcel: Parcel) -> None:
+        """Send now, or queue after what waits."""
+        if self.queue or not parcel.send(self.socket):
+            self.queue.append(parcel)
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self.queue and self.queue[0].send(self.socket):
+            self.queue.popleft()
+
+    @property
+    def state(self) -> str:
+        """Say what has been seen of a link that is not open; nothing of one that is."""
+        if self.lost or self.opened:
+            return self.lost
+        seen = "the port answers, but lets nobody in" if self._reached else "no answer"
+        return f"there is no connection to {self.address} yet ({seen})"
+
+    def look(self) -> None:
+        """Notice that the connection has been opened, that it has ended, or that it is late."""
+        for event, value in happened(self.events):
+            if self.lost:
+                continue
+            if event == zmq.EVENT_CONNECTED:
+                self._reached = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.opened = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                what = "key" if self._encrypted else "password"
+                self._lose(
+                    f"rank {self.peer} refused this rank's {what} (status {value}) at {self.address}"
+                )
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self.opened:
+                self._lose(
+                    f"bytes from rank {self.peer} were changed on their way, and are refused"
+                )
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._lose(
+                    f"what listens for rank {self.peer} at {self.address} does not speak this rank's "
+                    "protocol; give all ranks the same curve_keys"
+                )
+            elif self.opened:
+                self._lose(f"rank {self.peer} is gone (its connection ended)")
+            else:
+                self._lose(self._unreached(self._probed()))
+        if not self.lost and not self.opened and time.monotonic() > self.by:
+            self._lose(self._unreached(None))
+
+    def _lose(self, why: str) -> None:
+        self.lost, self.lost_at = why, time.monotonic()
+
+    def _probed(self) -> OSError | None:
+        """Return the error of another attempt to connect, which ZeroMQ has made and does not tell."""
+        if self._reached:
+            return None
+        try:
+            network.create_connection(host_and_port(resolved(self.address)), PROBE).close()
+        except OSError as error:
+            return error
+        return None
+
+    def _unreached(self, error: OSError | None) -> str:
+        """Say why the link was never opened."""
+        cure = ADVICE
+        if isinstance(error, network.gaierror):
+            seen = f"no such name: {error.strerror}"
+            cure = "give that rank an advertise= that all ranks can resolve, or an IP address"
+        elif isinstance(error, ConnectionRefusedError):
+            seen = "connection refused: a firewall rejects it, or that rank has ended"
+        elif error is not None and not isinstance(error, TimeoutError):
+            seen = error.strerror or str(error)
+        elif self._reached and time.monotonic() > self.by:
+            seen = f"the port answers, but has let nobody in within {self._patience:g} s"
+            cure = "is that rank alive? Raise connect_timeout= if it is only slow"
+        elif self._reached:
+            seen = (
+                "it answered, and ended the connection before it was open: that rank has ended, or "
+                "something else listens there"
+            )
+        else:
+            waited = time.monotonic() - self.by + self._patience
+            seen = f"no answer within {min(self._patience, waited):.2g} s"
+        return f"rank {self.peer} cannot be reached at {self.address} ({seen}); {cure}"
+
+
+def watched(
+    context: zmq.Context[Any], kind: int, address: str, timeout: float, handshake: float
+) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+    """Return a socket for one end of connections, and the one that tells what happens to them.
+
+    No reconnection: a new connection after a death would hide it, and the loss of what was queued.
+
+    Args:
+        context: of both.
+        kind: ``zmq.PUSH`` or ``zmq.PULL``.
+        address: tells IPv6 from IPv4.
+        timeout: seconds that a wait may take: as long as that a rank may stand still.
+        handshake: seconds after which a connection is closed whose other end has not said who it is.
+    """
+    socket = context.socket(kind)
+    socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    # of a frame, before it is allocated
+    socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
+    socket.reconnect_ivl = -1
+    socket.handshake_ivl = _milliseconds(handshake)
+    # each end asks for itself, so none tells the other one when to give up (heartbeat_ttl)
+    socket.heartbeat_timeout = _milliseconds(longest_silence(timeout))
+    socket.heartbeat_ivl = _milliseconds(BEAT)
+    try:
+        return socket, socket.get_monitor_socket(WATCHED)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+
+
+def longest_silence(timeout: float) -> float:
+    """Return the seconds after which a connection without a sign of life is taken for dead."""
+    return max(HEARTBEAT, PATIENCE * timeout)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(round(1000 * min(seconds, MOST_SECONDS)), 1)
+
+
+def happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
+    """Yield ``(event, value)`` of all that happened since the last call, in order."""
+    while events.poll(0):
+        message = recv_monitor_message(events)
+        yield int(message["event"]), int(message["value"])
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Take one of ZeroMQ's addresses apart.
+
+    Example:
+        >>> host_and_port("tcp://[::1]:29600")
+        ('::1', 29600)
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def resolved(address: str) -> str:
+    """Return one of ZeroMQ's addresses with its host's IP address, the first of IPv4's if it has any.
+
+    Raises:
+        socket.gaierror: there is no such name.
+    """
+    host, port = host_and_port(address)
+    with suppress(UnicodeError):  # a name that no resolver takes is one that does not exist
+        found = network.getaddrinfo(host, port, type=network.SOCK_STREAM)
+        family, *_, place = min(found, key=lambda one: one[0] != network.AF_INET)
+        return f"tcp://{f'[{place[0]}]' if family == network.AF_INET6 else place[0]}:{port}"
+    raise network.gaierror(network.EAI_NONAME, "Name or service not known")

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Weights", "rotate_"]
+__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Rooms", "Weights", "rotate_"]
 
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]
@@ -165,6 +165,27 @@ class Exchange:
         passing = ("carried", "room", "last")  # settled, and of no use later
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+@final
+class Rooms:
+    """Memory of exchanges that have landed, for others.
+
+    It is kept where memory is that of the system: pages that are touched for the first time cost more
+    than all that is done with them here.  A row that is not used takes none.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor, size: int) -> Tensor:
+        """Return three rows."""
+        return self._free.pop() if self._free else like.new_empty(3, size)
+
+    def keep(self, room: Tensor | None) -> None:
+        """Keep what an exchange has had."""
+        if room is not None and room.is_cpu:
+            self._free.append(room)
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, local_of, unflatten
 
@@ -105,6 +106,18 @@ class GradientNoise:
         squares, values = self._squares.clone(), self.values.clone()
         counts = {"measured": self._measured, "step": self._step}
         return {"squares": squares, "values": values, **counts}
+
+    def kind(self) -> Kind:
+        """Return what every field of a saved state has to be."""
+        squares, values = self._squares, self.values
+        return Fields(
+            {
+                "squares": Common(Values(tuple(squares.shape), squares.dtype, least=0)),
+                "values": Values(tuple(values.shape), values.dtype),
+                "measured": Common(Number(0, whole=True)),
+                "step": Common(Number(0, whole=True)),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was measured."""

@@ -13,15 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
-from sparsync.averaging.fragments import REST, Exchange, Layout, Weights, rotate_
+from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights, rotate_
 from sparsync.averaging.moments import drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
+from sparsync.averaging.saved import outer_kinds
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import ParsedState, parse_state, reducer_state, restore_reducer
+from sparsync.feedback.state import (
+    ParsedState,
+    parse_state,
+    reducer_state,
+    restore_reducer,
+    take_state,
+)
 from sparsync.feedback.step import Proposal
+from sparsync.fields import Kind
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
 from sparsync.transports.agree import agree
@@ -130,7 +138,7 @@ class OuterStep(Averager):
         sign: bool = False,
         **binding: Any,
     ) -> None:
-        self._rule = rule = period if isinstance(period, AdaptivePeriod) else None
+        self.rule = rule = period if isinstance(period, AdaptivePeriod) else None
         first = period.least if isinstance(period, AdaptivePeriod) else period
         counted = first is None or (type(first) is int and first >= 1)
         for name, value, fits, cure in (
@@ -180,7 +188,7 @@ class OuterStep(Averager):
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
         self._under_way: list[Exchange] = []
-        self._rooms: list[Tensor] = []  # of exchanges that have landed
+        self._rooms = Rooms()
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -260,7 +268,7 @@ class OuterStep(Averager):
         """Return the fragments whose period closes with local step ``step``."""
         if step < self.warmup_steps:
             return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
-        if self._rule is not None:
+        if self.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
         since = step - max(self._warm, default=-1)
         count = len(self.layout.fragments) or 1
@@ -324,10 +332,9 @@ class OuterStep(Averager):
                     self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 weights.landed(span)
-                if self._rule is not None:
-                    self._follow_drift(self._rule, exchange)
-            if exchange.room is not None and exchange.room.is_cpu:
-                self._rooms.append(exchange.room)
+                if self.rule is not None:
+                    self._follow_drift(self.rule, exchange)
+            self._rooms.keep(exchange.room)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
@@ -422,23 +429,28 @@ class OuterStep(Averager):
         saved = None if self._reducer is None else reducer_state(self._reducer)
         under_way = [exchange.state_dict() for exchange in self._under_way]
         parts = {"under_way": under_way, "sent": list(self._sent)}
-        if self._rule is not None:
+        if self.rule is not None:
             parts["present_period"] = self.period
         return {**super().state_dict(), "reducer": saved, **parts}
 
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be."""
+        return {**super().kinds(state), **outer_kinds(self, state)}
+
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        self.check_place(state)
+        self.check(state)
         return parse_state(self.reducer, state["reducer"])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
-        super().load_state_dict(state)
-        self._saved = state["reducer"]
+    def restore(self, state: Mapping[str, Any], parsed: ParsedState | None = None) -> None:
+        """Take over a saved state: its reducer's in ``start``, or now, ``parsed`` by ``validate``."""
+        super().restore(state)
+        self._saved = state["reducer"] if parsed is None else None
+        if parsed is not None:
+            take_state(self.reducer, parsed)
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
-        if self._rule is not None:
-            self.period = self._rule.checked(state.get("present_period"))
+        self.period = state.get("present_period", self.period)
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -461,7 +473,7 @@ class OuterStep(Averager):
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         distance = (
-            None if self._rule is None else share_of(moved, self.memory["shared"], self.layout.end)
+            None if self.rule is None else share_of(moved, self.memory["shared"], self.layout.end)
         )
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
@@ -512,15 +524,9 @@ class OuterStep(Averager):
         return self.layout.joined(part, deltas)
 
     def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return memory for an exchange, and the rows of it that a fragment needs.
-
-        It is kept where memory is that of the system: pages that are touched for the first time cost
-        more than all that is done with them here.  A row that is not used takes none.
-        """
+        """Return memory for an exchange, and the rows of it that a fragment needs."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
-        if room is None:
-            rooms = self._rooms
-            room = rooms.pop() if rooms else self.memory["shared"].new_empty(3, max(sizes))
+        room = self._rooms.take(self.memory["shared"], max(sizes)) if room is None else room
         return room, room[:, : sizes[part]]
 
     def _base(self, part: int, out: Tensor | None = None) -> Tensor:
@@ -581,7 +587,7 @@ class OuterStep(Averager):
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
-        period = self.period if self._rule is None else self.period_rule
+        period = self.period if self.rule is None else self.period_rule
         place = {"algorithm": self.algorithm, "density": self.density, "period": period}
         if self.residual == "weights":
             place["residual"] = self.residual

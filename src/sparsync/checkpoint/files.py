@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -15,13 +14,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from sparsync.errors import CheckpointError
+from sparsync.errors import CheckpointError, first_line
 
 __all__ = [
     "SHARED",
     "Seat",
     "await_whole",
-    "first_line",
     "is_whole",
     "numbered",
     "read_file",
@@ -36,9 +34,6 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_DETAIL: Final = 200  # characters of a list of names
-_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
 
 
@@ -219,15 +214,3 @@ def _culprit(content: Any) -> str:
                 "tensors, numbers, strings, and lists or dictionaries of them: "
             )
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error says in one line: of torch's page on unpickling, the reason."""
-    text = str(error)
-    if isinstance(error, pickle.UnpicklingError):
-        text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
-    lines = (text.strip() or type(error).__name__).splitlines()
-    if lines[0].endswith(":") and len(lines) > 1:
-        # torch's on state_dict: what does not fit comes next
-        lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
-    return lines[0]

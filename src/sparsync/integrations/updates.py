@@ -24,19 +24,23 @@ from sparsync.averaging.fragments import Begin
 from sparsync.averaging.moments import GradientNoise, correct, corrects
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
+from sparsync.averaging.saved import refused_under_way
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
+from sparsync.fields import Either, Exactly, Fields, Kind, Number, check_saved, common_facts
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.options import Compression, Options
-from sparsync.integrations.own import load_own, own_state, validate_own
+from sparsync.integrations.own import load_optimizers, load_weights, own_kinds, own_state
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.presets import Algorithm
-from sparsync.transports.agree import agree, check_equal_parameters
+from sparsync.transports.agree import agree, check_equal_parameters, digest, on_all_or_none
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups
@@ -50,6 +54,23 @@ from sparsync.units import (
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_CURE = "load what this handle's state_dict() returned, into the same set-up"
+# of a GradScaler, which is disabled, or not there
+_SCALER = Either(
+    (
+        Exactly(None),
+        Fields({}),
+        Fields(
+            {
+                "scale": Number(sys.float_info.min),
+                "growth_factor": Number(1),
+                "backoff_factor": Number(0, 1),
+                "growth_interval": Number(1, whole=True),
+                "_growth_tracker": Number(0, whole=True),
+            }
+        ),
+    )
+)
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer"]
 
@@ -450,36 +471,88 @@ class UpdateSync(Sync):
             "noise": None if noise is None else noise.state_dict(),
         }
 
-    def validate(self, state: Mapping[str, Any]) -> Any:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
-        parsed, module = self.outer.validate(state), self._plain()
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be: as it is here and now."""
+        outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
-        require(
-            {"parameters", "moments", "groups", "scaler", "noise"} <= set(state)
-            and (state["noise"] is None) == (self._weights.noise is None)
-            and state.get("pieces") == self._pieces,
-            "the saved state is not of these shards of the model; load what this handle's "
-            "state_dict() returned",
-        )
-        validate_own(module, self._weights.trained, self.outer.optimizers, state)
-        return parsed
+        saved = state.get("reducer")
+        return {
+            **outer.kinds(state),
+            **{name: Exactly(value) for name, value in outer.layout.extents().items()},
+            "averaged": Exactly(self._weights.buffers),
+            **own_kinds(
+                module,
+                self._weights.trained,
+                outer.optimizers,
+                # thresholds and boundaries start again
+                resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
+                finite=not refused_under_way(state),
+            ),
+            "scaler": _SCALER,
+            "pieces": Exactly(self._pieces),
+            "noise": Exactly(None) if noise is None else noise.kind(),
+        }
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
+
+        Raises:
+            ConfigurationError: names the first field that does not.
+        """
+        self.outer.check_place(state)
+        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
+        return parse_state(self.reducer, state["reducer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
-        self.validate(state)
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+
+        Raises:
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
+            PeerError: the ranks' states are not of one save.
+
+        If it raises, nothing was changed on any rank.
+        """
         run(self.outer.settle())
-        run(agree(self.reducer.comm, {"the local step of the saved state": int(state["steps"])}))
-        self.outer.load_state_dict(state)
-        run(self.outer.start(self.reducer, self.outer.memory["shared"]))
+        comms = self.communicators
+        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        facts = common_facts(state, Fields(self.kinds(state)), digest)
+        facts["what was saved"] = str([state[key] is None for key in ("parameters", "scaler")])
+        run(agree_state(self.reducer.comm, parsed, facts, parts=self._inner))
+        # What may still fail comes first: optimizers, of which anybody may have written one.
+        self._load_optimizers(comms, state)
+        self._take(state, parsed)
+
+    def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
+        """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
+        module, scaler = self._plain(), self._scaler if state["scaler"] else None
+        assert module is not None
+        stateful = [*self.outer.optimizers, *([] if scaler is None else [scaler])]
+        former = [
+            one.state_dict() for one in stateful
+        ]  # of moments it holds the tensors themselves
+
+        def load() -> None:
+            load_optimizers(module, self.outer.optimizers, state)
+            if scaler is not None:
+                scaler.load_state_dict(state["scaler"])
+
+        try:
+            on_all_or_none(comms, load, "load the saved states of its optimizers")
+        except Exception:
+            for one, before in zip(stateful, former, strict=True):
+                one.load_state_dict(before)
+            raise
+
+    def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:
+        """Take a state over that was found to fit, on this rank alone."""
         module = self._plain()
         assert module is not None
+        self.outer.restore(state, parsed)
         if state["parameters"] is None:
             self.outer.restart(self._weights)
-        load_own(module, self._weights.trained, self.outer.optimizers, state)
+        load_weights(module, self._weights.trained, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
         self._owed, self._before = False, None
         if self._scaler is not None:
-            if state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
             self._unscaled = self.outer.steps

@@ -8,11 +8,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, local_of, unflatten
 
-__all__ = ["GradientNoise", "correct", "corrects", "drop_broken", "with_moments"]
+__all__ = [
+    "GradientNoise",
+    "common_rate",
+    "correct",
+    "corrects",
+    "drop_broken",
+    "noise_of",
+    "with_moments",
+]
 
 
 _SIDE: Final = 8  # its square is the number of sums of a parameter's gradient at an exchange
@@ -159,6 +168,22 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def noise_of(
+    optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
+) -> GradientNoise | None:
+    """Return what measures the noise of gradients, if ``correct`` knows the steps of an optimizer."""
+    memory = {
+        parameter: group["betas"][1]
+        for optimizer in filter(corrects, optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not group["amsgrad"]
+    }
+    # as the model orders them: optimizers may be given theirs in other orders
+    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
+    return GradientNoise(found) if found else None
+
+
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
@@ -195,6 +220,13 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
     _pass_over(jobs)
+
+
+def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Return the learning rate of all groups, of a step by signs."""
+    rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
+    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
+    return rates.pop()
 
 
 def drop_broken(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights, rotate_
-from sparsync.averaging.moments import drop_broken
+from sparsync.averaging.moments import common_rate, drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, share_of, warm_exchanges
 from sparsync.averaging.saved import outer_kinds
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
@@ -255,6 +255,13 @@ class OuterStep(Averager):
         self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
         if saved is not None:
             await restore_reducer(reducer, saved)
+
+    def begin_again(self, shared: Tensor) -> None:
+        """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
+        self.memory, self.state = {"shared": shared}, OuterState()
+        self._under_way.clear()
+        for residual in self.reducer.residuals:
+            residual.load(None)
 
     def begins_last(self, step: int) -> bool:
         """Tell whether the last fragment, which has the buffers, is sent after local step ``step``."""
@@ -555,12 +562,7 @@ class OuterStep(Averager):
 
     def _lr(self) -> float:
         """Return the size of a step by signs."""
-        groups = [group for one in self.optimizers for group in one.param_groups if self.sign]
-        rates = {float(group["lr"]) for group in groups} or {1.0}
-        require(
-            len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same"
-        )
-        return rates.pop()
+        return common_rate(self.optimizers) if self.sign and self.optimizers else 1.0
 
     def _stepped(
         self, average: Tensor, span: slice, momentum: float, lr: float, out: Tensor

@@ -68,10 +68,11 @@ def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
-    """Describe an exchange that is settled: its fragment's new vectors, or none if it was refused."""
+    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
     fragments = outer.layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
+    nothing = refused or exchange.get("done") is False
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
     if fragments:
@@ -87,8 +88,8 @@ def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
             "lands": Common(Number(0, whole=True)),
             "late": Common(bool),
             "weights": own,
-            "shared": Common(Exactly(None) if refused else shared),
-            "done": Exactly(True),
+            "shared": Common(Exactly(None) if nothing else shared),
+            "done": Common(bool),
             "refused": Common(bool),
             "lr": Common(Number(0)),
             "drift": Common(Number(0)),

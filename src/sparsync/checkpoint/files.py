@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "is_whole",
     "numbered",
     "read_file",
+    "remove_file",
     "remove_folder",
     "remove_old",
     "states_in",
@@ -91,10 +93,11 @@ def write_file(path: Path, content: Any) -> None:
         temporary.replace(path)
         _sync_folder(path.parent)
     except Exception as error:  # an object may raise anything when it is pickled
-        temporary.unlink(missing_ok=True)
-        on_disk = isinstance(error, OSError | RuntimeError)
+        remove_file(temporary)
+        refused = _by_the_system(error)
+        on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
-            f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(error)}"
+            f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
         ) from error
 
 
@@ -120,8 +123,25 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     return dict(content)
 
 
+def _by_the_system(error: BaseException | None) -> OSError | None:
+    """Return what the system said, if that is behind an error.
+
+    When a disk fills up, torch's writer raises again while it closes: it wonders at its position in the
+    file, and only the context of that has the reason.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def numbered(folder: Path) -> dict[int, Path]:
-    """Return all checkpoints in a folder, whole or not, by number."""
+    """Return all checkpoints in a folder, whole or not, by number.
+
+    Raises:
+        CheckpointError: it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give a folder for this run's checkpoints")
     found = [(_FOLDER.fullmatch(path.name), path) for path in folder.glob("*-step-*")]
     return {int(match[1]): path for match, path in found if match}
 
@@ -169,13 +189,23 @@ def is_whole(seats: Collection[Seat]) -> bool:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest whole checkpoints, and what was never whole before them."""
-    newest = sorted(whole_checkpoints(folder))[-keep:]
+    """Remove all but the newest whole checkpoints, and what was never whole before them.
+
+    A symbolic link is somebody's who keeps that checkpoint elsewhere: it is neither followed nor counted.
+    """
+    whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
+    newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():
-        if newest and number < newest[0]:
+        if newest and number < newest[0] and not path.is_symlink():
             for file in (*path.glob("sparsync-rank-*"), *path.glob(f"{SHARED}*")):
-                file.unlink(missing_ok=True)  # other ranks do the same
+                remove_file(file)  # other ranks do the same
             remove_folder(path)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file if that can be done; what cannot be removed ends no training."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:

@@ -15,6 +15,7 @@ from sparsync.checkpoint.files import (
     is_whole,
     numbered,
     read_file,
+    remove_file,
     remove_folder,
     remove_old,
     states_in,
@@ -29,6 +30,7 @@ from sparsync.errors import (
     ConfigurationError,
     NoCheckpointError,
     first_line,
+    require,
 )
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.agree import greatest, on_all_or_none
@@ -119,7 +121,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write, or does not see the others'
-            files; the checkpoints of before are untouched.
+            files; the checkpoints of before are untouched, and training may go on.
+        ConfigurationError: ``keep`` or ``folder`` is none.
 
     Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
 
@@ -138,7 +141,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         raise ConfigurationError(
             f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
         )
-    folder, seat = Path(folder), seat_of(sync)
+    folder, seat = _named(folder), seat_of(sync)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
     target = folder / f"{1 + _greatest(sync, last):06d}-step-{sync.reducer.step:08d}"
 
@@ -163,7 +166,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
     except CheckpointError as error:
         for name in [seat.name, SHARED] if seat.place == 0 else [seat.name]:
-            (target / name).unlink(missing_ok=True)
+            remove_file(target / name)
         remove_folder(target)
         raise CheckpointError(f"{error}; the checkpoints of before are as they were") from error
     if keep is not None:
@@ -204,7 +207,7 @@ def load(
     Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies what is
     ``shared``, to be able to go back.
     """
-    path, older = _chosen(sync, Path(folder), step)
+    path, older = _chosen(sync, _named(folder), step)
     try:
         return _loaded(sync, path, shared)
     except CheckpointError as error:
@@ -213,6 +216,12 @@ def load(
         raise CheckpointError(
             f"{error}; an older checkpoint is there: load it with step={older[-1]}"
         ) from error
+
+
+def _named(folder: Path | str) -> Path:
+    """Return a folder; refuse none, as of a variable that is not set."""
+    require(folder != "", "the folder for checkpoints has no name; name one, e.g. checkpoints")
+    return Path(folder)
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:

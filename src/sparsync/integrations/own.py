@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +18,28 @@ from sparsync.errors import ConfigurationError
 from sparsync.fields import Each, Either, Exactly, Fields, Kind, Number, Plain, Values, like
 from sparsync.units import local_of
 
-__all__ = ["load_optimizers", "load_weights", "own_kinds", "own_state"]
+__all__ = ["SCALER_KIND", "load_optimizers", "load_weights", "own_kinds", "own_state"]
 
 # of torch's optimizers: steps, squares and magnitudes
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
+)
+# of a GradScaler, which is disabled, or not there
+SCALER_KIND: Final = Either(
+    (
+        Exactly(None),
+        Fields({}),
+        Fields(
+            {
+                "scale": Number(sys.float_info.min),
+                "growth_factor": Number(1),
+                "backoff_factor": Number(0, 1),
+                "growth_interval": Number(1, whole=True),
+                "_growth_tracker": Number(0, whole=True),
+            }
+        ),
+    )
 )
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.fragments import Begin
-from sparsync.averaging.moments import GradientNoise, correct, corrects
+from sparsync.averaging.moments import correct, noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.averaging.saved import refused_under_way
@@ -30,16 +30,28 @@ from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
-from sparsync.fields import Either, Exactly, Fields, Kind, Number, check_saved, common_facts
+from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.integrations.changes import Changes, begin_together
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.options import Compression, Options
-from sparsync.integrations.own import load_optimizers, load_weights, own_kinds, own_state
+from sparsync.integrations.own import (
+    SCALER_KIND,
+    load_optimizers,
+    load_weights,
+    own_kinds,
+    own_state,
+)
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.presets import Algorithm
-from sparsync.transports.agree import agree, check_equal_parameters, digest, on_all_or_none
+from sparsync.transports.agree import (
+    agree,
+    check_equal_parameters,
+    digest,
+    on_all_or_none,
+)
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
@@ -54,23 +66,8 @@ from sparsync.units import (
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_EVERYTHING = slice(0, None)
 _CURE = "load what this handle's state_dict() returned, into the same set-up"
-# of a GradScaler, which is disabled, or not there
-_SCALER = Either(
-    (
-        Exactly(None),
-        Fields({}),
-        Fields(
-            {
-                "scale": Number(sys.float_info.min),
-                "growth_factor": Number(1),
-                "backoff_factor": Number(0, 1),
-                "growth_interval": Number(1, whole=True),
-                "_growth_tracker": Number(0, whole=True),
-            }
-        ),
-    )
-)
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer"]
 
@@ -96,24 +93,6 @@ def make_outer(
         )
     outer.adapt(compression.compress, compression.unit_bytes, compression.warmup_steps)
     return outer
-
-
-def noise_of(
-    outer: OuterStep,
-    optimizers: Sequence[torch.optim.Optimizer],
-    trained: Mapping[str, Tensor],
-) -> GradientNoise | None:
-    """Return what measures the noise of gradients, if an optimizer's steps are to be corrected for it."""
-    memory = {
-        parameter: group["betas"][1]
-        for optimizer in filter(corrects, optimizers if outer.noise_correction else ())
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if not group["amsgrad"]
-    }
-    # as the model orders them: optimizers may be given theirs in other orders
-    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
-    return GradientNoise(found) if found else None
 
 
 def attach_updates(
@@ -148,7 +127,7 @@ def attach_updates(
                 ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        noise = noise_of(outer, optimizers, trained)
+        noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
         parameters: Mapping[str, Tensor] = trained
@@ -222,6 +201,8 @@ class UpdateSync(Sync):
         self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
+        self._changes = Changes(weights.trained.values())
+        self._begins, self._resumed = True, False  # before the first step here; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
         weights.carrier = weakref.WeakMethod(self._carry)
@@ -266,6 +247,7 @@ class UpdateSync(Sync):
         before = weakly(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
+        handles += [one.register_step_pre_hook(weakly(self._before_step)) for one in optimizers]
         handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
         for handle in handles:
             self.on_close.callback(handle.remove)
@@ -305,6 +287,41 @@ class UpdateSync(Sync):
         future.set_result(buffer)
         return future
 
+    def _before_step(self, *_step: Any) -> None:
+        self._check_start()
+        require(
+            not self._changes.replaced(),
+            f"local step {self.outer.steps}: the weights were replaced since the last step, as by a "
+            "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
+            "the handle on all ranks, load, and attach again",
+        )
+
+    def _check_start(self) -> None:
+        """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
+
+        Else the way to them would be delivered as if it were an update.  All ranks ask, once: they do not
+        know of each other.
+        """
+        if not self._begins:
+            return
+        self._begins, outer = False, self.outer
+        own, shared = self._weights.read(_EVERYTHING), outer.memory["shared"]
+        end = outer.layout.end
+        if not self._begin_together(self._loaded(own), own[:end]):
+            return
+        # buffers beyond the end have seen a batch since, and are averaged in any case
+        outer.begin_again(torch.cat([own[:end], shared[end:]]))
+
+    def _loaded(self, own: Tensor) -> bool:
+        """Tell whether this rank's weights are others than attach, or the handle's load, has left."""
+        if self._resumed:  # every rank has its own
+            return self._changes.differ()
+        end = self.outer.layout.end
+        return not own[:end].equal(self.outer.memory["shared"][:end])
+
+    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
+        return begin_together(self.communicators, loaded, own)
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
         if (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
@@ -312,6 +329,7 @@ class UpdateSync(Sync):
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
+        self._changes.remember()
 
     def _forward(self, *_given: Any) -> None:
         if torch.is_grad_enabled():
@@ -328,6 +346,14 @@ class UpdateSync(Sync):
                 )
         assert module is not None
         self._weights.reshard()
+        if (
+            self._begins and not self.outer.optimizers
+        ):  # ``step`` is too late: it comes after theirs
+            self._begins = False
+            require(
+                not self._loaded(self._weights.read(_EVERYTHING)),
+                "weights were loaded after attach; load them before, or give attach the optimizer",
+            )
         trained = self._weights.trained.values()
         if (seen := training(module)) != self._seen:
             check_same_parameters(module, trained, self._alone)
@@ -350,6 +376,8 @@ class UpdateSync(Sync):
         """
         outer = self.outer
         self._check_own("an optimizer's step")
+        if outer.optimizers:  # else this is after the step
+            self._check_start()
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.total()
             self._started = time.perf_counter()
@@ -409,15 +437,15 @@ class UpdateSync(Sync):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
-        everything, shows = slice(0, None), self._shows
-        own = self._weights.read(everything)
-        self._weights.write(everything, self.outer.memory["shared"])
+        shows, own = self._shows, self._weights.read(_EVERYTHING)
+        self._weights.write(_EVERYTHING, self.outer.memory["shared"])
         self._shows = True
         try:
             yield
         finally:
-            self._weights.write(everything, own)
+            self._weights.write(_EVERYTHING, own)
             self._shows = shows
+            self._changes.remember()
 
     def _check_own(self, what: str) -> None:
         """Refuse what needs this rank's own weights while the shared ones are in the model."""
@@ -430,6 +458,7 @@ class UpdateSync(Sync):
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
         run(self.outer.deliver(self._weights))
+        self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -488,7 +517,7 @@ class UpdateSync(Sync):
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=not refused_under_way(state),
             ),
-            "scaler": _SCALER,
+            "scaler": SCALER_KIND,
             "pieces": Exactly(self._pieces),
             "noise": Exactly(None) if noise is None else noise.kind(),
         }
@@ -554,5 +583,7 @@ class UpdateSync(Sync):
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
         self._owed, self._before = False, None
+        self._begins = self._resumed = True
+        self._changes.remember()
         if self._scaler is not None:
             self._unscaled = self.outer.steps

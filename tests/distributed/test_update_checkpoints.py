@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from sparsync.averaging import AdaptivePeriod, OuterStep
+from tests.damaging import equal, loaded_in_spite_of_damage
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
@@ -95,6 +96,25 @@ def test_checkpoints_wait_for_what_is_under_way(call, folder):
         calls = {"save": sparsync.save, "load": sparsync.load}
         calls[call](sync, folder) if call in calls else sync.load_state_dict(given)
         assert ended == {True}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["default", "weights"])
+def test_one_ranks_damaged_state_is_refused_on_all(name, folder):
+    """Every field in every way: nothing changes, and older checkpoints load as before."""
+    net, optimizer, sync = attached("plain", SETTINGS[name])
+    with sync:
+        steps(net, optimizer, range(5))
+        while "delay" in SETTINGS[name] and not sync.state_dict()["under_way"]:
+            steps(net, optimizer, range(1))
+        sparsync.save(sync, folder)
+        saved = sync.state_dict()
+        steps(net, optimizer, range(5, 7))
+        assert not [*loaded_in_spite_of_damage(sync, saved)]
+        through = steps(net, optimizer, range(7, 9))
+        sparsync.load(sync, folder)
+        assert equal(sync.state_dict(), saved)
+        assert torch.equal(steps(net, optimizer, [5, 6, 7, 8]), through)
 
 
 def undelivered(states, name):

@@ -44,8 +44,9 @@ class Averager(Stateful):
             are frozen now do not travel.  None: only the coroutines are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them; whole-numbered ones stay local until then, when
-            rank 0's are taken.  What ``state_dict`` leaves out (``persistent=False``) is never touched.
+            "local" until ``finish`` averages them; those that hold Inf (masks) and whole-numbered ones
+            stay local until then; of the latter rank 0's are taken.  What ``state_dict`` leaves out
+            (``persistent=False``) is never touched.
         optimizer: whose state ``moments`` is about.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
+from sparsync.errors import NonFiniteGradientError
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
@@ -230,6 +231,20 @@ class Weights:
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part."""
         self.write(span, self.vector[span] + values)
+
+    def broken(self) -> str:
+        """Name what of this rank's weights is not finite, if that is known."""
+        return ""
+
+    def refused(self, step: float) -> NonFiniteGradientError:
+        """Return the error of a second exchange in a row that held NaN or Inf."""
+        name = self.broken()
+        here = f" (on this rank '{name}' does)" if name else ""
+        return NonFiniteGradientError(
+            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, "
+            "look for what makes it in the loss of that step, lower the learning rate, or give "
+            "optimizer=, whose broken moments are dropped"
+        )
 
     def landed(self, span: slice) -> None:
         """Take note that an exchange of a part was applied."""

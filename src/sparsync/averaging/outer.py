@@ -347,10 +347,7 @@ class OuterStep(Averager):
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self.on_any_part)
         if self.state.refused > 1:
-            raise NonFiniteGradientError(
-                f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
-                "lower the learning rate, or give optimizer=, whose broken moments are dropped"
-            )
+            raise weights.refused(step)
         self.restart(weights)
 
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:

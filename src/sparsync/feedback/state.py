@@ -146,7 +146,12 @@ async def agree_state(
     """
     saved, units = parsed.saved, len(parsed.residuals)
     shared = [saved["step"], saved["skipped"], float(saved["scale"]), parsed.density, parsed.shares]
-    common = {"its collectives": [*shared, *parsed.parts[units:]], **(facts or {})}
+    there = [value is not None for value in (*parsed.residuals, *parsed.velocities)]
+    common = {
+        "its collectives": [*shared, *parsed.parts[units:]],
+        "which residuals and velocities it has": there,
+        **(facts or {}),
+    }
     await _agree(comm, parts, saved["step"], common)
 
 
@@ -239,13 +244,6 @@ def check_fields(state: object) -> None:
             raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
         if name == "version" and value != STATE_VERSION:
             raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
-    assert isinstance(state, Mapping)
-    unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
-    if unknown:
-        raise ConfigurationError(
-            f"a saved state has an unknown '{_brief(unknown[0])}'; give what state_dict() of every rank "
-            "returned"
-        )
 
 
 def _misfit(name: str, value: object, expected: object, cure: str) -> ConfigurationError:
@@ -261,6 +259,12 @@ def _brief(value: object) -> str:
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Refuse a state of another set-up."""
+    unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
+    if unknown:
+        raise ConfigurationError(
+            f"the saved state has an unknown '{_brief(unknown[0])}'; give what state_dict() of every "
+            "rank returned"
+        )
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):
         unknown = [name for name in state[what] if name not in named]

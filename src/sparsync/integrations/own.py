@@ -41,6 +41,7 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
+_SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
@@ -177,7 +178,7 @@ def _setting_kind(name: str, value: Any) -> Kind:
     if name == "betas":
         return Each((Number(0, math.nextafter(1.0, 0.0)),) * len(value))
     least = 0.0 if name in _RATES else -math.inf
-    if isinstance(value, bool):
+    if isinstance(value, bool) or name in _SWITCHES:
         return Either((Exactly(None), bool))
     if isinstance(value, int | float | Tensor):  # a rate may be a tensor of one number
         return Either((Values((), torch.float32, least), Number(least)))

@@ -26,6 +26,7 @@ __all__ = [
     "Number",
     "Plain",
     "Values",
+    "brief",
     "check_saved",
     "common_facts",
     "like",
@@ -71,7 +72,7 @@ class Exactly:
     value: Any
 
     def __str__(self) -> str:
-        return _brief(self.value)
+        return brief(self.value)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
         for at, (inner, one) in enumerate(zip(value, kind.kinds, strict=True)):
             yield from _wrong(inner, one, _at(name, at))
     elif not _is(value, kind):
-        yield f"the saved {name} is {_brief(value)}, expected {kind}"
+        yield f"the saved {name} is {brief(value)}, expected {kind}"
 
 
 def _is(value: Any, kind: Kind) -> bool:
@@ -305,16 +306,17 @@ def _common(value: Any, kind: Kind, digest: Callable[[Tensor], str]) -> Iterator
 
 
 def _at(name: str, key: object) -> str:
-    return f"{name}[{_brief(key)}]"
+    return f"{name}[{brief(key)}]"
 
 
 def _sized(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """Return a value in one short line: of a tensor what it is, not what is in it."""
     if isinstance(value, Tensor):
         broken = _is_dense(value) and not _is_plain(value)
         return f"a tensor {_sized(value.dtype, tuple(value.shape))}{' with NaN or Inf' * broken}"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

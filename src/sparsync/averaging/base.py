@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
-from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
+from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, brief, check_saved, same
 from sparsync.state import Stateful
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
@@ -172,7 +172,7 @@ class Averager(Stateful):
         for name, value in place.items():
             require(
                 same(state[name], value),
-                f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
+                f"the saved state has {name} {brief(state[name])}, this run has {value!r}; load each "
                 "rank's own state into the same set-up",
             )
 

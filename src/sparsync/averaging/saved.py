@@ -35,15 +35,16 @@ def outer_kinds(outer: OuterStep, state: Mapping[str, Any]) -> dict[str, Kind]:
     shared = outer.memory.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
-    memory = Fields({"shared": Common(vector)})
-    if outer.momentum != 0:
-        planned = like is not None and bool(layout.fragments)
-        velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
-        memory = Fields(memory.required, {"momentum": Common(velocity)})
+    planned = layout.fragments and like is not None
+    velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
+    vectors: dict[str, Kind] = {"shared": Common(vector)}
+    moving: dict[str, Kind] = {"momentum": Common(velocity)} if outer.momentum != 0 else {}
+    if state.get("reducer") is None:  # before the first step
+        vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")
     fragments = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
     kinds: dict[str, Kind] = {
-        "memory": memory,
+        "memory": Fields(vectors, moving),
         "state": Fields({"refused": Common(Number(0, whole=True))}),
         "reducer": object,  # ``parse_state`` knows it
         "under_way": Each(tuple(_exchange_kind(outer, one) for one in _exchanges(state))),

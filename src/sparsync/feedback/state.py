@@ -19,6 +19,7 @@ from sparsync import kernels
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
+from sparsync.fields import brief
 from sparsync.state import Stateful, fits
 from sparsync.transports.agree import agree, greatest
 from sparsync.transports.communicator import Communicator
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 2
+_SHOWN: Final = 60  # characters of a text
 _MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
 # of a saved state, by type; those of selectors and collectives are their own affair
 _FIELDS: Final[tuple[tuple[str, Any], ...]] = (
@@ -108,6 +110,18 @@ class ParsedState:
     velocities: list[Tensor | None]
     parts: list[Any]  # of all selectors, then of all collectives
 
+    def common(self) -> dict[str, object]:
+        """Return what is equal on all ranks, by name."""
+        saved, units = self.saved, len(self.residuals)
+        counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.density, self.shares]
+        return {
+            "its collectives": [*counts, *self.parts[units:]],
+            # None: nothing was ever kept back, on any rank
+            "which residuals and velocities it has": [
+                values is not None for values in (*self.residuals, *self.velocities)
+            ],
+        }
+
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     """Return what a saved state holds for a reducer, which is not changed.
@@ -144,15 +158,7 @@ async def agree_state(
     Raises:
         PeerError: on all ranks: the states are of different steps, or not of one save.
     """
-    saved, units = parsed.saved, len(parsed.residuals)
-    shared = [saved["step"], saved["skipped"], float(saved["scale"]), parsed.density, parsed.shares]
-    there = [value is not None for value in (*parsed.residuals, *parsed.velocities)]
-    common = {
-        "its collectives": [*shared, *parsed.parts[units:]],
-        "which residuals and velocities it has": there,
-        **(facts or {}),
-    }
-    await _agree(comm, parts, saved["step"], common)
+    await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
 
 
 def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = False) -> None:
@@ -253,8 +259,7 @@ def _misfit(name: str, value: object, expected: object, cure: str) -> Configurat
 
 
 def _brief(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return value if isinstance(value, str) and len(value) <= _SHOWN else brief(value)
 
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:

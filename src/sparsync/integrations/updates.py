@@ -532,6 +532,12 @@ class UpdateSync(Sync):
         check_saved(state, Fields(self.kinds(state)), "state", _CURE)
         return parse_state(self.reducer, state["reducer"])
 
+    def common(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what of a saved state, which fits, is equal on all ranks, by name."""
+        facts = common_facts(state, Fields(self.kinds(state)), digest)
+        there = [state[key] is not None for key in ("parameters", "scaler")]
+        return {**facts, "whether it has weights and a scaler": str(there)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
@@ -544,9 +550,7 @@ class UpdateSync(Sync):
         run(self.outer.settle())
         comms = self.communicators
         parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
-        facts = common_facts(state, Fields(self.kinds(state)), digest)
-        facts["what was saved"] = str([state[key] is None for key in ("parameters", "scaler")])
-        run(agree_state(self.reducer.comm, parsed, facts, parts=self._inner))
+        run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
         # What may still fail comes first: optimizers, of which anybody may have written one.
         self._load_optimizers(comms, state)
         self._take(state, parsed)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.state import fits
+from sparsync.state import brief, fits
 
 __all__ = [
     "Common",
@@ -26,14 +26,11 @@ __all__ = [
     "Number",
     "Plain",
     "Values",
-    "brief",
     "check_saved",
     "common_facts",
     "like",
     "same",
 ]
-
-_SHOWN: Final = 60  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Values:
     def __str__(self) -> str:
         bounds = "" if self.least == -math.inf else f" >= {self.least:g}"
         numbers = f" of finite numbers{bounds}" if self.finite else ""
-        return f"a tensor {_sized(self.dtype, self.shape)}{numbers}"
+        return f"{brief(torch.empty(self.shape, dtype=self.dtype, device='meta'))}{numbers}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,8 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
         for at, (inner, one) in enumerate(zip(value, kind.kinds, strict=True)):
             yield from _wrong(inner, one, _at(name, at))
     elif not _is(value, kind):
-        yield f"the saved {name} is {brief(value)}, expected {kind}"
+        broken = " with NaN or Inf" if _is_dense(value) and not _is_plain(value) else ""
+        yield f"the saved {name} is {brief(value)}{broken}, expected {kind}"
 
 
 def _is(value: Any, kind: Kind) -> bool:
@@ -307,16 +305,3 @@ def _common(value: Any, kind: Kind, digest: Callable[[Tensor], str]) -> Iterator
 
 def _at(name: str, key: object) -> str:
     return f"{name}[{brief(key)}]"
-
-
-def _sized(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def brief(value: object) -> str:
-    """Return a value in one short line: of a tensor what it is, not what is in it."""
-    if isinstance(value, Tensor):
-        broken = _is_dense(value) and not _is_plain(value)
-        return f"a tensor {_sized(value.dtype, tuple(value.shape))}{' with NaN or Inf' * broken}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import sparsync
 from sparsync.averaging import OuterStep
 from sparsync.errors import ConfigurationError
+from tests.attaching import attach
 
 UNKNOWN = "a field that nobody knows"
 
@@ -116,7 +117,7 @@ def of_updates(settings, make=torch.optim.AdamW, **options):
 def of_gradients():
     model = torch.nn.parallel.DistributedDataParallel(net())
     correction = sparsync.Correction(momentum=0.5)
-    sync = sparsync.attach(model, "oktopk", density=0.1, correction=correction)
+    sync = attach(model, "oktopk", density=0.1, correction=correction)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
     return sync
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
-from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, brief, check_saved, same
-from sparsync.state import Stateful
+from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
+from sparsync.state import Stateful, brief
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator

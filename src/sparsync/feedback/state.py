@@ -19,8 +19,7 @@ from sparsync import kernels
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
-from sparsync.fields import brief
-from sparsync.state import Stateful, fits
+from sparsync.state import Stateful, brief, fits
 from sparsync.transports.agree import agree, greatest
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
@@ -248,6 +247,10 @@ def check_fields(state: object) -> None:
         if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
             expected = f"{getattr(kind, '__name__', kind)}{' >= 0' if name in _COUNTS else ''}"
             raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
+        if name == "density" and not 0 < value <= 1:
+            raise _misfit(
+                name, value, "one in (0, 1]", "give what state_dict() of every rank returned"
+            )
         if name == "version" and value != STATE_VERSION:
             raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
 

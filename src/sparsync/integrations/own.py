@@ -162,8 +162,7 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
     if not isinstance(value, Tensor):
         return like(value)
     part = local_of(value)
-    kind = Values(tuple(part.shape), part.dtype, least, finite)
-    return kind if part.dim() else Either((Number(least), kind))  # versions of torch differ
+    return Values(tuple(part.shape), part.dtype, least, finite)
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:

@@ -225,7 +225,7 @@ practice(
     "else, or between steps, they are refused. (tests/distributed/test_updates.py"
     "::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
     UpdateSpace="untested. As with `attach`.",
-    averaging="untested. Load them before the averager is made: it has taken the former ones as the start.",
+    averaging="untested. Load them before the averager is made, which takes what it sees as the start.",
 )
 
 

@@ -181,6 +181,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 one.load_state_dict(its)
         if not self.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+        self._changes.remember()
 
     def _conclude(self) -> None:
         """Exchange all that is left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections import defaultdict
@@ -127,7 +126,7 @@ def _kept_after_a_step(
 
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    double, real = copy.copy(optimizer), dict[Tensor, Tensor]()
+    double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
@@ -169,7 +168,9 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
     """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler."""
     kinds: dict[str, Kind] = {name: Number(0) for name in _SCHEDULERS}
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
-    required = {name: kinds.pop(name) for name in [*kinds] if name in optimizer.defaults}
+    required = {
+        name: kinds.pop(name) for name in [*kinds] if name in getattr(optimizer, "defaults", {})
+    }
     return Fields(required, kinds)
 
 
@@ -180,7 +181,8 @@ def _setting_kind(name: str, value: Any) -> Kind:
     if isinstance(value, bool) or name in _SWITCHES:
         return Either((Exactly(None), bool))
     if isinstance(value, int | float | Tensor):  # a rate may be a tensor of one number
-        return Either((Values((), torch.float32, least), Number(least)))
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        return Either((Values(shape, torch.float32, least), Number(least)))
     return like(value)
 
 

@@ -311,6 +311,7 @@ class UpdateSync(Sync):
             return
         # buffers beyond the end have seen a batch since, and are averaged in any case
         outer.begin_again(torch.cat([own[:end], shared[end:]]))
+        self._changes.remember()
 
     def _loaded(self, own: Tensor) -> bool:
         """Tell whether this rank's weights are others than attach, or the handle's load, has left."""
@@ -329,7 +330,8 @@ class UpdateSync(Sync):
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
-        self._changes.remember()
+        else:
+            self._changes.remember()
 
     def _forward(self, *_given: Any) -> None:
         if torch.is_grad_enabled():
@@ -388,6 +390,7 @@ class UpdateSync(Sync):
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+            self._changes.remember()
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel

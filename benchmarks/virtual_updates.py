@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging import OUTER_SETTINGS, OuterStep
-from sparsync.averaging.moments import correct
+from sparsync.averaging.moments import correct, noise_of
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.updates import noise_of
 from sparsync.integrations.weights import ModelWeights
 from sparsync.transports.sim import SimCommunicator, simulate
 
@@ -78,7 +77,7 @@ def train_updates(
         model, outer = make_model(), OuterStep(**settings)
         optimizers = _several(make_optimizer(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        noise = noise_of(outer, optimizers, trained)
+        noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights: Any = VirtualWeights(ModelWeights(model, trained, True, noise=noise))
         units = outer.plan(weights.read(slice(0, None)), trained)
         reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)

@@ -14,6 +14,10 @@
          └─ DeadlockError                    the simulator found ranks that wait for each other
 """
 
+import pickle
+import re
+from typing import Final
+
 __all__ = [
     "CheckpointError",
     "CommunicationError",
@@ -25,6 +29,7 @@ __all__ = [
     "PeerError",
     "SparsyncError",
     "WireFormatError",
+    "first_line",
     "require",
 ]
 
@@ -67,6 +72,23 @@ class DeadlineError(CommunicationError, TimeoutError):
 
 class DeadlockError(CommunicationError):
     """Simulated ranks wait for each other and no message is under way."""
+
+
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_DETAIL: Final = 200  # characters of a list of names
+_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in one line: of torch's page on unpickling, the reason."""
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
+    lines = (text.strip() or type(error).__name__).splitlines()
+    if lines[0].endswith(":") and len(lines) > 1:
+        # torch's on state_dict: what does not fit comes next
+        lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
+    return lines[0]
 
 
 def require(fits: bool, message: str) -> None:

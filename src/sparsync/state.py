@@ -14,9 +14,10 @@ import torch
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["NoState", "Stateful", "fits", "packed", "parse_parts", "unpacked"]
+__all__ = ["NoState", "Stateful", "brief", "fits", "packed", "parse_parts", "unpacked"]
 
 _MAX_INT = 2**63 - 1  # of what kernels take
+_SHOWN = 60  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
         for name, hint in get_type_hints(type(self.state)).items():
             if not fits(values[name], hint):
                 raise ConfigurationError(
-                    f"the saved {name} of {type(self).__name__} is {str(values[name])[:60]}, expected "
+                    f"the saved {name} of {type(self).__name__} is {brief(values[name])}, expected "
                     f"{getattr(hint, '__name__', hint)}; load a state that state_dict() returned"
                 )
         return type(self.state)(**values)
@@ -80,6 +81,19 @@ def fits(value: Any, hint: Any) -> bool:
             return whole and abs(value) <= _MAX_INT
         return (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
     return hint is Any or isinstance(value, hint)
+
+
+def brief(value: object) -> str:
+    """Return a value in one short line: of a tensor what it is, not what is in it.
+
+    Example:
+        >>> brief(torch.ones(2, 3)), brief("x" * 99)[:5]
+        ('a tensor float32[2, 3]', "'xxxx")
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:

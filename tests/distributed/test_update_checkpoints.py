@@ -1,5 +1,6 @@
 """Checkpoints while ranks have weights and moments of their own."""
 
+import copy
 import threading
 import time
 from functools import partial
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sparsync
+from sparsync import ConfigurationError
 from sparsync.averaging import AdaptivePeriod, OuterStep
+from sparsync.errors import CheckpointError, PeerError
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
@@ -95,6 +98,79 @@ def test_checkpoints_wait_for_what_is_under_way(call, folder):
         calls = {"save": sparsync.save, "load": sparsync.load}
         calls[call](sync, folder) if call in calls else sync.load_state_dict(given)
         assert ended == {True}
+
+
+DAMAGES = {
+    "sent": (
+        lambda state: state.update(sent=[0.5]),
+        r"['sent'][0] is 0.5, expected a whole number",
+    ),
+    "shared": (
+        lambda state: state["memory"]["shared"].mul_(1.5),
+        "ranks disagree on the saved memory",
+    ),
+    "weights": (
+        lambda state: state["parameters"]["0.bias"].fill_(torch.nan),
+        "['0.bias'] is a tensor",
+    ),
+    "moments": (lambda state: state["moments"]["0.bias"].pop("exp_avg"), "has no state['moments']"),
+    "optimizer": (lambda state: state["groups"][0][0].update(lr=torch.nan), "['lr'] is nan"),
+    "steps": (lambda state: state["reducer"].update(step=1), "ranks disagree on the step"),
+}
+
+
+@on_ranks(4)
+def test_one_ranks_damaged_file_is_refused_on_all(folder):
+    """Nothing changes, and an older checkpoint loads; ``unit/test_damaged_states`` has every damage."""
+    net, optimizer, sync = attached("plain", {})
+    rank = dist.get_rank()
+    with sync:
+        steps(net, optimizer, range(3))
+        sparsync.save(sync, folder, keep=None)
+        through = steps(net, optimizer, range(3, 5))
+        file = sparsync.save(sync, folder, keep=None) / f"sparsync-rank-{rank}-of-4.pt"
+        whole = torch.load(file, weights_only=True)
+        before = steps(net, optimizer, range(5, 6))
+        for damage, words in DAMAGES.values():
+            if rank == 1:
+                damaged = copy.deepcopy(whole)
+                damage(damaged)
+                torch.save(damaged, file)
+            dist.barrier()
+            alike = "ranks disagree" in words
+            error = PeerError if alike else CheckpointError if rank != 1 else ConfigurationError
+            with refused(words if alike or rank == 1 else "rank 1 could not", error=error):
+                sparsync.load(sync, folder)
+            assert torch.equal(flat(net), before) and sync.outer.steps == 6
+        sparsync.load(sync, folder, step=3)
+        assert torch.equal(steps(net, optimizer, range(3, 5)), through)
+
+
+@on_ranks(4)
+def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
+    net, optimizer, sync = attached("plain", {})
+    with sync:
+        steps(net, optimizer, range(2))
+        saved = sync.state_dict()
+        before = steps(net, optimizer, range(2, 4))
+        moments = {n: m["exp_avg"] for n, m in sync.state_dict()["moments"].items()}
+        if dist.get_rank() == 2:
+
+            def refuse(_optimizer, _state):
+                raise KeyError("too late")
+
+            hook = optimizer.register_load_state_dict_pre_hook(refuse)
+            with refused("the saved state of AdamW: 'too late'"):
+                sync.load_state_dict(saved)
+            hook.remove()
+        else:
+            with refused("rank 2 could not load the saved", error=CheckpointError):
+                sync.load_state_dict(saved)
+        assert torch.equal(flat(net), before) and sync.outer.steps == 4
+        now = sync.state_dict()["moments"]
+        assert all(torch.equal(now[name]["exp_avg"], kept) for name, kept in moments.items())
+        sync.load_state_dict(saved)
+        assert torch.equal(steps(net, optimizer, range(2, 4)), before)
 
 
 def undelivered(states, name):

@@ -1,6 +1,7 @@
 """Updates of local optimizers, exchanged among three real ranks."""
 
 import contextlib
+import copy
 import io
 
 import pytest
@@ -217,6 +218,68 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
         assert torch.equal(before[1], net["frozen"].weight)
         assert sync.stats()["local_steps"] == 9
     assert ddp.broadcast_buffers
+
+
+def replaced_by(net, other):
+    """Load another model's weights, as a script does that knows nothing of the handle."""
+    (net.module if hasattr(net, "module") else net).load_state_dict(other.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [ddp_model, model])
+@pytest.mark.parametrize("settings", [{}, {"delay": 1, "period": 2, "momentum": 0.9}])
+def test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all(wrap, settings):
+    ends = []
+    for late in (False, True):
+        net, outer = wrap(seed=3 if late else 5), OuterStep(**settings) if settings else None
+        optimizer = adam(net)
+        with sparsync.attach(net, optimizer, outer, exchange="updates") as sync:
+            if late:
+                replaced_by(net, model(seed=5))
+            for step in range(5):
+                step_of(net, optimizer, step)
+            ends += [flat(net), shared_of(sync, net)]
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+@on_ranks(2)
+def test_weights_that_only_one_rank_loads_are_refused_by_all():
+    net = model()
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer, exchange="updates"):
+        if dist.get_rank() == 1:
+            replaced_by(net, model(seed=5))
+        words = [
+            "the weights that were loaded after attach",
+            "none, but those of attach",
+            "float32[1",
+        ]
+        with refused(*words, error=PeerError):
+            step_of(net, optimizer, 0)
+
+
+@on_ranks(2)
+def test_weights_that_are_replaced_between_steps_are_refused_by_all():
+    """In place, or by a load; what goes back, or stays near, is a matter of the loop's own."""
+    net = model()
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer, exchange="updates") as sync:
+        for step in range(3):
+            step_of(net, optimizer, step)
+        before = copy.deepcopy(net)
+        with torch.no_grad():  # sharpness-aware minimisation goes there and back
+            for factor in (2.0, 0.5):
+                torch._foreach_mul_([*net.parameters()], factor)
+        step_of(net, optimizer, 3)
+        with torch.no_grad():  # decay, or a clip
+            torch._foreach_mul_([*net.parameters()], 0.99)
+        step_of(net, optimizer, 4)
+        replaced_by(net, model(seed=5))
+        with refused("local step 5: the weights were replaced since the last step"):
+            step_of(net, optimizer, 5)
+        replaced_by(net, before)
+        sync.load_state_dict(sync.state_dict())  # which tells that it is meant
+        step_of(net, optimizer, 5)
 
 
 @on_ranks(2)

@@ -205,6 +205,30 @@ def test_buffers(column):
         assert_close(mean, expected, 1e-6, "statistics")
 
 
+@practice(
+    "buffers that hold Inf: masks of attention",
+    everywhere="works. They are constants, and stay as they are.",
+)
+def test_masks(column):
+    def masked():
+        net = network()
+        net.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        return net
+
+    same_training(column, masked)
+
+
+practice(
+    "weights that are loaded after the start",
+    attach="untested. All ranks must load the same; residuals are of the former weights.",
+    updates="works. Before the first step all ranks begin from them, if all have loaded the same; "
+    "else, or between steps, they are refused. (tests/distributed/test_updates.py"
+    "::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
+    UpdateSpace="untested. As with `attach`.",
+    averaging="untested. Load them before the averager is made, which takes what it sees as the start.",
+)
+
+
 def _buffers_are_those_of_rank_0():
     def train(ddp):
         loop(ddp, sgd(ddp.parameters()))

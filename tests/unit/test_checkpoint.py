@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     save(sync, tmp_path)
     before, kept = residual(sync).clone(), sorted(tmp_path.rglob("*"))
     sync.train(2)
-    wrong = r"cannot write .*rank-0-of-1\.pt: .*before are as they"
+    wrong = r"cannot write .*rank-0-of-1\.pt: \[Errno 27\] File too large; .*before are as they"
     with pytest.raises(CheckpointError, match=wrong), small_disk():
         save(sync, tmp_path)
     assert sorted(tmp_path.rglob("*")) == kept
@@ -142,6 +142,35 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     load(other, tmp_path)
     assert other.reducer.step == 2
     assert torch.equal(residual(other), before)
+
+
+def test_a_folder_that_is_a_file_or_has_no_name_ends_no_training(tmp_path):
+    sync, file = Sync(steps=1), tmp_path / "checkpoints"
+    file.write_text("mine")
+    for path in (file, file / "run"):
+        with pytest.raises(CheckpointError, match=r"is a file|Not a directory"):
+            save(sync, path)
+    with pytest.raises(CheckpointError, match="is a file; give a folder"):
+        load(sync, file)
+    for call in (save, load):
+        with pytest.raises(ConfigurationError, match="the folder for checkpoints has no name"):
+            call(sync, "")
+    assert file.read_text() == "mine" and sync.reducer.step == 1
+
+
+def test_checkpoints_that_are_kept_elsewhere_are_not_touched(tmp_path):
+    runs, archive, sync = tmp_path / "runs", tmp_path / "archive", Sync()
+    first = save(sync, runs)
+    first.rename(archive)
+    first.symlink_to(archive)
+    kept = sorted(path.name for path in archive.iterdir())
+    for step in range(3):
+        sync.train(step)
+        save(sync, runs, keep=1)
+    assert sorted(path.name for path in archive.iterdir()) == kept
+    assert len(list(runs.iterdir())) == 2
+    load(sync, runs, step=0)
+    assert sync.reducer.step == 0
 
 
 class Payload:

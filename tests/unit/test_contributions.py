@@ -10,6 +10,7 @@ from sparsync.averaging.contributions import Contributions
 from sparsync.averaging.fragments import Weights
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
+from sparsync.fields import check_saved
 from sparsync.presets import PRESETS, resolve
 from sparsync.transports.sim import simulate
 
@@ -233,7 +234,7 @@ def test_a_saved_state_goes_on_bit_for_bit(delay):
         for one, its in ((outer, weights), (other, Weights(vector))):
             if one is other:
                 await one.start(reducer, vector)
-                one.validate(saved)
+                one.check(saved)
             for step in range(7, 12):
                 await one_step(one, its, comm.rank, step, 1 + comm.rank * step)
             await one.deliver(its)
@@ -263,6 +264,10 @@ def test_damaged_states_are_refused(changed):
     contributions.plan(1)
     contributions.add(1, None, None)
     state = contributions.state_dict()
-    contributions.validate(state)
-    with pytest.raises(ConfigurationError, match="saved contributions are not those of this model"):
-        contributions.validate(None if changed is None else {**state, **changed})
+
+    def check(state):
+        check_saved(state, contributions.kind(1, state), "contributions", "load another")
+
+    check(state)
+    with pytest.raises(ConfigurationError, match="contributions"):
+        check(None if changed is None else {**state, **changed})

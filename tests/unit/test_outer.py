@@ -454,7 +454,10 @@ def test_a_chosen_period_is_saved(reload_at):
     again = exchanges(lambda step: 0.02, 24, reload_at=reload_at)
     assert again[0] == through[0] and torch.equal(again[1], through[1])
     state = adaptive(model=model()).state_dict()
-    for wrong, words in ((9, "saved period is 9, of Adapt"), (None, "saved period is None")):
+    for wrong, words in (
+        (9, r"present_period.\] is 9, expected a whole number from 1 to"),
+        (None, "is None, expected"),
+    ):
         with pytest.raises(ConfigurationError, match=words):
             adaptive(model=model()).load_state_dict({**state, "present_period": wrong})
     with pytest.raises(ConfigurationError, match="the saved state has period 'AdaptivePeriod"):

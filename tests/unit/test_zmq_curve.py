@@ -231,3 +231,13 @@ def test_the_bytes_on_the_wire_are_readable_only_without_keys(encrypted, tmp_pat
     assert len(heard) > len(SECRET)  # it did listen
     assert (SECRET in heard) != encrypted
     assert (SECRET[:16] in heard) != encrypted
+
+
+def test_keys_need_a_place_of_their_own(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = command("keys", "")
+    assert code == 2 and "has no name" in said and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    code, _, said = command("keys", "file")
+    assert code == 2 and "cannot make the folder file" in said
+    assert command("keys", ".", "--ranks", 1)[0] == 0

@@ -19,8 +19,15 @@ from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.agreement import agree_on_reducer, reducer_stats, weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state
+from sparsync.feedback.state import (
+    ParsedState,
+    agree_state,
+    parse_state,
+    reducer_state,
+    take_state,
+)
 from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.units import Unit, check_same_parameters, output_parameters, plan_units
@@ -201,7 +208,10 @@ class UpdateSpace(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
-        run(apply_state(self.reducer, self.validate(state_dict)))
+        comm = self.reducer.comm
+        parsed = on_all_or_none([comm], lambda: self.validate(state_dict), "load its saved state")
+        run(agree_state(comm, parsed))
+        take_state(self.reducer, parsed)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "sparsync"})
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
-from sparsync.state import Stateful
+from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
+from sparsync.state import Stateful, brief
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -19,6 +20,8 @@ from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger, Parts
 
 __all__ = ["Accompanied", "Averager", "Companion", "LocalSgd", "mean"]
+
+_CURE: Final = "load what this rank's state_dict() returned, into the same set-up"
 
 A = TypeVar("A", bound="Averager")
 
@@ -41,8 +44,9 @@ class Averager(Stateful):
             are frozen now do not travel.  None: only the coroutines are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them; whole-numbered ones stay local until then, when
-            rank 0's are taken.  What ``state_dict`` leaves out (``persistent=False``) is never touched.
+            "local" until ``finish`` averages them; those that hold Inf (masks) and whole-numbered ones
+            stay local until then; of the latter rank 0's are taken.  What ``state_dict`` leaves out
+            (``persistent=False``) is never touched.
         optimizer: whose state ``moments`` is about.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
@@ -140,13 +144,23 @@ class Averager(Stateful):
 
         Load model and optimizer, too, in any order; ranks' models need not be equal then.
         """
-        self.check_place(state)
+        self.check(state)
+        self.restore(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state that was found to fit."""
         super().load_state_dict(state["state"])
         self.steps = int(state["steps"])
         self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
         self._begun = False  # the model that is there now is what others must know
         if self._binding is not None:
             self._binding.initial = None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""
+        self.check_place(state)
+        self.parsed_state(state["state"])
+        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another scheme, rank or world size, or none at all."""
@@ -157,10 +171,16 @@ class Averager(Stateful):
         )
         for name, value in place.items():
             require(
-                state[name] == value,
-                f"the saved state has {name} {state[name]!r}, this run has {value!r}; load each "
+                same(state[name], value),
+                f"the saved state has {name} {brief(state[name])}, this run has {value!r}; load each "
                 "rank's own state into the same set-up",
             )
+
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be."""
+        place = {name: Exactly(value) for name, value in self._place().items()}
+        steps = Common(Number(0, whole=True))
+        return {**place, "steps": steps, "state": object, "memory": Plain(named=True)}
 
     def _place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"scheme": type(self).__name__}

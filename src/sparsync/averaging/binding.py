@@ -12,7 +12,14 @@ from sparsync.errors import NonFiniteGradientError, require
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator
 
-__all__ = ["Binding", "BufferRule", "MomentRule", "NonFiniteRule", "saved_buffers"]
+__all__ = [
+    "Binding",
+    "BufferRule",
+    "MomentRule",
+    "NonFiniteRule",
+    "averaged_buffers",
+    "saved_buffers",
+]
 
 BufferRule = Literal["average", "local"]
 MomentRule = Literal["local", "average", "reset"]
@@ -27,6 +34,16 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name in module._non_persistent_buffers_set
     }
     return {name: buffer for name, buffer in model.named_buffers() if name not in unsaved}
+
+
+def averaged_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the saved buffers that can be averaged: of finite floating-point numbers.
+
+    One that holds Inf before training begins, such as a mask of attention, is a constant: -inf minus -inf
+    is NaN, and would be taken for that of a broken rank.
+    """
+    floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
+    return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
 
 
 @final
@@ -64,6 +81,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
+        self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         ruled = self._ruled(self._tensors())
         self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
@@ -170,13 +188,12 @@ class Binding:
         return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those that travel: what trains now, and floating-point buffers by their rule."""
+        """Return those that travel: what trains now, and buffers by their rule."""
         trains = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        averaged = self.buffers == "average"
         return {
             name: tensor
             for name, tensor in tensors.items()
-            if trains.get(name, averaged and tensor.is_floating_point())
+            if trains.get(name, name in self._averaged)
         }
 
     def _travelling(self) -> dict[str, Tensor | None]:

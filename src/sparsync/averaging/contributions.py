@@ -13,11 +13,15 @@ from torch import Tensor
 from sparsync.averaging.fragments import Exchange
 from sparsync.errors import PeerError, require
 from sparsync.feedback.reducer import Reducer
+from sparsync.fields import Common, Each, Either, Exactly, Fields, Kind, Number
 from sparsync.state import fits
 
 __all__ = ["Contributions", "Weight", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
+_LEAST_SHOWN: Final = (
+    1e-9  # one over the weight of the only rank of very many that has seen something
+)
 
 
 @dataclass(frozen=True)
@@ -166,20 +170,20 @@ class Contributions:
         named = {name.lstrip("_"): value for name, value in vars(self).items()}
         return {k: list(v) if isinstance(v, list) else v for k, v in named.items()}
 
-    def validate(self, state: Any) -> None:
-        """Refuse what is no state of these; nothing is changed."""
-        kinds: dict[str, Any] = {"weighs": bool | None, "kind": int, "sent": Sequence[float]}
-        kinds |= {"total": float, "ranks": float, "shown": Sequence[float]}
-        require(
-            isinstance(state, Mapping)
-            and set(state) == set(kinds)
-            and all(fits(state[name], kind) for name, kind in kinds.items())
-            and 0 <= state["kind"] < len(_KINDS)
-            and all(len(state[name]) == len(self._sent) for name in ("sent", "shown"))
-            and all(0 < value <= 1 for value in state["shown"])
-            and state["ranks"] >= 0
-            and all(0 <= count <= state["total"] for count in state["sent"]),
-            "the saved contributions are not those of this model; load what state_dict() returned",
+    def kind(self, fragments: int, state: Any) -> Kind:
+        """Return what every field of a saved state has to be; nothing is sent that was not counted."""
+        total: Any = state.get("total") if isinstance(state, Mapping) else None
+        counted = Number(0, total if fits(total, float) else math.inf)
+        return Fields(
+            {
+                "weighs": Common(Either((Exactly(None), bool))),
+                # of this rank; one that has not counted yet has no kind
+                "kind": Number(0, len(_KINDS) - 1, whole=True),
+                "total": Number(0),
+                "sent": Each((counted,) * fragments),
+                "ranks": Common(Number(0)),
+                "shown": Each((Number(_LEAST_SHOWN, 1),) * fragments),
+            }
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
+from sparsync.errors import NonFiniteGradientError
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Weights", "rotate_"]
+__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Rooms", "Weights", "rotate_"]
 
 REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]
@@ -171,6 +172,27 @@ class Exchange:
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
+@final
+class Rooms:
+    """Memory of exchanges that have landed, for others.
+
+    It is kept where memory is that of the system: pages that are touched for the first time cost more
+    than all that is done with them here.  A row that is not used takes none.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor, size: int) -> Tensor:
+        """Return three rows."""
+        return self._free.pop() if self._free else like.new_empty(3, size)
+
+    def keep(self, room: Tensor | None) -> None:
+        """Keep what an exchange has had."""
+        if room is not None and room.is_cpu:
+            self._free.append(room)
+
+
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     """Replace every ``chunk`` elements, and the shorter rest, by their orthonormal DCT-II, or go back.
 
@@ -213,6 +235,20 @@ class Weights:
     def add(self, span: slice, values: Tensor) -> None:
         """Add to a part."""
         self.write(span, self.vector[span] + values)
+
+    def broken(self) -> str:
+        """Name what of this rank's weights is not finite, if that is known."""
+        return ""
+
+    def refused(self, step: float) -> NonFiniteGradientError:
+        """Return the error of a second exchange in a row that held NaN or Inf."""
+        name = self.broken()
+        here = f" (on this rank '{name}' does)" if name else ""
+        return NonFiniteGradientError(
+            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, "
+            "look for what makes it in the loss of that step, lower the learning rate, or give "
+            "optimizer=, whose broken moments are dropped"
+        )
 
     def landed(self, span: slice) -> None:
         """Take note that an exchange of a part was applied."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from sparsync.errors import require
+from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, local_of, unflatten
 
-__all__ = ["GradientNoise", "correct", "corrects", "drop_broken", "with_moments"]
+__all__ = [
+    "GradientNoise",
+    "common_rate",
+    "correct",
+    "corrects",
+    "drop_broken",
+    "noise_of",
+    "with_moments",
+]
 
 
 _SIDE: Final = 8  # its square is the number of sums of a parameter's gradient at an exchange
@@ -144,6 +155,24 @@ class GradientNoise:
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
         return {**kept, "values": self.values.clone(), **counts}
 
+    def kind(self) -> Kind:
+        """Return what every field of a saved state has to be."""
+
+        def as_here(tensor: Tensor, least: float = -math.inf) -> Values:
+            return Values(tuple(tensor.shape), tensor.dtype, least=least)
+
+        count = Common(Number(0, whole=True))
+        return Fields(
+            {
+                "squares": Common(as_here(self._squares, 0)),
+                "last": as_here(self._last),
+                "common": Common(as_here(self._common)),
+                "lasting": Common(as_here(self._lasting)),
+                "values": as_here(self.values),
+                **dict.fromkeys(("measured", "step", "pairs"), count),
+            }
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was measured."""
         self._squares, self._common = state["squares"].clone(), state["common"].clone()
@@ -186,6 +215,22 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def noise_of(
+    optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
+) -> GradientNoise | None:
+    """Return what measures the noise of gradients, if ``correct`` knows the steps of an optimizer."""
+    memory = {
+        parameter: group["betas"][1]
+        for optimizer in filter(corrects, optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not group["amsgrad"]
+    }
+    # as the model orders them: optimizers may be given theirs in other orders
+    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
+    return GradientNoise(found) if found else None
+
+
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
@@ -222,6 +267,13 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
     _pass_over(jobs)
+
+
+def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Return the learning rate of all groups, of a step by signs."""
+    rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
+    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
+    return rates.pop()
 
 
 def drop_broken(

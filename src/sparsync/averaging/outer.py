@@ -14,15 +14,23 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.contributions import Contributions, shown_of
-from sparsync.averaging.fragments import REST, Exchange, Layout, Weights, rotate_
-from sparsync.averaging.moments import drop_broken
+from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights, rotate_
+from sparsync.averaging.moments import common_rate, drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
+from sparsync.averaging.saved import outer_kinds
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import ParsedState, parse_state, reducer_state, restore_reducer
+from sparsync.feedback.state import (
+    ParsedState,
+    parse_state,
+    reducer_state,
+    restore_reducer,
+    take_state,
+)
 from sparsync.feedback.step import Proposal
+from sparsync.fields import Kind
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
 from sparsync.transports.agree import agree
@@ -131,7 +139,7 @@ class OuterStep(Averager):
         sign: bool = False,
         **binding: Any,
     ) -> None:
-        self._rule = rule = period if isinstance(period, AdaptivePeriod) else None
+        self.rule = rule = period if isinstance(period, AdaptivePeriod) else None
         first = period.least if isinstance(period, AdaptivePeriod) else period
         counted = first is None or (type(first) is int and first >= 1)
         for name, value, fits, cure in (
@@ -182,7 +190,7 @@ class OuterStep(Averager):
         self._saved: Mapping[str, Any] | None = None
         self.layout = Layout(torch.zeros(0), {}, 1)
         self._under_way: list[Exchange] = []
-        self._rooms: list[Tensor] = []  # of exchanges that have landed
+        self._rooms = Rooms()
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -251,6 +259,13 @@ class OuterStep(Averager):
         if saved is not None:
             await restore_reducer(reducer, saved)
 
+    def begin_again(self, shared: Tensor) -> None:
+        """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
+        self.memory, self.state = {"shared": shared}, OuterState()
+        self._under_way.clear()
+        for residual in self.reducer.residuals:
+            residual.load(None)
+
     def begins_last(self, step: int) -> bool:
         """Tell whether the last fragment, which has the buffers, is sent after local step ``step``."""
         return (len(self.layout.fragments) or 1) - 1 in self._due(step)
@@ -263,7 +278,7 @@ class OuterStep(Averager):
         """Return the fragments whose period closes with local step ``step``."""
         if step < self.warmup_steps:
             return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
-        if self._rule is not None:
+        if self.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
         since = step - max(self._warm, default=-1)
         count = len(self.layout.fragments) or 1
@@ -328,19 +343,15 @@ class OuterStep(Averager):
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 if self.contributions.applied(exchange):
                     weights.landed(span)
-                if self._rule is not None:
-                    self._follow_drift(self._rule, exchange)
-            if exchange.room is not None and exchange.room.is_cpu:
-                self._rooms.append(exchange.room)
+                if self.rule is not None:
+                    self._follow_drift(self.rule, exchange)
+            self._rooms.keep(exchange.room)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self.on_any_part)
         if self.state.refused > 1:
-            raise NonFiniteGradientError(
-                f"step {step}: a second exchange in a row holds NaN or Inf; load a checkpoint, "
-                "lower the learning rate, or give optimizer=, whose broken moments are dropped"
-            )
+            raise weights.refused(step)
         self.restart(weights)
 
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
@@ -423,28 +434,32 @@ class OuterStep(Averager):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         saved = None if self._reducer is None else reducer_state(self._reducer)
-        parts: dict[str, Any] = {"sent": list(self._sent)}
-        parts["under_way"] = [exchange.state_dict() for exchange in self._under_way]
+        under_way = [exchange.state_dict() for exchange in self._under_way]
+        parts: dict[str, Any] = {"under_way": under_way, "sent": list(self._sent)}
         parts["contributions"] = self.contributions.state_dict()
-        if self._rule is not None:
+        if self.rule is not None:
             parts["present_period"] = self.period
         return {**super().state_dict(), "reducer": saved, **parts}
 
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be."""
+        return {**super().kinds(state), **outer_kinds(self, state)}
+
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        self.check_place(state)
-        self.contributions.validate(state.get("contributions"))
+        self.check(state)
         return parse_state(self.reducer, state["reducer"])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit."""
-        super().load_state_dict(state)
-        self._saved = state["reducer"]
+    def restore(self, state: Mapping[str, Any], parsed: ParsedState | None = None) -> None:
+        """Take over a saved state: its reducer's in ``start``, or now, ``parsed`` by ``validate``."""
+        super().restore(state)
+        self._saved = state["reducer"] if parsed is None else None
+        if parsed is not None:
+            take_state(self.reducer, parsed)
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
         self.contributions.load_state_dict(state["contributions"])
-        if self._rule is not None:
-            self.period = self._rule.checked(state.get("present_period"))
+        self.period = state.get("present_period", self.period)
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -467,7 +482,7 @@ class OuterStep(Averager):
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         distance = (
-            None if self._rule is None else share_of(moved, self.memory["shared"], self.layout.end)
+            None if self.rule is None else share_of(moved, self.memory["shared"], self.layout.end)
         )
         await self.contributions.weigh_(exchange, moved, reducer)
         deltas = self.layout.by_units(part, moved)
@@ -519,15 +534,9 @@ class OuterStep(Averager):
         return self.layout.joined(part, deltas)
 
     def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return memory for an exchange, and the rows of it that a fragment needs.
-
-        It is kept where memory is that of the system: pages that are touched for the first time cost
-        more than all that is done with them here.  A row that is not used takes none.
-        """
+        """Return memory for an exchange, and the rows of it that a fragment needs."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
-        if room is None:
-            rooms = self._rooms
-            room = rooms.pop() if rooms else self.memory["shared"].new_empty(3, max(sizes))
+        room = self._rooms.take(self.memory["shared"], max(sizes)) if room is None else room
         return room, room[:, : sizes[part]]
 
     def _base(self, part: int, out: Tensor | None = None) -> Tensor:
@@ -557,12 +566,7 @@ class OuterStep(Averager):
 
     def _lr(self) -> float:
         """Return the size of a step by signs."""
-        groups = [group for one in self.optimizers for group in one.param_groups if self.sign]
-        rates = {float(group["lr"]) for group in groups} or {1.0}
-        require(
-            len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same"
-        )
-        return rates.pop()
+        return common_rate(self.optimizers) if self.sign and self.optimizers else 1.0
 
     def _stepped(
         self, average: Tensor, span: slice, momentum: float, lr: float, out: Tensor
@@ -589,7 +593,7 @@ class OuterStep(Averager):
 
     def _place(self) -> dict[str, Any]:
         """Add what a saved residual depends on."""
-        period = self.period if self._rule is None else self.period_rule
+        period = self.period if self.rule is None else self.period_rule
         place = {"algorithm": self.algorithm, "density": self.density, "period": period}
         if self.residual == "weights":
             place["residual"] = self.residual

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,12 +60,6 @@ class AdaptivePeriod:
             f"AdaptivePeriod: least {self.least!r}, most {self.most!r}; give whole numbers of steps, "
             "1 <= least <= most",
         )
-
-    def checked(self, period: Any) -> int:
-        """Return a period that was read from a file."""
-        fits = type(period) is int and self.least <= period <= self.most
-        require(fits, f"the saved period is {period!r}, of {self}; load what state_dict() returned")
-        return int(period)
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the period after one whose drift was above the limit, or below half of it."""

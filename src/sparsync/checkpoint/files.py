@@ -5,26 +5,26 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
 import re
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from sparsync.errors import CheckpointError
+from sparsync.errors import CheckpointError, first_line
 
 __all__ = [
     "SHARED",
     "Seat",
     "await_whole",
-    "first_line",
     "is_whole",
     "numbered",
     "read_file",
+    "remove_file",
     "remove_folder",
     "remove_old",
     "states_in",
@@ -36,9 +36,6 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_DETAIL: Final = 200  # characters of a list of names
-_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
 
 
@@ -96,10 +93,11 @@ def write_file(path: Path, content: Any) -> None:
         temporary.replace(path)
         _sync_folder(path.parent)
     except Exception as error:  # an object may raise anything when it is pickled
-        temporary.unlink(missing_ok=True)
-        on_disk = isinstance(error, OSError | RuntimeError)
+        remove_file(temporary)
+        refused = _by_the_system(error)
+        on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
-            f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(error)}"
+            f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
         ) from error
 
 
@@ -125,8 +123,25 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     return dict(content)
 
 
+def _by_the_system(error: BaseException | None) -> OSError | None:
+    """Return what the system said, if that is behind an error.
+
+    When a disk fills up, torch's writer raises again while it closes: it wonders at its position in the
+    file, and only the context of that has the reason.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def numbered(folder: Path) -> dict[int, Path]:
-    """Return all checkpoints in a folder, whole or not, by number."""
+    """Return all checkpoints in a folder, whole or not, by number.
+
+    Raises:
+        CheckpointError: it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give a folder for this run's checkpoints")
     found = [(_FOLDER.fullmatch(path.name), path) for path in folder.glob("*-step-*")]
     return {int(match[1]): path for match, path in found if match}
 
@@ -174,13 +189,23 @@ def is_whole(seats: Collection[Seat]) -> bool:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest whole checkpoints, and what was never whole before them."""
-    newest = sorted(whole_checkpoints(folder))[-keep:]
+    """Remove all but the newest whole checkpoints, and what was never whole before them.
+
+    A symbolic link is somebody's who keeps that checkpoint elsewhere: it is neither followed nor counted.
+    """
+    whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
+    newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():
-        if newest and number < newest[0]:
+        if newest and number < newest[0] and not path.is_symlink():
             for file in (*path.glob("sparsync-rank-*"), *path.glob(f"{SHARED}*")):
-                file.unlink(missing_ok=True)  # other ranks do the same
+                remove_file(file)  # other ranks do the same
             remove_folder(path)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file if that can be done; what cannot be removed ends no training."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
@@ -219,15 +244,3 @@ def _culprit(content: Any) -> str:
                 "tensors, numbers, strings, and lists or dictionaries of them: "
             )
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error says in one line: of torch's page on unpickling, the reason."""
-    text = str(error)
-    if isinstance(error, pickle.UnpicklingError):
-        text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
-    lines = (text.strip() or type(error).__name__).splitlines()
-    if lines[0].endswith(":") and len(lines) > 1:
-        # torch's on state_dict: what does not fit comes next
-        lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
-    return lines[0]

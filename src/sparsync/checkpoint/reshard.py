@@ -129,9 +129,10 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
                 continue
+            like = next(values for values in placed if values is not None)
             for name, size, values in zip(names, sizes, placed, strict=True):
                 if values is None:
-                    new[what][name] = torch.zeros(size)
+                    new[what][name] = like.new_zeros(size)
                 else:
                     new[what][name] = _box(values, pieces[name]).flatten().clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
-
-import torch
 
 from sparsync.checkpoint.files import (
     SHARED,
     Seat,
     await_whole,
-    first_line,
     is_whole,
     numbered,
     read_file,
+    remove_file,
     remove_folder,
     remove_old,
     states_in,
@@ -25,8 +24,16 @@ from sparsync.checkpoint.files import (
     write_file,
 )
 from sparsync.checkpoint.reshard import state_like
-from sparsync.errors import CheckpointError, ConfigurationError, NoCheckpointError, SparsyncError
+from sparsync.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigurationError,
+    NoCheckpointError,
+    first_line,
+    require,
+)
 from sparsync.feedback.reducer import Reducer
+from sparsync.transports.agree import greatest, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
@@ -45,6 +52,7 @@ __all__ = [
 
 _LATE: Final = 10.0  # seconds until a shared folder shows a rank what others have written
 _MOST: Final = 10**6  # checkpoints to keep
+_BESIDE: Final = ("own", "weights")  # what ``save`` and ``save_state`` put beside a rank's state
 
 T = TypeVar("T")
 
@@ -113,7 +121,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write, or does not see the others'
-            files; the checkpoints of before are untouched.
+            files; the checkpoints of before are untouched, and training may go on.
+        ConfigurationError: ``keep`` or ``folder`` is none.
 
     Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
 
@@ -132,7 +141,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         raise ConfigurationError(
             f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
         )
-    folder, seat = Path(folder), seat_of(sync)
+    folder, seat = _named(folder), seat_of(sync)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
     target = folder / f"{1 + _greatest(sync, last):06d}-step-{sync.reducer.step:08d}"
 
@@ -157,7 +166,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
     except CheckpointError as error:
         for name in [seat.name, SHARED] if seat.place == 0 else [seat.name]:
-            (target / name).unlink(missing_ok=True)
+            remove_file(target / name)
         remove_folder(target)
         raise CheckpointError(f"{error}; the checkpoints of before are as they were") from error
     if keep is not None:
@@ -198,7 +207,7 @@ def load(
     Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies what is
     ``shared``, to be able to go back.
     """
-    path, older = _chosen(sync, Path(folder), step)
+    path, older = _chosen(sync, _named(folder), step)
     try:
         return _loaded(sync, path, shared)
     except CheckpointError as error:
@@ -207,6 +216,12 @@ def load(
         raise CheckpointError(
             f"{error}; an older checkpoint is there: load it with step={older[-1]}"
         ) from error
+
+
+def _named(folder: Path | str) -> Path:
+    """Return a folder; refuse none, as of a variable that is not set."""
+    require(folder != "", "the folder for checkpoints has no name; name one, e.g. checkpoints")
+    return Path(folder)
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
@@ -227,10 +242,10 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Let everything take its state back, and return the rest; or change nothing."""
-    before, state = _read_states(sync, _Folder(path))
+    before, state, beside = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
-        content = {**read_file(path / SHARED), **state.get("own", {})}
+        content = {**read_file(path / SHARED), **beside.get("own", {})}
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -258,7 +273,7 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
     try:
         _together(sync, take, f"take over what is shared in {path}")
         _take_state(sync, state, before, str(path))
-    except SparsyncError:
+    except BaseException:
         for name, state_before in former.items():
             shared[name].load_state_dict(state_before)
         raise
@@ -283,10 +298,10 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigurationError: it does not fit this run, or was saved with other weights.
     """
-    before, state = _read_states(sync, _Folder(folder))
+    before, state, beside = _read_states(sync, _Folder(folder))
 
     def compare() -> None:
-        if weights and state.get("weights") and state["weights"] != weights:
+        if weights and beside.get("weights") and beside["weights"] != weights:
             raise ConfigurationError(
                 f"the state in {folder} was saved with other weights: one of them is of another step "
                 "or run, as when a job ends between the two; resume from another checkpoint, or "
@@ -299,7 +314,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
 
 def load_from(sync: Saveable, source: Source) -> None:
     """Load this rank's part of what all ranks of a save have left."""
-    before, state = _read_states(sync, source)
+    before, state, _ = _read_states(sync, source)
     _take_state(sync, state, before, str(source))
 
 
@@ -310,8 +325,10 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
     _take_state(sync, found, before, where)
 
 
-def _read_states(sync: Saveable, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's present state and its saved one, which all ranks found to fit."""
+def _read_states(
+    sync: Saveable, source: Source
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return this rank's present state, the saved one, which fits on all ranks, and what is beside it."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -332,8 +349,9 @@ def _read_states(sync: Saveable, source: Source) -> tuple[dict[str, Any], dict[s
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
     found = cast(dict[str, Any], state)
+    beside: dict[str, Any] = {name: found.pop(name) for name in _BESIDE if name in found}
     _together(sync, lambda: sync.validate(found), f"load its state in {source}")
-    return before, found
+    return before, found, beside
 
 
 def _use(old: Seat, new: Seat) -> Use:
@@ -346,13 +364,14 @@ def _use(old: Seat, new: Seat) -> Use:
 def _take_state(
     sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], where: str
 ) -> None:
-    """Let this rank's state be loaded; if that fails on any rank, all go back."""
+    """Let this rank's state be loaded; if that fails on any rank, all go back, whatever it was."""
     scale = sync.reducer.scale
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
-    except (CheckpointError, ConfigurationError):
+    except Exception:
         sync.reducer.scale = scale  # to which a state is brought
-        sync.load_state_dict(before)
+        with suppress(CommunicationError):  # nobody is there any more: the first error says so
+            sync.load_state_dict(before)
         raise
 
 
@@ -374,26 +393,9 @@ def seat_of(sync: Saveable) -> Seat:
 
 def _greatest(sync: Saveable, number: int) -> int:
     """Return the greatest of all ranks' numbers."""
-    for comm in _communicators(sync):
-        mine = torch.tensor([number], dtype=torch.int64)
-        number = int(run(comm.allreduce(mine, "checkpoint", op="max")))
-    return number
+    return run(greatest(_communicators(sync), number, "checkpoint"))
 
 
 def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
     """Return what an action returns, once all ranks have done it; raise on all if any of them fails."""
-    result: T | None = None
-    error: SparsyncError | None = None
-    try:
-        result = action()
-    except SparsyncError as caught:
-        error = caught
-    except Exception as caught:
-        error = CheckpointError(f"cannot {what}: {type(caught).__name__}: {first_line(caught)}")
-        error.__cause__ = caught
-    failed = _greatest(sync, 0 if error is None else seat_of(sync).place + 1)
-    if failed and error is None:
-        error = CheckpointError(f"rank {failed - 1} could not {what}; it says why")
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # there was no error
+    return on_all_or_none(_communicators(sync), action, what)

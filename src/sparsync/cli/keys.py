@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -14,7 +13,7 @@ __all__ = ["command"]
 
 
 def command(
-    directory: Annotated[Path, Argument(help="New folder for the keys.")],
+    directory: Annotated[str, Argument(help="New folder for the keys.", metavar="DIRECTORY")],
     ranks: Annotated[int, Option(help="World size: one certificate per rank.")] = 8,
 ) -> None:
     """Make one certificate per rank, for --curve-keys and curve_keys=.

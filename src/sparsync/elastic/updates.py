@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.fragments import Begin, Exchange
+from sparsync.averaging.moments import noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
 from sparsync.elastic.catch_up import rates_of
@@ -25,11 +26,12 @@ from sparsync.errors import (
     ConfigurationError,
     NonFiniteGradientError,
     PeerError,
+    require,
 )
 from sparsync.feedback.agreement import number_of, weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
-from sparsync.integrations.updates import UpdateSync, noise_of
+from sparsync.integrations.updates import UpdateSync
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.monitoring import sink_of
 from sparsync.state import packed, unpacked
@@ -66,7 +68,7 @@ def attach_elastic_updates(
                 "once and after equal numbers of steps; omit one of them"
             )
     group, trained = group_of(manager), trained_of(model)
-    noise = noise_of(outer, optimizers, trained)
+    noise = noise_of(optimizers if outer.noise_correction else (), trained)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
     units = outer.plan(weights.read(_EVERYTHING), trained, output)
@@ -151,6 +153,13 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             self._conclude()
         self._phase = phase
 
+    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
+        require(
+            not loaded,
+            "weights were loaded after attach; load them before, so that ranks that join meet the same",
+        )
+        return False
+
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it.
 
@@ -179,6 +188,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 one.load_state_dict(its)
         if not self.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+        self._changes.remember()
 
     def _conclude(self) -> None:
         """Exchange all that is left."""

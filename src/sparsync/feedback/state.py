@@ -16,27 +16,29 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
-from sparsync.state import Stateful, fits
-from sparsync.transports.agree import agree
+from sparsync.state import Stateful, brief, fits
+from sparsync.transports.agree import agree, greatest
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
 __all__ = [
     "STATE_VERSION",
     "ParsedState",
-    "apply_state",
+    "agree_state",
     "check_fields",
     "parse_state",
     "reducer_state",
     "rescale_",
     "rescaled_key",
     "restore_reducer",
+    "take_state",
 ]
 
 STATE_VERSION: Final = 2
+_SHOWN: Final = 60  # characters of a text
 _MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
 # of a saved state, by type; those of selectors and collectives are their own affair
 _FIELDS: Final[tuple[tuple[str, Any], ...]] = (
@@ -57,7 +59,8 @@ _FIELDS: Final[tuple[tuple[str, Any], ...]] = (
     ("velocity", Mapping),
     ("previous_norm", float | None),
 )
-_COUNTS: Final = ("world_size", "step", "skipped", "rank")
+_COUNTS: Final = ("world_size", "step", "skipped", "rank", "previous_norm")  # none is negative
+_OTHERS: Final = ("selectors", "collectives", "pieces")
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
@@ -106,6 +109,18 @@ class ParsedState:
     velocities: list[Tensor | None]
     parts: list[Any]  # of all selectors, then of all collectives
 
+    def common(self) -> dict[str, object]:
+        """Return what is equal on all ranks, by name."""
+        saved, units = self.saved, len(self.residuals)
+        counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.density, self.shares]
+        return {
+            "its collectives": [*counts, *self.parts[units:]],
+            # None: nothing was ever kept back, on any rank
+            "which residuals and velocities it has": [
+                values is not None for values in (*self.residuals, *self.velocities)
+            ],
+        }
+
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     """Return what a saved state holds for a reducer, which is not changed.
@@ -124,28 +139,41 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     return ParsedState(state, *plan, residuals, velocities, _saved_parts(reducer, state))
 
 
-async def apply_state(
-    reducer: Reducer,
+async def agree_state(
+    comm: Communicator,
     parsed: ParsedState,
+    facts: Mapping[str, str] | None = None,
     *,
-    keep_scale: bool = False,
     parts: Communicator | None = None,
 ) -> None:
-    """Restore what ``parse_state`` returned, on all ranks together: the next step continues bit for bit.
+    """Compare the saved states of all ranks, which have found them to fit; nothing is changed.
 
-    They compare the step and what must be equal on all of them; nothing is changed unless it is.
+    Args:
+        comm: of the replicas.
+        parsed: what ``parse_state`` returned on this rank.
+        facts: what must be equal as well, by name.
+        parts: the ranks that hold the other shards or stages of this replica; they call it as well.
+
+    Raises:
+        PeerError: on all ranks: the states are of different steps, or not of one save.
+    """
+    await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
+
+
+def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = False) -> None:
+    """Restore what ``parse_state`` returned for this reducer: the next step continues bit for bit.
 
     Args:
         reducer: that ``parse_state`` was given.
         parsed: its result.
         keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
             saved is brought to the reducer's.
-        parts: the ranks that hold the other shards or stages of this replica; they call it as well.
+
+    Raises:
+        ConfigurationError: it overflows at the reducer's scale; then some of it was taken over.
     """
-    saved, wanted, units = parsed.saved, reducer.scale, len(reducer.units)
+    saved, wanted = parsed.saved, reducer.scale
     scale = float(saved["scale"])
-    shared = [saved["step"], scale, parsed.density, parsed.shares, *parsed.parts[units:]]
-    await _agree(reducer.comm, parts, saved["step"], shared)
     for residual, value in zip(reducer.residuals, parsed.residuals, strict=True):
         residual.load(value)
     for part, state in zip((*reducer.selectors, *reducer.collectives), parsed.parts, strict=True):
@@ -165,18 +193,31 @@ async def restore_reducer(
 ) -> None:
     """Restore what ``reducer_state`` returned on this rank, or what ``reshard`` made for it.
 
-    Of a resharded state, thresholds and boundaries start again.
+    All ranks call it, and raise if it does not fit on one of them.  Of a resharded state, thresholds and
+    boundaries start again.
     """
-    await apply_state(reducer, parse_state(reducer, state), keep_scale=keep_scale)
+    parsed: ParsedState | None = None
+    failure: Exception | None = None
+    try:
+        parsed = parse_state(reducer, state)
+    except Exception as error:  # told to the others first: they wait
+        failure = error
+    failed = await greatest([reducer.comm], reducer.comm.rank + 1 if failure else 0, "agreement")
+    if failure is not None:
+        raise failure
+    if failed or parsed is None:
+        raise PeerError(f"the saved state of rank {failed - 1} does not fit; it says why")
+    await agree_state(reducer.comm, parsed)
+    take_state(reducer, parsed, keep_scale=keep_scale)
 
 
 async def _agree(
-    comm: Communicator, parts: Communicator | None, step: int, shared: Sequence[object]
+    comm: Communicator, parts: Communicator | None, step: int, common: Mapping[str, object]
 ) -> None:
     """Refuse states of different steps: among replicas, and among the parts of this one."""
     failure: CommunicationError | None = None
     try:
-        await agree(comm, {"the step of the saved state": step, "its collectives": shared})
+        await agree(comm, {"the step of the saved state": step, **common})
     except CommunicationError as error:
         failure = error  # the other parts wait for an answer
     if parts is not None:
@@ -203,9 +244,13 @@ def check_fields(state: object) -> None:
                 f"a saved state has no '{name}'; give what state_dict() of every rank returned"
             )
         value = state[name]
-        if not fits(value, kind) or (name in _COUNTS and value < 0):
+        if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
             expected = f"{getattr(kind, '__name__', kind)}{' >= 0' if name in _COUNTS else ''}"
             raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
+        if name == "density" and not 0 < value <= 1:
+            raise _misfit(
+                name, value, "one in (0, 1]", "give what state_dict() of every rank returned"
+            )
         if name == "version" and value != STATE_VERSION:
             raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
 
@@ -217,12 +262,25 @@ def _misfit(name: str, value: object, expected: object, cure: str) -> Configurat
 
 
 def _brief(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return value if isinstance(value, str) and len(value) <= _SHOWN else brief(value)
 
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Refuse a state of another set-up."""
+    unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
+    if unknown:
+        raise ConfigurationError(
+            f"the saved state has an unknown '{_brief(unknown[0])}'; give what state_dict() of every "
+            "rank returned"
+        )
+    named = {slot.name for unit in reducer.units for slot in unit.slots}
+    for what in ("residual", "velocity"):
+        unknown = [name for name in state[what] if name not in named]
+        if unknown:
+            raise ConfigurationError(
+                f"the saved {what} has '{_brief(unknown[0])}', which is no parameter here; load each "
+                "rank's own state into the same set-up"
+            )
     expected = {
         "algorithm": reducer.algorithm.name,
         "world_size": reducer.comm.world_size,
@@ -258,14 +316,16 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
     found = [state[what].get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in found):
         return None
-    for slot, piece in zip(unit.slots, found, strict=True):
-        if not isinstance(piece, Tensor) or piece.shape != (slot.size,):
-            shape = tuple(piece.shape) if isinstance(piece, Tensor) else _brief(piece)
-            raise ConfigurationError(
-                f"the saved {what} of '{slot.name}' is {shape}, expected a tensor of {slot.size} "
-                "elements; was it saved from this model?"
-            )
     wide = torch.promote_types(unit.dtype, torch.float32)
+    for slot, piece in zip(unit.slots, found, strict=True):
+        dense = isinstance(piece, Tensor) and piece.layout == torch.strided and not piece.is_meta
+        if not dense or piece.shape != (slot.size,) or piece.dtype != wide:
+            known = isinstance(piece, Tensor)
+            given = f"{tuple(piece.shape)} {piece.dtype}" if known else _brief(piece)
+            raise ConfigurationError(
+                f"the saved {what} of '{slot.name}' is {given}, expected a tensor of {slot.size} "
+                f"elements of {wide}; was it saved from this model?"
+            )
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
     broken = (~torch.isfinite(whole)).nonzero()
     if broken.numel():

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import saved_buffers
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError
+from sparsync.fields import Each, Either, Exactly, Fields, Kind, Number, Plain, Values, like
 from sparsync.units import local_of
 
-__all__ = ["load_own", "own_state", "validate_own"]
+__all__ = ["SCALER_KIND", "load_optimizers", "load_weights", "own_kinds", "own_state"]
+
+# of torch's optimizers: steps, squares and magnitudes
+_NEVER_NEGATIVE: Final = (
+    *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
+    *("variance", "row_var", "col_var", "step_size"),
+)
+# of a GradScaler, which is disabled, or not there
+SCALER_KIND: Final = Either(
+    (
+        Exactly(None),
+        Fields({}),
+        Fields(
+            {
+                "scale": Number(sys.float_info.min),
+                "growth_factor": Number(1),
+                "backoff_factor": Number(0, 1),
+                "growth_interval": Number(1, whole=True),
+                "_growth_tracker": Number(0, whole=True),
+            }
+        ),
+    )
+)
+_SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
+_RATES: Final = ("lr", "eps", "weight_decay")
+_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
 def own_state(
@@ -21,10 +51,10 @@ def own_state(
     """Return copies of this rank's parts of these parameters, of buffers, and of optimizers' states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        name: {key: _copy(value) for key, value in one.state[parameter].items()}
+        # {}: it has had no gradient; all are named, so that one that is missing is noticed
+        name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
-        if parameter in one.state
     }
     groups = [
         [
@@ -36,49 +66,147 @@ def own_state(
     return {"parameters": tensors, "moments": moments, "groups": groups}
 
 
-def validate_own(
+def own_kinds(
     module: nn.Module,
     names: Collection[str],
     optimizers: Sequence[torch.optim.Optimizer],
-    state: Mapping[str, Any],
-) -> None:
-    """Refuse the state of other parameters or optimizers."""
-    sizes = {name: tuple(local_of(t).shape) for name, t in _tensors(module, names).items()}
-    own = state["parameters"]
-    saved = sizes if own is None else {name: tuple(value.shape) for name, value in own.items()}
-    wrong = next((n for n in {**sizes, **saved} if sizes.get(n) != saved.get(n)), None)
-    require(
-        wrong is None,
-        f"the saved '{wrong}' has shape {saved.get(wrong or '')}, this rank's {sizes.get(wrong or '')}; "
-        "load each rank's own state into the same set-up",
+    *,
+    resharded: bool,
+    finite: bool,
+) -> dict[str, Kind]:
+    """Describe what ``own_state`` returns of this model and these optimizers.
+
+    A state that was ``resharded`` has no weights.  They and moments are ``finite``, unless an exchange
+    under way is refused, which sets them right.
+    """
+    return {
+        # None in a state of this number of ranks would set one rank back
+        "parameters": Exactly(None) if resharded else _weights_kind(module, names, finite),
+        "moments": Fields(
+            {
+                name: _moments_kind(kept, finite)
+                for one in optimizers
+                for name, kept in _kept_after_a_step(module, one).items()
+            }
+        ),
+        "groups": Each(
+            tuple(Each(tuple(_group_kind(one, g) for g in one.param_groups)) for one in optimizers)
+        ),
+    }
+
+
+def _weights_kind(module: nn.Module, names: Collection[str], finite: bool) -> Kind:
+    parts = {name: local_of(tensor) for name, tensor in _tensors(module, names).items()}
+    loose = {  # buffers such as masks of -inf
+        name for name, part in parts.items() if name not in names and not torch.isfinite(part).all()
+    }
+    return Fields(
+        {
+            name: Values(tuple(part.shape), part.dtype, finite=finite and name not in loose)
+            for name, part in parts.items()
+        }
     )
-    groups = [len(one.param_groups) for one in optimizers]
-    require(
-        [len(its) for its in state["groups"]] == groups,
-        f"the saved optimizers have {[len(its) for its in state['groups']]} groups of parameters, "
-        f"these {groups}; attach with the optimizers that the state was saved with",
-    )
+
+
+def _kept_after_a_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Mapping[str, Any] | None]:
+    """Return by parameter what an optimizer keeps of it, or will after a step; None: that is not known.
+
+    Of torch's own optimizers it is found by a step on tensors without memory, which costs nothing; others
+    may do anything in their steps, exchange messages among it.
+    """
+    kept: dict[Tensor, Mapping[str, Any]] = {}
+    if type(optimizer).__module__.startswith("torch.optim"):
+        kept = _step_without_memory(optimizer)
+    return {
+        name: optimizer.state.get(parameter) or kept.get(parameter) or None
+        for name, parameter in _named(module, optimizer)
+    }
+
+
+def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
+    double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
+    double.__dict__ = dict(optimizer.__dict__)
+    double.state, double.param_groups = defaultdict(dict), []
+    for group in optimizer.param_groups:
+        without = []
+        for parameter in group["params"]:
+            twin = nn.Parameter(local_of(parameter.detach()).to("meta"), parameter.requires_grad)
+            twin.grad = torch.empty_like(twin)
+            real[twin] = parameter
+            without.append(twin)
+        plain: dict[str, Any] = {
+            key: False for key in ("foreach", "fused", "capturable") if key in group
+        }
+        double.param_groups.append({**group, **plain, "params": without})
+    step: Any = type(optimizer).step
+    with suppress(
+        Exception
+    ):  # of ASGD and Adafactor when they read a number: state is there by then
+        getattr(step, "__wrapped__", step)(double)  # without hooks
+    return {real[twin]: kept for twin, kept in double.state.items()}
+
+
+def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:
+    """Describe a parameter's moments: none, if it has had no gradient yet, or all of them."""
+    if kept is None:
+        return Plain(named=True, finite=finite)
+    every = {key: _moment_kind(key, value, finite) for key, value in kept.items()}
+    return Either((Fields({}), Fields(every)))
+
+
+def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
+    least = 0.0 if key in _NEVER_NEGATIVE and finite else -math.inf
+    if not isinstance(value, Tensor):
+        return like(value)
+    part = local_of(value)
+    return Values(tuple(part.shape), part.dtype, least, finite)
+
+
+def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
+    """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler."""
+    kinds: dict[str, Kind] = {name: Number(0) for name in _SCHEDULERS}
+    kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
+    required = {
+        name: kinds.pop(name) for name in [*kinds] if name in getattr(optimizer, "defaults", {})
+    }
+    return Fields(required, kinds)
+
+
+def _setting_kind(name: str, value: Any) -> Kind:
+    if name == "betas":
+        return Each((Number(0, math.nextafter(1.0, 0.0)),) * len(value))
+    least = 0.0 if name in _RATES else -math.inf
+    if isinstance(value, bool) or name in _SWITCHES:
+        return Either((Exactly(None), bool))
+    if isinstance(value, int | float | Tensor):  # a rate may be a tensor of one number
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        return Either((Values(shape, torch.float32, least), Number(least)))
+    return like(value)
 
 
 @torch.no_grad()
-def load_own(
-    module: nn.Module,
-    names: Collection[str],
-    optimizers: Sequence[torch.optim.Optimizer],
-    state: Mapping[str, Any],
-) -> None:
-    """Load what ``own_state`` returned; a resharded state has no weights, which the caller sets."""
+def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
+    """Load the weights that ``own_state`` returned; a resharded state has none."""
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
+
+
+def load_optimizers(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
+) -> None:
+    """Load the optimizers' states that ``own_state`` returned."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}
             for at, (name, parameter) in enumerate(_named(module, one))
-            if name in state["moments"]
+            if state["moments"][name]
         }
-        for group, saved in zip(fresh["param_groups"], groups, strict=True):
-            group.update(saved)
+        fresh["param_groups"] = [
+            {**group, **saved} for group, saved in zip(fresh["param_groups"], groups, strict=True)
+        ]
         try:
             one.load_state_dict(fresh)
         except (KeyError, ValueError) as error:

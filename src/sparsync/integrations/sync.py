@@ -20,13 +20,22 @@ from torch.utils._pytree import tree_leaves
 from sparsync.errors import CommunicationError, ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import ParsedState, apply_state, parse_state, reducer_state, rescale_
+from sparsync.feedback.state import (
+    ParsedState,
+    agree_state,
+    check_fields,
+    parse_state,
+    reducer_state,
+    rescale_,
+    take_state,
+)
 from sparsync.feedback.step import channel_of
+from sparsync.fields import same
 from sparsync.integrations.options import Monitoring
 from sparsync.integrations.runs import Run
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.sparse import Vector
-from sparsync.transports.agree import agree
+from sparsync.transports.agree import agree, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Traffic
@@ -179,9 +188,12 @@ class Sync(ABC):
         Raises:
             ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
         """
+        check_fields(state)
         mine, saved = self._pieces, state.get("pieces", {})
-        if saved != mine:
-            name = next(name for name in {**mine, **saved} if mine.get(name) != saved.get(name))
+        saved = saved if isinstance(saved, Mapping) else {"(all)": saved}
+        if not same({name: saved.get(name) for name in {**mine, **saved}}, mine):
+            wrong = (n for n in {**mine, **saved} if not same(saved.get(n), mine.get(n)))
+            name = next(wrong)
             raise ConfigurationError(
                 f"the saved state has piece {saved.get(name)} of '{name}', this rank holds "
                 f"{mine.get(name)}; load each rank's own state into the same set-up"
@@ -192,14 +204,28 @@ class Sync(ABC):
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
         Raises:
-            ConfigurationError: see ``validate``.
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
             PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
                 another part of this replica.
+
+        If it raises, nothing was changed on any rank.
         """
-        parsed = self.validate(state)
+        comms = self.communicators
+        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        run(agree_state(self.reducer.comm, parsed, parts=self._inner))
         self._discard()
-        keep_scale = self._scaler is not None  # until the next step
-        run(apply_state(self.reducer, parsed, keep_scale=keep_scale, parts=self._inner))
+        keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
+
+        def take() -> None:
+            take_state(
+                self.reducer, parsed, keep_scale=keep_scale
+            )  # brought to it by the next step
+
+        try:
+            on_all_or_none(comms, take, "take its saved state over")
+        except Exception:  # at this scale a residual would overflow, on some rank
+            take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
+            raise
         self._opened, self._before = (-1, 0), None
 
     @abstractmethod

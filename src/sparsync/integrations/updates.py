@@ -21,23 +21,39 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.fragments import Begin
-from sparsync.averaging.moments import GradientNoise, correct, corrects
+from sparsync.averaging.moments import correct, noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
+from sparsync.averaging.saved import refused_under_way
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
+from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.integrations.changes import Changes, begin_together
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
-from sparsync.integrations.own import load_own, own_state, validate_own
+from sparsync.integrations.own import (
+    SCALER_KIND,
+    load_optimizers,
+    load_weights,
+    own_kinds,
+    own_state,
+)
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.presets import Algorithm
-from sparsync.transports.agree import agree, check_equal_parameters
+from sparsync.transports.agree import (
+    agree,
+    check_equal_parameters,
+    digest,
+    on_all_or_none,
+)
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups
@@ -54,8 +70,10 @@ _AGREEING = (
     0.5  # of what lasts in gradients: below, more of it is single ranks' than all have in common
 )
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_EVERYTHING = slice(0, None)
+_CURE = "load what this handle's state_dict() returned, into the same set-up"
 
-__all__ = ["UpdateSync", "attach_updates", "make_outer", "noise_of"]
+__all__ = ["UpdateSync", "attach_updates", "make_outer"]
 
 
 def make_outer(
@@ -80,24 +98,6 @@ def make_outer(
         )
     outer.adapt(compression.compress, compression.unit_bytes, compression.warmup_steps)
     return outer
-
-
-def noise_of(
-    outer: OuterStep,
-    optimizers: Sequence[torch.optim.Optimizer],
-    trained: Mapping[str, Tensor],
-) -> GradientNoise | None:
-    """Return what measures the noise of gradients, if an optimizer's steps are to be corrected for it."""
-    memory = {
-        parameter: group["betas"][1]
-        for optimizer in filter(corrects, optimizers if outer.noise_correction else ())
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if not group["amsgrad"]
-    }
-    # as the model orders them: optimizers may be given theirs in other orders
-    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
-    return GradientNoise(found) if found else None
 
 
 def attach_updates(
@@ -132,7 +132,7 @@ def attach_updates(
                 ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        noise = noise_of(outer, optimizers, trained)
+        noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
         parameters: Mapping[str, Tensor] = trained
@@ -207,6 +207,8 @@ class UpdateSync(Sync):
         self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
+        self._changes = Changes(weights.trained.values())
+        self._begins, self._resumed = True, False  # before the first step here; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
         self._warned = False  # that ranks hardly agree
@@ -256,6 +258,7 @@ class UpdateSync(Sync):
         before = weakly(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
+        handles += [one.register_step_pre_hook(weakly(self._before_step)) for one in optimizers]
         handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
         for handle in handles:
             self.on_close.callback(handle.remove)
@@ -295,6 +298,42 @@ class UpdateSync(Sync):
         future.set_result(buffer)
         return future
 
+    def _before_step(self, *_step: Any) -> None:
+        self._check_start()
+        require(
+            not self._changes.replaced(),
+            f"local step {self.outer.steps}: the weights were replaced since the last step, as by a "
+            "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
+            "the handle on all ranks, load, and attach again",
+        )
+
+    def _check_start(self) -> None:
+        """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
+
+        Else the way to them would be delivered as if it were an update.  All ranks ask, once: they do not
+        know of each other.
+        """
+        if not self._begins:
+            return
+        self._begins, outer = False, self.outer
+        own, shared = self._weights.read(_EVERYTHING), outer.memory["shared"]
+        end = outer.layout.end
+        if not self._begin_together(self._loaded(own), own[:end]):
+            return
+        # buffers beyond the end have seen a batch since, and are averaged in any case
+        outer.begin_again(torch.cat([own[:end], shared[end:]]))
+        self._changes.remember()
+
+    def _loaded(self, own: Tensor) -> bool:
+        """Tell whether this rank's weights are others than attach, or the handle's load, has left."""
+        if self._resumed:  # every rank has its own
+            return self._changes.differ()
+        end = self.outer.layout.end
+        return not own[:end].equal(self.outer.memory["shared"][:end])
+
+    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
+        return begin_together(self.communicators, loaded, own)
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
         if (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
@@ -302,6 +341,8 @@ class UpdateSync(Sync):
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
+        else:
+            self._changes.remember()
 
     def _forward(self, *_given: Any) -> None:
         if torch.is_grad_enabled():
@@ -318,6 +359,14 @@ class UpdateSync(Sync):
                 )
         assert module is not None
         self._weights.reshard()
+        if (
+            self._begins and not self.outer.optimizers
+        ):  # ``step`` is too late: it comes after theirs
+            self._begins = False
+            require(
+                not self._loaded(self._weights.read(_EVERYTHING)),
+                "weights were loaded after attach; load them before, or give attach the optimizer",
+            )
         trained = self._weights.trained.values()
         if (seen := training(module)) != self._seen:
             check_same_parameters(module, trained, self._alone)
@@ -380,6 +429,8 @@ class UpdateSync(Sync):
         """
         outer = self.outer
         self._check_own("an optimizer's step")
+        if outer.optimizers:  # else this is after the step
+            self._check_start()
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.total()
             self._started = time.perf_counter()
@@ -390,6 +441,7 @@ class UpdateSync(Sync):
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+            self._changes.remember()
         self._count_ranks()
         self._look_at_agreement()
         if self.reducer.monitor is not None:
@@ -455,15 +507,15 @@ class UpdateSync(Sync):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
-        everything, shows = slice(0, None), self._shows
-        own = self._weights.read(everything)
-        self._weights.write(everything, self.outer.memory["shared"])
+        shows, own = self._shows, self._weights.read(_EVERYTHING)
+        self._weights.write(_EVERYTHING, self.outer.memory["shared"])
         self._shows = True
         try:
             yield
         finally:
-            self._weights.write(everything, own)
+            self._weights.write(_EVERYTHING, own)
             self._shows = shows
+            self._changes.remember()
 
     def _check_own(self, what: str) -> None:
         """Refuse what needs this rank's own weights while the shared ones are in the model."""
@@ -476,6 +528,7 @@ class UpdateSync(Sync):
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
         run(self.outer.deliver(self._weights))
+        self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -518,37 +571,96 @@ class UpdateSync(Sync):
             "noise": None if noise is None else noise.state_dict(),
         }
 
-    def validate(self, state: Mapping[str, Any]) -> Any:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
-        parsed, module = self.outer.validate(state), self._plain()
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be: as it is here and now."""
+        outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
-        require(
-            {"parameters", "moments", "groups", "scaler", "noise"} <= set(state)
-            and (state["noise"] is None) == (self._weights.noise is None)
-            and state.get("pieces") == self._pieces,
-            "the saved state is not of these shards of the model; load what this handle's "
-            "state_dict() returned",
-        )
-        validate_own(module, self._weights.trained, self.outer.optimizers, state)
-        return parsed
+        saved = state.get("reducer")
+        return {
+            **outer.kinds(state),
+            **{name: Exactly(value) for name, value in outer.layout.extents().items()},
+            "averaged": Exactly(self._weights.buffers),
+            **own_kinds(
+                module,
+                self._weights.trained,
+                outer.optimizers,
+                # thresholds and boundaries start again
+                resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
+                finite=not refused_under_way(state),
+            ),
+            "scaler": SCALER_KIND,
+            "pieces": Exactly(self._pieces),
+            "noise": Exactly(None) if noise is None else noise.kind(),
+        }
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
+
+        Raises:
+            ConfigurationError: names the first field that does not.
+        """
+        self.outer.check_place(state)
+        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
+        return parse_state(self.reducer, state["reducer"])
+
+    def common(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what of a saved state, which fits, is equal on all ranks, by name."""
+        facts = common_facts(state, Fields(self.kinds(state)), digest)
+        there = [state[key] is not None for key in ("parameters", "scaler")]
+        return {**facts, "whether it has weights and a scaler": str(there)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
-        self.validate(state)
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+
+        Raises:
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
+            PeerError: the ranks' states are not of one save.
+
+        If it raises, nothing was changed on any rank.
+        """
         run(self.outer.settle())
-        run(agree(self.reducer.comm, {"the local step of the saved state": int(state["steps"])}))
-        self.outer.load_state_dict(state)
-        run(self.outer.start(self.reducer, self.outer.memory["shared"]))
+        comms = self.communicators
+        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
+        # What may still fail comes first: optimizers, of which anybody may have written one.
+        self._load_optimizers(comms, state)
+        self._take(state, parsed)
+
+    def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
+        """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
+        module, scaler = self._plain(), self._scaler if state["scaler"] else None
+        assert module is not None
+        # the objects themselves: a load replaces them, and one that raises may raise again
+        former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
+        scale = None if scaler is None else scaler.state_dict()
+
+        def load() -> None:
+            load_optimizers(module, self.outer.optimizers, state)
+            if scaler is not None:
+                scaler.load_state_dict(state["scaler"])
+
+        try:
+            on_all_or_none(comms, load, "load the saved states of its optimizers")
+        except Exception:
+            for one, its, groups in former:
+                one.state, one.param_groups = its, groups
+            if scaler is not None:
+                scaler.load_state_dict(scale)
+            raise
+
+    def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:
+        """Take a state over that was found to fit, on this rank alone."""
         module = self._plain()
         assert module is not None
+        self.outer.restore(state, parsed)
         if state["parameters"] is None:
             self.outer.restart(self._weights)
-        load_own(module, self._weights.trained, self.outer.optimizers, state)
+        load_weights(module, self._weights.trained, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
         self._count_ranks()
         self._owed, self._before = False, None
+        self._begins = self._resumed = True
+        self._changes.remember()
         if self._scaler is not None:
-            if state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
             self._unscaled = self.outer.steps

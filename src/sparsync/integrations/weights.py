@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import saved_buffers
+from sparsync.averaging.binding import averaged_buffers
 from sparsync.averaging.fragments import Begin, Weights
 from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import ConfigurationError
@@ -61,8 +61,7 @@ class ModelWeights(Weights):
         self.noise = noise
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
-        saved = saved_buffers(module) if buffers else {}
-        self.buffers = [name for name, buffer in saved.items() if buffer.is_floating_point()]
+        self.buffers = averaged_buffers(module) if buffers else []
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -128,6 +127,14 @@ class ModelWeights(Weights):
         self.reshard()
         if (pairs := self._pairs(span, values))[0]:
             torch._foreach_add_(*pairs)
+
+    def broken(self) -> str:
+        """Name a parameter or buffer of this rank that is not finite; empty: there is none."""
+        named = [*self.trained, *self.buffers]
+        for name, tensor in zip(named, self._tensors(), strict=False):
+            if not bool(torch.isfinite(tensor).all()):
+                return name
+        return ""
 
     def landed(self, span: slice) -> None:
         """Take in the averages of gradients' samples, which are the end of the vector."""

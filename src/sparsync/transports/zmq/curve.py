@@ -79,14 +79,15 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     Give every rank all ``.key`` files and its own ``.key_secret``; nobody else may read that.
 
     Args:
-        directory: made if missing, readable by its owner only.
+        directory: made if missing, readable by its owner only; "." is the current one.
         ranks: number of ranks of the job.
 
     Returns:
         The public files, in rank order.
 
     Raises:
-        ConfigurationError: keys are there already, or ``ranks`` is less than 1.
+        ConfigurationError: keys are there already, ``ranks`` is less than 1, or ``directory`` has no name
+            or cannot be made.
 
     Example:
         >>> import tempfile
@@ -95,8 +96,15 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     """
     if ranks < 1:
         raise ConfigurationError(f"ranks is {ranks}; give the number of ranks, at least 1")
+    if directory == "":  # as of a variable that is not set: no place for secrets
+        raise ConfigurationError("the folder for the keys has no name; name one, e.g. keys")
     directory = Path(directory)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make the folder {directory} for keys: {error.strerror}; name another directory"
+        ) from error
     present = sorted(directory.glob("rank-*.key*"))
     if present:
         raise ConfigurationError(

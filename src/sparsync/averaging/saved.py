@@ -1,0 +1,102 @@
+"""What the saved state of an outer step has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sparsync.fields import Common, Each, Exactly, Fields, Kind, Number, Plain, Values
+from sparsync.state import fits
+
+if TYPE_CHECKING:
+    from sparsync.averaging.outer import OuterStep
+
+__all__ = ["outer_kinds", "refused_under_way"]
+
+
+def refused_under_way(state: Mapping[str, Any]) -> bool:
+    """Tell whether an exchange is under way that is refused: its rank's weights may be broken."""
+    return any(one["refused"] is True for one in _exchanges(state) if "refused" in one)
+
+
+def outer_kinds(outer: OuterStep, state: Mapping[str, Any]) -> dict[str, Kind]:
+    """Return the kinds of what an ``OuterStep`` saves beside what every averager does.
+
+    Sizes are those of the live vectors; before the first step, when there are none, those of the saved
+    one itself, which ``start`` compares with the model.
+
+    Args:
+        outer: what the state is for.
+        state: only counts are taken from it, and whether an exchange was refused.
+    """
+    layout = outer.layout
+    shared = outer.memory.get("shared", _shared_in(state))
+    like = None if shared is None else (tuple(shared.shape), shared.dtype)
+    vector: Kind = Plain() if like is None else Values(*like)
+    planned = layout.fragments and like is not None
+    velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
+    vectors: dict[str, Kind] = {"shared": Common(vector)}
+    moving: dict[str, Kind] = {"momentum": Common(velocity)} if outer.momentum != 0 else {}
+    if state.get("reducer") is None:  # before the first step
+        vectors, moving = {}, {**vectors, **moving}
+    sent = state.get("sent")
+    fragments = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
+    kinds: dict[str, Kind] = {
+        "memory": Fields(vectors, moving),
+        "state": Fields({"refused": Common(Number(0, whole=True))}),
+        "reducer": object,  # ``parse_state`` knows it
+        "under_way": Each(tuple(_exchange_kind(outer, one) for one in _exchanges(state))),
+        "sent": Each((Common(Number(-1, whole=True)),) * fragments),
+        "contributions": outer.contributions.kind(fragments, state.get("contributions")),
+    }
+    if outer.rule is not None:
+        kinds["present_period"] = Common(Number(outer.rule.least, outer.rule.most, whole=True))
+    return kinds
+
+
+def _shared_in(state: Mapping[str, Any]) -> Tensor | None:
+    memory = state.get("memory")
+    shared = memory.get("shared") if isinstance(memory, Mapping) else None
+    return shared if isinstance(shared, Tensor) else None
+
+
+def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the exchanges under way; what is none is an empty one, in which everything is missing."""
+    found = state.get("under_way")
+    listed = found if isinstance(found, list | tuple) else ()
+    return [one if isinstance(one, Mapping) else {} for one in listed]
+
+
+def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
+    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
+    fragments = outer.layout.fragments
+    part: Any = exchange.get("part")
+    refused = exchange.get("refused") is True
+    nothing = refused or exchange.get("done") is False
+    own: Kind = Plain(finite=not refused)
+    shared: Kind = Plain()
+    if fragments:
+        at = part if fits(part, int) and 0 <= part < len(fragments) else 0
+        size, dtype = (
+            fragments[at].span.stop - fragments[at].span.start,
+            outer.memory["shared"].dtype,
+        )
+        own, shared = Values((size,), dtype, finite=not refused), Values((size,), dtype)
+    return Fields(
+        {
+            "part": Common(Number(0, (len(fragments) or outer.fragments) - 1, whole=True)),
+            "lands": Common(Number(0, whole=True)),
+            "late": Common(bool),
+            "weights": own,
+            "shared": Common(Exactly(None) if nothing else shared),
+            "done": Common(bool),
+            "refused": Common(bool),
+            "lr": Common(Number(0)),
+            "drift": Common(Number(0)),
+            "seen": Number(0),
+            "weight": Number(0),
+            "ranks": Common(Number(0)),
+        }
+    )

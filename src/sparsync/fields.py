@@ -1,0 +1,307 @@
+"""What a saved state has to be, field by field, and the one function that compares it with that.
+
+A description is made from the live state, so it knows names, shapes and counts as they are now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.state import brief, fits
+
+__all__ = [
+    "Common",
+    "Each",
+    "Either",
+    "Exactly",
+    "Fields",
+    "Kind",
+    "Number",
+    "Plain",
+    "Values",
+    "check_saved",
+    "common_facts",
+    "like",
+    "same",
+]
+
+
+@dataclass(frozen=True)
+class Values:
+    """A dense tensor of this shape and dtype, without NaN and Inf unless it may be not ``finite``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    least: float = -math.inf
+    finite: bool = True
+
+    def __str__(self) -> str:
+        bounds = "" if self.least == -math.inf else f" >= {self.least:g}"
+        numbers = f" of finite numbers{bounds}" if self.finite else ""
+        return f"{brief(torch.empty(self.shape, dtype=self.dtype, device='meta'))}{numbers}"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from ``least`` to ``most``; no bool."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"a {'whole' if self.whole else 'finite'} number from {self.least:g} to {self.most:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """What this run has."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return brief(self.value)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A dictionary with all of these keys, perhaps some of the others, and nothing else."""
+
+    required: Mapping[str, Kind]
+    optional: Mapping[str, Kind] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "a dictionary"
+
+
+@dataclass(frozen=True)
+class Each:
+    """A list or tuple with an item of each of these kinds."""
+
+    kinds: tuple[Kind, ...]
+
+    def __str__(self) -> str:
+        return f"a list of {len(self.kinds)}"
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of several kinds; an error is that of the last."""
+
+    kinds: tuple[Kind, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.kinds))
+
+
+@dataclass(frozen=True)
+class Common:
+    """A value that is equal on all ranks."""
+
+    kind: Kind
+
+    def __str__(self) -> str:
+        return str(self.kind)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Numbers, tensors, strings, None, lists and dictionaries of them, about which no more is known.
+
+    With ``named``, a dictionary.
+    """
+
+    named: bool = False
+    finite: bool = True
+
+    def __str__(self) -> str:
+        kind = "a dictionary of plain values" if self.named else "plain values"
+        return f"{kind}{' without NaN or Inf' * self.finite}"
+
+
+Kind: TypeAlias = Values | Number | Exactly | Fields | Each | Either | Common | Plain | type[Any]
+
+
+def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
+    """Raise unless a saved value is of a kind; nothing is changed, and no other rank is asked.
+
+    Args:
+        value: it may come from anywhere, and be of any type.
+        kind: what it has to be.
+        name: of the value, in the message.
+        cure: the end of the message.
+
+    Raises:
+        ConfigurationError: names the first field that is missing, unknown, or of another kind.
+
+    Cost: a pass over all tensors.
+
+    Example:
+        >>> steps = Fields({"steps": Number(0, whole=True)})
+        >>> check_saved({"steps": 3}, steps, "state", "load another")
+        >>> check_saved({"steps": 0.5}, steps, "state", "load another")
+        Traceback (most recent call last):
+        sparsync.errors.ConfigurationError: the saved state['steps'] is 0.5, expected a whole number \
+from 0 to inf; load another
+    """
+    wrong = next(_wrong(value, kind, name), None)
+    if wrong is not None:
+        raise ConfigurationError(f"{wrong}; {cure}")
+
+
+def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
+    """Yield what is wrong with a value."""
+    if isinstance(kind, Common):
+        yield from _wrong(value, kind.kind, name)
+    elif isinstance(kind, Either):
+        found = [next(_wrong(value, one, name), None) for one in kind.kinds]
+        if None not in found:
+            yield str(found[-1])
+    elif isinstance(kind, Fields) and isinstance(value, Mapping):
+        known = {**kind.required, **kind.optional}
+        missing = [key for key in kind.required if key not in value]
+        unknown = [key for key in value if key not in known]
+        yield from (f"the saved state has no {_at(name, key)}" for key in missing)
+        yield from (f"the saved state has an unknown {_at(name, key)}" for key in unknown)
+        for key, inner in value.items():
+            yield from _wrong(inner, known[key], _at(name, key))
+    elif isinstance(kind, Each) and _is_list(value) and len(value) == len(kind.kinds):
+        for at, (inner, one) in enumerate(zip(value, kind.kinds, strict=True)):
+            yield from _wrong(inner, one, _at(name, at))
+    elif not _is(value, kind):
+        broken = " with NaN or Inf" if _is_dense(value) and not _is_plain(value) else ""
+        yield f"the saved {name} is {brief(value)}{broken}, expected {kind}"
+
+
+def _is(value: Any, kind: Kind) -> bool:
+    """Tell whether a value that has no named parts is of a kind."""
+    if isinstance(kind, Number):
+        return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
+    if isinstance(kind, Values):
+        return (
+            _is_dense(value)
+            and tuple(value.shape) == kind.shape
+            and value.dtype == kind.dtype
+            and _in_range(value, kind)
+        )
+    if isinstance(kind, Exactly):
+        return same(value, kind.value)
+    if isinstance(kind, Plain):
+        return (isinstance(value, Mapping) or not kind.named) and _is_plain(value, kind.finite)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def _in_range(value: Tensor, kind: Values) -> bool:
+    """Tell whether a tensor has no NaN, no Inf unless that may be, and nothing below the least."""
+    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return True
+    if value.is_complex():
+        return not kind.finite or bool(torch.isfinite(value).all())
+    least, most = map(float, value.aminmax())  # NaN if there is one
+    return not kind.finite or (kind.least <= least and math.isfinite(least) and math.isfinite(most))
+
+
+def _is_plain(value: Any, finite: bool = True) -> bool:
+    if isinstance(value, Mapping):
+        return all(
+            isinstance(key, str | int) and _is_plain(its, finite) for key, its in value.items()
+        )
+    if _is_list(value):
+        return all(_is_plain(its, finite) for its in value)
+    if isinstance(value, Tensor):
+        kind = Values(tuple(value.shape), value.dtype, finite=finite)
+        return _is_dense(value) and _in_range(value, kind)
+    loose = isinstance(value, float) and not finite
+    return value is None or isinstance(value, bool | str) or loose or fits(value, float)
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Compare plain values; True is not 1, and a tuple is the list that a file may have made of it."""
+    if _is_list(expected):
+        return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(expected, Mapping):
+        return (
+            isinstance(value, Mapping)
+            and [*value] == [*expected]  # the order counts: it is that of a vector
+            and all(same(value[key], its) for key, its in expected.items())
+        )
+    plain = isinstance(value, bool | int | float | str | None)
+    return plain and isinstance(value, bool) == isinstance(expected, bool) and value == expected
+
+
+def like(value: Any) -> Kind:
+    """Describe values like a live one: the same keys, counts, shapes and dtypes; any finite numbers.
+
+    Where a live value is None, another may be any plain value: as a rule an option that is not set.
+    """
+    if isinstance(value, Tensor):
+        return Values(tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return Fields({key: like(inner) for key, inner in value.items()})
+    if _is_list(value):
+        return Each(tuple(map(like, value)))
+    if isinstance(value, bool | str):
+        return type(value)
+    return Number() if isinstance(value, int | float) else Plain()
+
+
+# ---- what all ranks have in common ------------------------------------------------------------------
+
+
+def common_facts(
+    state: Mapping[str, Any], kind: Fields, digest: Callable[[Tensor], str]
+) -> dict[str, str]:
+    """Return a text for every key of a state below which something is ``Common``.
+
+    The texts of two ranks are equal if what they have in common is; every rank has as many.
+    """
+    found: dict[str, str] = {}
+    for key, inner in {**kind.required, **kind.optional}.items():
+        if _has_common(inner):
+            said = _common(state[key], inner, digest) if key in state else ["nothing"]
+            found[f"the saved {key}"] = ", ".join(said)
+    return found
+
+
+def _has_common(kind: Kind) -> bool:
+    if isinstance(kind, Fields):
+        return any(map(_has_common, (*kind.required.values(), *kind.optional.values())))
+    inner = kind.kinds if isinstance(kind, Each | Either) else ()
+    return isinstance(kind, Common) or any(map(_has_common, inner))
+
+
+def _common(value: Any, kind: Kind, digest: Callable[[Tensor], str]) -> Iterator[str]:
+    if isinstance(kind, Common):
+        yield digest(value) if isinstance(value, Tensor) else str(value)
+    elif isinstance(kind, Fields):
+        known = {**kind.required, **kind.optional}
+        for key in sorted(value):
+            for text in _common(value[key], known[key], digest):
+                yield f"{key} {text}"
+    elif isinstance(kind, Each):
+        for inner, one in zip(value, kind.kinds, strict=True):
+            yield from _common(inner, one, digest)
+
+
+# ---- words ------------------------------------------------------------------------------------------
+
+
+def _at(name: str, key: object) -> str:
+    return f"{name}[{brief(key)}]"

@@ -1,0 +1,102 @@
+"""Notice weights that changed other than by a step, as when a checkpoint is loaded after ``attach``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import PeerError
+from sparsync.transports.agree import agree, digest, greatest
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.units import local_of
+
+__all__ = ["Changes", "begin_together"]
+
+_SAMPLED: Final = 8  # the largest parameters
+_ELEMENTS: Final = 64  # of each of them
+_LOADED: Final = "the weights that were loaded after attach"
+_FAR: Final = 0.1  # of the weights' norm: no step and no clipping goes as far, another model does
+
+
+@final
+class Changes:
+    """Remembers parameters as they are, by version counters and a few of their elements.
+
+    An operation in place raises a tensor's version counter; one on ``parameter.data`` does not.
+
+    Args:
+        parameters: of one model.
+
+    Cost: to remember, one small copy and a loop over the parameters, 20 us for a hundred of them; to
+    compare, a loop over them, unless all have changed.
+    """
+
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        self._parameters = list(parameters)
+        found = sorted(self._parameters, key=torch.numel, reverse=True)
+        self._largest = [
+            p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
+        ]
+        del self._largest[_SAMPLED:]
+        self._versions: list[int] = []
+        self._sample = torch.zeros(0)
+
+    def remember(self) -> None:
+        """Take the parameters as they are now for what they should be before the next step."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._sample = self._some()
+
+    def differ(self) -> bool:
+        """Tell whether any of the sampled elements is another one."""
+        return not torch.equal(self._some(), self._sample)
+
+    def replaced(self) -> bool:
+        """Tell whether all parameters were written to, and the weights are far from what they were."""
+        pairs = zip(self._parameters, self._versions, strict=False)
+        if not self._versions or any(p._version == version for p, version in pairs):
+            return False
+        moved = torch.linalg.vector_norm(self._some() - self._sample)
+        return bool(moved > _FAR * torch.linalg.vector_norm(self._sample))
+
+    def _some(self) -> Tensor:
+        if not self._largest:
+            return torch.zeros(0)
+        return torch.cat([_some_of(local_of(parameter)) for parameter in self._largest]).float()
+
+
+def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+    """Tell whether ranks begin from weights that they have loaded; these must be equal on all replicas.
+
+    Args:
+        comms: the replicas of this part of the model and, if it is divided, the parts of this replica.
+        loaded: this rank's weights are others than those of ``attach``.
+        own: its weights.
+
+    Raises:
+        PeerError: on all ranks: they have loaded different weights, or only some of them any.
+
+    Cost: an allgather of 8 bytes, and where a replica is divided another; ``digest`` if ``loaded``.
+    """
+    failure: PeerError | None = None
+    try:
+        run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))
+    except PeerError as error:
+        failure = PeerError(f"{error}, or load them before attach")
+    worst = run(greatest(comms[1:], 2 if failure else int(loaded), "agreement"))
+    if worst > 1:
+        raise failure or PeerError(f"ranks with another part disagree on {_LOADED}; they say how")
+    return worst == 1
+
+
+def _some_of(part: Tensor) -> Tensor:
+    """Return a view of a few elements, spread over all of a tensor, in the order of memory."""
+    order = sorted(
+        range(part.dim()), key=part.stride, reverse=True
+    )  # of channels_last, another one
+    ordered = part.permute(order)
+    flat = ordered.view(-1) if ordered.is_contiguous() else part.flatten()
+    return flat[:: max(flat.numel() // _ELEMENTS, 1)]

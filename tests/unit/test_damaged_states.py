@@ -1,0 +1,162 @@
+"""Every field of a saved state, damaged in every way: its rank refuses it, or sees that others differ."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsync
+from sparsync.averaging import OuterStep
+from sparsync.errors import ConfigurationError
+from tests.attaching import attach
+
+UNKNOWN = "a field that nobody knows"
+
+
+def damages(state: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+    """Yield places in a state, what is wrong there, and a state in which it is.
+
+    Every field is missing; every dictionary has one more; every value has other types; every tensor
+    another shape, size or dtype, NaN or Inf in it, or no memory; every number is NaN, Inf, or beyond 64
+    bits.
+    """
+    for path in places(state):
+        value = at(state, path)
+        yield path, "missing", changed(state, path, remove=True)
+        if isinstance(value, dict):
+            yield (*path, UNKNOWN), "unknown", changed(state, (*path, UNKNOWN), 1)
+        for what, wrong in wrongs(value):
+            yield path, what, changed(state, path, wrong)
+
+
+def wrongs(value: Any) -> Iterator[tuple[str, Any]]:
+    others = {"text": "x", "list": [[]], "dictionary": {"a": 1}, "tensor": torch.ones(7, 3)}
+    kind = {str: "text", list: "list", tuple: "list", dict: "dictionary"}.get(type(value), "")
+    yield from ((f"a {what}", other) for what, other in others.items() if what != kind)
+    if isinstance(value, torch.Tensor):
+        yield "no tensor", 3
+        yield "another shape", value.unsqueeze(0)
+        yield "another size", torch.cat([value.flatten(), value.flatten()[:1]])
+        yield "another dtype", value.to(torch.float16)
+        yield "no memory", value.to("meta")
+        if value.is_floating_point():
+            for number in (torch.nan, torch.inf):
+                broken = value.clone()
+                broken.view(-1)[-1:] = number
+                yield str(number), broken
+    elif isinstance(value, bool):
+        yield "a number", 0.5
+    elif isinstance(value, int | float):
+        yield from (("nan", torch.nan), ("inf", torch.inf), ("True", True))
+        if isinstance(value, int):
+            yield "long", 2**70
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    listed = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in value.items() if isinstance(value, dict) else listed:
+        yield from places(inner, (*path, key))
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changed(value: Any, path: tuple[Any, ...], other: Any = None, *, remove: bool = False) -> Any:
+    """Return a copy with another value at a place; what lies elsewhere is shared."""
+    if not path:
+        return other
+    key, *rest = path
+    copied = copy.copy(list(value) if isinstance(value, tuple) else value)
+    if remove and not rest:
+        del copied[key]
+    else:
+        inner = copied[key] if isinstance(copied, list) else copied.get(key)
+        copied[key] = changed(inner, tuple(rest), other, remove=remove)
+    return tuple(copied) if isinstance(value, tuple) else copied
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """One rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def of_updates(settings, make=torch.optim.AdamW, **options):
+    model = net()
+    optimizer = make(model.parameters(), lr=0.01)
+    outer = OuterStep(**settings) if settings else None
+    sync = sparsync.attach(model, optimizer, outer, exchange="updates", **options)
+    train(model, optimizer, 5)
+    while settings.get("delay") and not sync.state_dict()["under_way"]:
+        train(model, optimizer, 1)
+    return sync
+
+
+def of_gradients():
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    correction = sparsync.Correction(momentum=0.5)
+    sync = attach(model, "oktopk", density=0.1, correction=correction)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    return sync
+
+
+SCALER = torch.amp.GradScaler("cpu", enabled=True)
+HANDLES = {
+    "updates": lambda: of_updates({}),
+    "fragments under way": lambda: of_updates(
+        {"residual": "weights", "fragments": 2, "delay": 2, "density": 0.1, "period": 4}
+    ),
+    "momentum": lambda: of_updates({"momentum": 0.9, "period": 2}, torch.optim.RMSprop),
+    "a scaler": lambda: of_updates({}, monitoring=sparsync.Monitoring(scaler=SCALER)),
+    "gradients": of_gradients,
+}
+
+
+@pytest.mark.parametrize("name", HANDLES)
+def test_no_damaged_state_is_like_the_others(name):
+    with HANDLES[name]() as sync:
+        saved = sync.state_dict()
+
+        def common(state):
+            parsed = sync.validate(state)
+            return [str(parsed.common()), sync.common(state) if hasattr(sync, "common") else ""]
+
+        expected, loaded, tried = common(saved), [], 0
+        for path, what, damaged in damages(saved):
+            tried += 1
+            if what == "long" and path[0] == "groups":
+                continue  # a rate that was given as a whole number
+            try:
+                if common(damaged) == expected:
+                    loaded.append((path, what))
+            except ConfigurationError as error:
+                if "\n" in str(error) or len(str(error)) > 600:
+                    loaded.append((path, what, error))
+            except Exception as error:
+                loaded.append((path, what, error))
+        assert not loaded, loaded
+        assert tried > 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sparsync.fields import Common, Each, Exactly, Fields, Kind, Number, Plain, Values
@@ -47,7 +48,7 @@ def outer_kinds(outer: OuterStep, state: Mapping[str, Any]) -> dict[str, Kind]:
         "memory": Fields(vectors, moving),
         "state": Fields({"refused": Common(Number(0, whole=True))}),
         "reducer": object,  # ``parse_state`` knows it
-        "under_way": Each(tuple(_exchange_kind(outer, one) for one in _exchanges(state))),
+        "under_way": Each(tuple(_exchange_kind(outer, one, like) for one in _exchanges(state))),
         "sent": Each((Common(Number(-1, whole=True)),) * fragments),
         "contributions": outer.contributions.kind(fragments, state.get("contributions")),
     }
@@ -69,21 +70,23 @@ def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one if isinstance(one, Mapping) else {} for one in listed]
 
 
-def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
-    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
+def _exchange_kind(
+    outer: OuterStep, exchange: Mapping[str, Any], like: tuple[tuple[int, ...], torch.dtype] | None
+) -> Kind:
+    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open.
+
+    ``like``: shape and dtype of the shared weights, if they are known.
+    """
     fragments = outer.layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
-    if fragments:
+    if fragments and like:
         at = part if fits(part, int) and 0 <= part < len(fragments) else 0
-        size, dtype = (
-            fragments[at].span.stop - fragments[at].span.start,
-            outer.memory["shared"].dtype,
-        )
-        own, shared = Values((size,), dtype, finite=not refused), Values((size,), dtype)
+        size = fragments[at].span.stop - fragments[at].span.start
+        own, shared = Values((size,), like[1], finite=not refused), Values((size,), like[1])
     return Fields(
         {
             "part": Common(Number(0, (len(fragments) or outer.fragments) - 1, whole=True)),

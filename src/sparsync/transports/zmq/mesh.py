@@ -30,6 +30,7 @@ from sparsync.transports.zmq.messages import (
 __all__ = ["Link", "Mesh", "Parcel", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
+LINGER_ABORTED: Final = 1.0  # the same after ``abort``, of what was sent in earlier exchanges
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
 BUSY: Final = 10  # ticks between looks at connections while messages come
 # seconds of silence of a connection, asked for a sign of life, after which its other end is dead; a
@@ -188,6 +189,7 @@ class Mesh:
         self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
         self._heard: set[int] = set()
         self._ended: set[int] = set()
+        self._aborted = False
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
 
@@ -203,8 +205,9 @@ class Mesh:
         self.doorkeeper = None if keys is None else keys.guard(self.incoming)
         self.incoming.rcvtimeo = round(TICK * 1000)
         sockets = self.incoming, self._events
+        self._linger = [LINGER]
         self.close = weakref.finalize(
-            self, _close, context, sockets, self.links, self.doorkeeper, os.getpid()
+            self, _close, context, sockets, self.links, self.doorkeeper, self._linger, os.getpid()
         )
         try:
             bind(self.incoming, address, port_range)
@@ -273,9 +276,16 @@ class Mesh:
         for link in self.links.values():
             link.send(Parcel(header, nothing))
 
+    def abort(self) -> None:
+        """Let the waits of another thread end; whoever calls closes the sockets when they have."""
+        self._aborted = True
+        self._linger[0] = LINGER_ABORTED
+        # not at exit by itself: where the other thread does not end, libzmq would abort the process
+        self.close.atexit = False
+
     def check_open(self) -> None:
         """Refuse the use of a closed communicator."""
-        if not self.close.alive:
+        if self._aborted or not self.close.alive:
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
             )
@@ -526,12 +536,13 @@ def _close(
     incoming: tuple[zmq.Socket[Any], zmq.Socket[Any]],
     links: dict[int, Link],
     doorkeeper: Doorkeeper | None,
+    patience: list[float],
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
     if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
         return
-    deadline = time.monotonic() + LINGER
+    deadline = time.monotonic() + patience[0]
     for link in links.values():
         while link.queue and not link.lost and time.monotonic() < deadline:
             link.flush()

@@ -323,9 +323,13 @@ def test_close_ends_what_lasts_longer_than_its_patience():
 def test_coroutines_in_flight_end_with_their_engine():
     engine, begun = Engine("test"), threading.Event()
 
+    class Never(Manual):
+        def poll(self, seconds):
+            return False
+
     async def program():
         begun.set()
-        await Manual()
+        await Never()
 
     future = engine.submit(program())
     assert begun.wait(SECONDS)

@@ -353,9 +353,10 @@ class ElasticHandle(Sync):
         self.on_close.callback(attendance.group.copies.close)
         me = weakref.ref(self)
 
-        def leave() -> None:
+        def leave() -> bool:
             if (sync := me()) is not None:
                 sync.leave()
+            return sync is not None
 
         self._notice = Notice(leave)
         self.on_close.callback(self._notice.close)

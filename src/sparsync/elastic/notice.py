@@ -24,19 +24,47 @@ class Notice:
     """Handles SIGTERM in place of the program's handler, which gets the signal when the rank has left.
 
     Args:
-        leave: begins to leave; called on the main thread.
+        leave: begins to leave, on any thread; False: nothing is there any more that could.
 
     Attributes:
         came: the signal was received.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, leave: Callable[[], bool]) -> None:
         self.came = False
         self._leave, self._handler = leave, self._receive  # one object, to be recognised by
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # it was passed on
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None
         self.watch()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of the signal on a thread as well: a handler only runs once native code returns.
+
+        Python has one such pipe.  Where a program uses it, as asyncio does, the handler has to do.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pipe = reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            self._pipe = None
+            os.close(reads)
+            os.close(writes)
+            return
+
+        def hear() -> None:
+            while raised := os.read(reads, 64):
+                if signal.SIGTERM in raised:
+                    self._begin()
+            os.close(reads)
+
+        threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
         """Take the place of a handler that the program has set; called again and again: it may set one.
@@ -57,17 +85,30 @@ class Notice:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Put the program's handler back, unless it has set another one."""
+        """Put the program's handler back, unless it has set another one; the main thread alone can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._pipe is not None:
+            other = signal.set_wakeup_fd(-1)
+            if other != self._pipe[1]:
+                signal.set_wakeup_fd(other)
+            os.close(self._pipe[1])  # the thread ends
+            self._pipe = None
         if signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._former)
 
     def _receive(self, *_signal: Any) -> None:
+        self._begin()
         if self._late:
             self.pass_on()
-        elif not self.came:
-            self.came = True
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self.came:
+                return
+            self.came, self._late = True, not self._leave()
+        if not self._late:
             threading.Thread(target=self._expire, name="sparsync-notice", daemon=True).start()
-            self._leave()
 
     def _expire(self) -> None:
         """Pass the signal on if the rank has not left in time, because no step comes."""

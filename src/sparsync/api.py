@@ -147,7 +147,9 @@ def iallreduce(
         >>> comm.close()
     """
     call = _prepare(vector, algorithm, k, op, options)
-    background = comm.companions.setdefault("background", _Background())
+    if "background" not in comm.companions:
+        comm.companions["background"] = _Background(comm)
+    background = comm.companions["background"]
     assert isinstance(background, _Background)
     return background.start(call, comm)
 
@@ -156,8 +158,10 @@ def iallreduce(
 class _Background:
     """The thread of a communicator's non-blocking calls, and their channels."""
 
-    def __init__(self) -> None:
-        self._engine = Engine("iallreduce")
+    def __init__(self, comm: Communicator) -> None:
+        channel = comm.channel(0)
+        channel.companions = {}  # this is one of them, and an engine must not be kept by what it uses
+        self._engine = Engine("iallreduce", [channel])
         self._open: list[Future[Reduced]] = []
         self._calls = 0
 

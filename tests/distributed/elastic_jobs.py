@@ -1,6 +1,7 @@
 """A replica of the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
 
 import os
+import signal
 import time
 
 import torch
@@ -19,8 +20,10 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
-    fetches comes ``late`` seconds later.  ``options`` are more of the manager.
+    fetches comes ``late`` seconds later.  ``options`` are more of the manager, and: ``carries`` the
+    scheduler; ``handles`` SIGTERM by itself, set after attach, with exit code 7.
     """
+    carries, handles = options.pop("carries", True), options.pop("handles", False)
     at_once = catch_up.fetch
     catch_up.fetch = lambda *given: (time.sleep(late), at_once(*given))[1]
     torch.set_num_threads(1)
@@ -45,7 +48,10 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)
-    sync.carry(scheduler=scheduler)
+    if carries:
+        sync.carry(scheduler=scheduler)
+    if handles:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
     data = torch.Generator().manual_seed(number)
     while sync.steps < until.value and not sync.left:
         optimizer.zero_grad()
@@ -60,7 +66,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
             _, contributors, counts = sync.last_step
             rate = optimizer.param_groups[0]["lr"]
             weights = model.parameters() if outer is None else [sync.outer.memory["shared"]]
-            now = (weights_digest(weights), rate) if not sync.attendance.members.behind else None
+            same = carries and not sync.attendance.members.behind
+            now = (weights_digest(weights), rate) if same else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
     sync.finish()

@@ -231,6 +231,32 @@ def test_a_replica_that_is_asked_to_end_leaves_its_residual(job, outer):
     assert ends[0]["lost_norm"] == 0
 
 
+@BOTH
+def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
+    run = job(2, outer=outer)
+    run.start(2, handles=True)
+    run.all_contribute([0, 1, 2])
+    run.kill(2, signal.SIGTERM)
+    run.wait_for(lambda: 2 not in run.pipes)
+    run.processes[2].join(10)
+    assert run.processes[2].exitcode == 7
+    changes = run.finish()[0]["changes"]
+    assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (1, 0)
+
+
+@BOTH
+def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
+    """Its weights would not be the others'; these go on."""
+    run = job(2, outer=outer, carries=False)
+    run.wait_for(lambda: max(run.steps, default=0) > 20)
+    run.start(2)
+    run.wait_for(lambda: 2 not in run.pipes)
+    run.processes[2].join(10)
+    assert run.processes[2].exitcode == 1
+    run.all_contribute([0, 1], since=time.time())
+    run.finish()
+
+
 @pytest.mark.slow
 @BOTH
 def test_a_replica_that_stood_still_comes_back_with_its_residual(job, outer):

@@ -307,6 +307,27 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+practice(
+    "the handle is not kept, and nothing is closed",
+    attach="works. The model keeps the handle, and threads, sockets and groups go with the model. "
+    "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_goes_with_its_model)",
+    updates="works. The module keeps the handle, wrapped in DDP or not. "
+    "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_exchanges)",
+)
+
+_EXIT = (
+    "works. The exchange under way is given up, its thread ends, then sockets close: exit codes stay as "
+    "they are, within 5 s. "
+    "(tests/distributed/test_exits.py::"
+    "test_a_process_ends_as_it_should_while_an_exchange_is_under_way)"
+)
+practice(
+    "the end of the script, `sys.exit()` or an exception in the midst of training",
+    attach=_EXIT,
+    updates=_EXIT,
+)
+
+
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
     attach="works. Like Adam: exact at density 1, a warning below it.",

@@ -270,3 +270,69 @@ def test_a_closed_engine_refuses_jobs():
     engine.close()
     with pytest.raises(ConfigurationError, match="closed"):
         engine.submit(lambda: None)
+
+
+class Waits:
+    """A communicator in which a job waits until it is aborted."""
+
+    def __init__(self):
+        self.released, self.said = threading.Event(), []
+
+    def abort(self):
+        self.said.append("abort")
+        self.released.set()
+
+    def close(self):
+        self.said.append("close")
+
+
+def test_an_engine_that_is_dropped_aborts_what_its_job_waits_in_then_joins_then_closes():
+    comm, begun = Waits(), threading.Event()
+    engine = Engine("test", [comm])
+
+    def job():
+        begun.set()
+        assert comm.released.wait(SECONDS)
+        comm.said.append("left")
+
+    engine.submit(job)
+    later, thread = engine.submit(lambda: "never"), engine._thread
+    assert begun.wait(SECONDS)
+    del engine
+    assert comm.said == ["abort", "left", "close"]
+    assert not thread.is_alive() and later.cancelled()
+
+
+def test_an_engine_without_work_that_is_dropped_aborts_nothing():
+    comm = Waits()
+    engine = Engine("test", [comm])
+    engine.submit(lambda: None).result(timeout=SECONDS)
+    thread = engine._thread
+    del engine
+    assert not thread.is_alive() and not comm.said
+
+
+def test_close_ends_what_lasts_longer_than_its_patience():
+    comm = Waits()
+    engine = Engine("test", [comm])
+    future = engine.submit(lambda: comm.released.wait(SECONDS))
+    engine.close(patience=0.05)
+    assert future.result(timeout=SECONDS) and comm.said == ["abort", "close"]
+
+
+def test_coroutines_in_flight_end_with_their_engine():
+    engine, begun = Engine("test"), threading.Event()
+
+    class Never(Manual):
+        def poll(self, seconds):
+            return False
+
+    async def program():
+        begun.set()
+        await Never()
+
+    future = engine.submit(program())
+    assert begun.wait(SECONDS)
+    engine.end()
+    with pytest.raises(ConfigurationError, match="was ended"):
+        future.result(timeout=SECONDS)

@@ -5,10 +5,7 @@ torchft's manager says who is there; ``members`` says what becomes of the open s
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,9 +14,10 @@ from typing import Any, Final, final
 
 import torch
 
-from sparsync.elastic.catch_up import CatchUp
+from sparsync.elastic.catch_up import CatchUp, Rates
 from sparsync.elastic.group import Quorum, group_of
 from sparsync.elastic.members import Members, Verdict
+from sparsync.elastic.notice import Notice
 from sparsync.errors import (
     CheckpointError,
     CommunicationError,
@@ -27,7 +25,7 @@ from sparsync.errors import (
     DeadlineError,
     PeerError,
 )
-from sparsync.feedback.agreement import set_up_digest
+from sparsync.feedback.agreement import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
 from sparsync.integrations.sync import Sync
@@ -40,6 +38,7 @@ __all__ = ["Attendance", "ElasticHandle", "check_options"]
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
 _PAUSE: Final = 0.2  # seconds between questions for one
 _RETURN: Final = 60.0  # seconds that ranks without the weights wait for one that has them
+_LOOK: Final = 100  # steps between comparisons of the weights, which take a pass over them
 _EXTRAS: Final = 2**26  # bytes of the schedulers and the like that a rank takes over
 
 
@@ -72,12 +71,26 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
         )
 
 
+def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
+    """Return the rates that are numbers, without their last bits, in which schedulers may differ."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        if isinstance(value, list | tuple):
+            return " ".join(map(text, value))
+        return f"{value:.12g}" if isinstance(value, int | float) else ""
+
+    return [[(key, text(its[key])) for key in sorted(its)] for one in rates for its in one]
+
+
 @final
 class Attendance:
     """One rank's part in the quorums of a ``torchft.Manager``.
 
     Args:
-        start: digest of the weights before the first step.
+        weights: returns a digest of the weights that are equal on all ranks.
+        rates: returns the optimizers' present rates, which must be as well.
         settings: further ones that must be equal on all ranks.
 
     Attributes:
@@ -89,12 +102,20 @@ class Attendance:
             rank is one.
     """
 
-    def __init__(self, manager: Any, reducer: Reducer, start: int, **settings: object) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        reducer: Reducer,
+        weights: Callable[[], str],
+        rates: Callable[[], Rates],
+        **settings: object,
+    ) -> None:
+        self.weights, self.rates = weights, rates
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
         buddy = self.group.buddy
         set_up = set_up_digest(reducer, buddy=buddy, **settings)
-        self.members = Members(reducer, start, set_up, buddy=buddy)
-        self.met = self.offered = self._asked = False
+        self.members = Members(reducer, number_of(weights()), set_up, buddy=buddy)
+        self.met = self.offered = self._asked = self._joined = False
         self.catch_up: CatchUp | None = None
         self.extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)
@@ -270,7 +291,14 @@ class Attendance:
         """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
         await members.keep()
+        present = self.rates()
+        members.rates = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
+        # between two looks, after every rank that joins
+        looks = self._joined or self.reducer.step % _LOOK == 0
+        members.weights = number_of(self.weights()) if looks else 0
         await members.vote()
+        members.check_alike()
+        self._joined = bool(members.newcomers)
         if self.offered and not members.fetching:
             self.group.copies.drop()
             self.offered = False
@@ -320,19 +348,18 @@ class ElasticHandle(Sync):
 
     def _attend(self, attendance: Attendance) -> None:
         """Take part from now on; watch for SIGTERM until ``close``."""
-        self.attendance, self._sigterm = attendance, False
+        self.attendance = attendance
         self._carried: dict[str, Any] = {}
         self.on_close.callback(attendance.group.copies.close)
         me = weakref.ref(self)
-        if threading.current_thread() is threading.main_thread():
 
-            def leave(*_: Any) -> None:
-                if (sync := me()) is not None:
-                    sync._sigterm = True
-                    sync.leave()
+        def leave() -> bool:
+            if (sync := me()) is not None:
+                sync.leave()
+            return sync is not None
 
-            self._former = signal.signal(signal.SIGTERM, leave)
-            self.on_close.callback(signal.signal, signal.SIGTERM, self._former)
+        self._notice = Notice(leave)
+        self.on_close.callback(self._notice.close)
 
     @property
     def left(self) -> bool:
@@ -368,7 +395,8 @@ class ElasticHandle(Sync):
         return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def _check_here(self) -> None:
-        """Refuse another step of a rank that has left."""
+        """Refuse another step of a rank that has left; look who handles SIGTERM now."""
+        self._notice.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
 
@@ -389,6 +417,5 @@ class ElasticHandle(Sync):
 
     def _end_of_leaving(self) -> None:
         """End the process if it was SIGTERM that asked for it."""
-        if self._sigterm:
-            signal.signal(signal.SIGTERM, self._former)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._notice.came:
+            self._notice.pass_on()

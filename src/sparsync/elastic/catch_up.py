@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sparsync.elastic.copies import Source, fetch
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.state import packed, unpacked
+from sparsync.transports.driver import close_at_exit
 
 __all__ = ["CatchUp", "Rates", "keep_gradients", "load_copy", "make_copy", "rates_of", "repeat"]
 
@@ -80,7 +81,9 @@ class CatchUp:
             except SparsyncError as error:
                 self._error = error
 
-        threading.Thread(target=work, name="sparsync-catch-up", daemon=True).start()
+        self._thread = threading.Thread(target=work, name="sparsync-catch-up", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
 
     @property
     def done(self) -> bool:
@@ -96,6 +99,11 @@ class CatchUp:
     def stop(self) -> None:
         """Fetch no more."""
         self._stopped = True
+
+    def close(self) -> None:
+        """Fetch no more, and wait until that is so."""
+        self.stop()
+        self._thread.join()
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import numpy as np
 import zmq
 
 from sparsync.errors import DeadlineError, PeerError
+from sparsync.transports.driver import close_at_exit
 from sparsync.transports.zmq.curve import CurveKeys, Password
 from sparsync.transports.zmq.mesh import bind, tcp
 
@@ -97,6 +98,7 @@ class CopyServer:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sparsync-copies", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""

@@ -48,6 +48,8 @@ __all__ = ["Entry", "Members", "Verdict", "judge"]
 _PAST: Final = 32  # changes of the group that a rank may have missed
 _ATTEMPTS: Final = 8  # at one step, whose part of this rank is remembered
 _MEASURED: Final = 10  # steps between measurements of the residual's norm
+_FACTS: Final = 4  # numbers of a vote that must be alike, or say whose hold
+_EXACT: Final = 2**53
 
 
 class Entry(NamedTuple):
@@ -170,6 +172,9 @@ class Members:
         deals: its residual is dealt in the open step.
         clock: a number that says where training is; that of the others once this rank was stale.
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
+        rates: a number for all rates of this rank's optimizers, and the first learning rate; goes with
+            the vote, as does
+        weights: a number for the weights before the open step; 0: not to be compared.
     """
 
     def __init__(
@@ -189,6 +194,9 @@ class Members:
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
         # leave, its donor, and the norm of its residual some steps ago, all and what its keeper lacks
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
+        self.rates, self.weights = (0, 0.0), 0
+        self._since = 0  # the step from which on this rank's gradients count
+        self._facts = torch.zeros(1, _FACTS, dtype=torch.float64)
         self._norm = 0.0
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of the residuals of ranks that died, by name
@@ -225,11 +233,42 @@ class Members:
             self._norm = math.hypot(*map(float, kept))
         exposed = self.buddy.exposed if self.buddy else None
         norms = self._norm, self._norm if exposed is None else exposed
-        mine = torch.tensor([counts, leaves, self.donor, *norms], dtype=torch.float64)
-        rows = await self.reducer.channel("vote").allgather(mine, "vote")
-        self._next = torch.stack(rows)
+        (rates, lr), row = self.rates, [counts, leaves, self.donor, *norms]
+        # numbers of 64 bits, of which float64 holds 53
+        facts = [rates % _EXACT, lr, self.weights % _EXACT, self._since]
+        mine = torch.tensor([*row, *facts], dtype=torch.float64)
+        rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
+        self._next, self._facts = rows[:, : len(row)], rows[:, len(row) :]
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
+
+    def check_alike(self) -> None:
+        """Refuse rates and weights that are not those of the rank that has contributed for longest.
+
+        Of several, the lowest holds; ranks that do not contribute yet do not compare.
+
+        Raises:
+            ConfigurationError: on the rank that differs; the others go on without it.
+        """
+        counted = self._present[:, 0].nonzero().flatten().tolist()
+        me = self.reducer.comm.rank
+        if me not in counted or len(self._facts) != len(self._present):
+            return
+        first = min(counted, key=lambda rank: (self._facts[rank, 3].item(), rank))
+        rates, lr, weights, _ = self._facts[me].tolist()
+        its_rates, its_lr, its_weights, _ = self._facts[first].tolist()
+        place = f"rank {me}, step {self.reducer.step}"
+        if rates != its_rates:
+            raise ConfigurationError(
+                f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
+                "rates differ; name what sets them on all ranks, as in sync.carry(scheduler=scheduler): "
+                "a rank that joins then goes on with the others' schedule"
+            )
+        if weights and its_weights and weights != its_weights:
+            raise ConfigurationError(
+                f"{place}: the weights are not those of rank {first}; is everything between backward() "
+                "and the optimizer's step equal on all ranks, and in sync.carry() if it has a state?"
+            )
 
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Go on to the step after ``step``, with the same group (``still``) or that of the last roll.
@@ -246,6 +285,7 @@ class Members:
         arrived = still and self.behind and self.ready
         if arrived:
             self.behind = self.ready = False
+            self._since = step + 1
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, None, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
@@ -389,7 +429,7 @@ class Members:
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
         norms = {
-            name: row[3:] for name, row in zip(self._names, self._present.tolist(), strict=False)
+            name: row[3:5] for name, row in zip(self._names, self._present.tolist(), strict=False)
         }
         self._note(tuple(names), verdict)
         await self._brief(comm, verdict)

@@ -19,7 +19,7 @@ from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
 from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
-from sparsync.feedback.agreement import number_of, weights_digest
+from sparsync.feedback.agreement import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.feedback.state import rescale_
@@ -88,8 +88,16 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     ) -> None:
         super().__init__(model, reducer, shards, Fsdp(model), consensus, ExitStack(), options, None)
         self._optimizers = list(optimizers)
-        start = number_of(self._weights())
-        self._attend(Attendance(manager, reducer, start, nonfinite=self._nonfinite))
+        parameters, its = list(self._parameters.values()), self._optimizers
+        self._attend(
+            Attendance(
+                manager,
+                reducer,
+                lambda: weights_digest(parameters),
+                lambda: rates_of(its),
+                nonfinite=self._nonfinite,
+            )
+        )
         self._compared = True  # the roll does
         self._missed = self._exchanged = False
         self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
@@ -101,6 +109,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
         def before_forward(_module: Any, _inputs: Any) -> None:
             if (sync := me()) is not None and torch.is_grad_enabled():
+                sync._notice.watch()
                 sync.attendance.ask()
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -19,7 +19,7 @@ from sparsync.averaging.fragments import Begin, Exchange
 from sparsync.averaging.moments import noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
-from sparsync.elastic.catch_up import rates_of
+from sparsync.elastic.catch_up import Rates, rates_of
 from sparsync.elastic.group import group_of
 from sparsync.errors import (
     CommunicationError,
@@ -28,7 +28,7 @@ from sparsync.errors import (
     PeerError,
     require,
 )
-from sparsync.feedback.agreement import number_of, weights_digest
+from sparsync.feedback.agreement import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
 from sparsync.integrations.updates import UpdateSync
@@ -103,12 +103,28 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     ) -> None:
         super().__init__(model, weights, outer, reducer, ExitStack(), options, None, {})
         outer.contributions.weighs = False
-        start, settings = number_of(self._shared_weights()), outer.settings()
-        self._attend(Attendance(manager, reducer, start, nonfinite=self._nonfinite, **settings))
+        # when an exchange begins: with ``delay`` the optimizers go on meanwhile
+        self._rates = rates_of(outer.optimizers)
+        me = weakref.ref(self)
+
+        def rates() -> Rates:
+            sync = me()
+            assert sync is not None
+            return sync._rates
+
+        self._attend(
+            Attendance(
+                manager,
+                reducer,
+                lambda: weights_digest([outer.memory["shared"]]),
+                rates,
+                nonfinite=self._nonfinite,
+                **outer.settings(),
+            )
+        )
         self._phase, self._began_at = _LOCAL, 0
         # of the donor, when this rank has caught up: what it tells, and its optimizers' states
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
-        me = weakref.ref(self)
 
         def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
             sync = me()
@@ -131,6 +147,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     # ---- on the training thread --------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        self._notice.watch()
         super()._before_forward()
         if not self.attendance.members.attempt:
             self._join()
@@ -198,7 +215,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         attendance = self.attendance
-        self._began_at = self.outer.steps
+        self._began_at, self._rates = self.outer.steps, rates_of(self.outer.optimizers)
         attendance.members.clock = self._began_at * _PHASES + self._phase
         attendance.offer(self._copy)
         return super()._carry(exchange)

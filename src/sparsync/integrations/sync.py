@@ -37,7 +37,7 @@ from sparsync.integrations.sentinel import check_replicas
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree, on_all_or_none
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Engine, run
+from sparsync.transports.driver import Abortable, Engine, run
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import Piece, Unit, local_of
@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.integrations.hierarchy import NodeReducer
 
 __all__ = ["Hook", "Step", "Sync", "call_after_backward", "weakly"]
+
+_PATIENCE = 2.0  # seconds that ``close`` waits for an exchange under way, which nobody will apply
 
 
 class Step(ABC):
@@ -72,6 +74,9 @@ class Step(ABC):
 
 class Sync(ABC):
     """The state, the thread and the groups of one model; as a context manager it closes itself.
+
+    The model keeps it, and it goes with the model: nothing has to be closed.  At the end of the process
+    it is closed while the interpreter and the transports are still whole.
 
     ``ignored`` are parameters and buffers that may differ between ranks.  Where a replica is divided,
     ``consensus`` asks the ranks that hold its other parts, and ``pieces`` are this rank's; ``nodes``
@@ -105,10 +110,12 @@ class Sync(ABC):
         self._last: Step | None = None
         self._left = False  # averages lie in the gradients, and no backward pass has begun since
         self.on_close, self.decided = ExitStack(), ""
-        self._engine = Engine(reducer.algorithm.name)
-        # a forgotten handle keeps neither its thread nor its sockets and groups
+        comms: list[Abortable] = [reducer.comm]
+        comms += [] if self._inner is None else [self._inner]
+        comms += [groups] if isinstance(groups, Groups) else []
+        self._engine = Engine(reducer.algorithm.name, comms)
+        # when the model goes, and when the process ends: last made, first ended, so before the transport
         self._end = weakref.finalize(self, _end, self._engine, reducer.comm, groups)
-        self._end.atexit = False  # the end of the process ends them
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -251,8 +258,12 @@ class Sync(ABC):
         )
 
     def close(self) -> None:
-        """End the thread and the process groups; the model trains as if nothing had been attached."""
+        """End the thread and the process groups; the model trains as if nothing had been attached.
+
+        Not needed for a process to end, nor for a model to go: its handle goes with it.
+        """
         self.on_close.close()
+        self._engine.close(_PATIENCE)
         self._end()
         if self.reducer.monitor is not None:
             self.reducer.monitor.close()
@@ -260,7 +271,9 @@ class Sync(ABC):
     def __enter__(self) -> Sync:
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._engine.end()  # others may not come to the exchange under way
         self.close()
 
     # ---- averages that were not zeroed -----------------------------------------------------------
@@ -437,9 +450,10 @@ class Sync(ABC):
 
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then what it used."""
-    engine.close()
-    comm.close()
-    groups.close()
+    engine.end()
+    if not engine.running:  # else it is in native code, which uses them
+        comm.close()
+        groups.close()
 
 
 @final

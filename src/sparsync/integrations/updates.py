@@ -12,8 +12,9 @@ import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from sparsync.integrations.own import (
     own_state,
 )
 from sparsync.integrations.sentinel import check_replicas
-from sparsync.integrations.sync import Sync, call_after_backward, weakly
+from sparsync.integrations.sync import Hook, Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import (
@@ -54,7 +55,7 @@ from sparsync.transports.agree import (
     on_all_or_none,
 )
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import run
+from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
@@ -232,14 +233,12 @@ class UpdateSync(Sync):
                 run(exchange())
             return time.perf_counter() - begin
 
-        future = self._engine.submit(job)
+        return _Carried(self._engine.submit(job), self)
 
-        async def ended() -> None:
-            begin = time.perf_counter()
-            self._busy += future.result()
-            self._waited += time.perf_counter() - begin
-
-        return ended()
+    def book(self, busy: float, waited: float) -> None:
+        """Count the seconds of an exchange, and those that the training thread waited for it."""
+        self._busy += busy
+        self._waited += waited
 
     def watch(
         self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
@@ -250,12 +249,12 @@ class UpdateSync(Sync):
             self._ddp = weakref.ref(ddp)
             hook = CommHook.taken(ddp, self)
             self.on_close.callback(hook.release)
-            self.on_close.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
+            self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
             ddp.broadcast_buffers = False  # they are averaged with the weights
 
         module = self._plain()
         assert module is not None
-        before = weakly(self._forward)
+        before = Hook(self._forward)  # this one keeps the handle, as DDP's does
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
         handles += [one.register_step_pre_hook(weakly(self._before_step)) for one in optimizers]
@@ -664,3 +663,28 @@ class UpdateSync(Sync):
         self._changes.remember()
         if self._scaler is not None:
             self._unscaled = self.outer.steps
+
+
+@final
+class _Carried(Operation):
+    """An exchange under way on the engine's thread.
+
+    No coroutine: one that nobody awaits, as where a process ends before the exchange has landed, warns.
+    """
+
+    def __init__(self, future: Future[float], sync: UpdateSync) -> None:
+        self._future, self._sync = future, weakref.ref(sync)
+
+    def wait(self) -> None:
+        """Block until it has ended; book the seconds that it took, and that this wait took."""
+        begin = time.perf_counter()
+        busy = self._future.result()
+        if (sync := self._sync()) is not None:
+            sync.book(busy, time.perf_counter() - begin)
+        self.done = True
+
+
+def _restore(ddp: weakref.ref[DistributedDataParallel], broadcasts: bool) -> None:
+    """Let DDP send buffers again, if it did."""
+    if (model := ddp()) is not None:
+        model.broadcast_buffers = broadcasts

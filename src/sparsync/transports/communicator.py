@@ -6,6 +6,7 @@ Algorithms are ``async def`` over these calls; ``driver`` says who resumes them.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,7 @@ class Communicator(ABC):
         ledger: what was sent and received.
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads and actors that others started for this group; ``close`` ends them.
+        aborted: set once ``abort`` was called; of all channels.
         pads: ``alltoallv`` sends every message at its sender's capacity.
         timeout: seconds that any wait may take.
 
@@ -83,6 +85,7 @@ class Communicator(ABC):
         self.ledger = Ledger()
         self.tag = 0
         self.companions: dict[str, Any] = {}  # each with ``close``
+        self.aborted = threading.Event()
 
     def channel(self, tag: int) -> Communicator:
         """Return a handle on the same group, links and ledger whose messages never meet others'.
@@ -92,6 +95,20 @@ class Communicator(ABC):
         twin = copy.copy(self)
         twin.tag = tag
         return twin
+
+    def abort(self) -> None:
+        """End the waits of other threads with an error, soon; only ``close`` is legal from now on.
+
+        The only call that another thread may make meanwhile.  Messages that were sent still leave.
+        """
+        self.aborted.set()
+
+    def check_open(self) -> None:
+        """Refuse to start or wait for anything once it was aborted."""
+        if self.aborted.is_set():
+            raise ConfigurationError(
+                f"rank {self.rank}: this communicator is closed; make a new one"
+            )
 
     def close(self) -> None:
         """End the companions; release sockets, if the transport has its own.  Twice is legal."""

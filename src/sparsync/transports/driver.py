@@ -7,23 +7,39 @@ error at the ``await`` that waits for it, where the algorithm may handle it.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["Engine", "Finished", "Flight", "Operation", "Task", "run", "together"]
+__all__ = [
+    "Abortable",
+    "Engine",
+    "Finished",
+    "Flight",
+    "Operation",
+    "Task",
+    "close_at_exit",
+    "run",
+    "together",
+]
 
 T = TypeVar("T")
 
 _PATIENCE = 0.001  # seconds between looks for a new job while others are in flight
 _LONG = 0.1  # seconds between looks at the younger members when no new one may start
 _MOST = 64  # coroutines in flight on an engine: every look at them costs Python for each
+_IDLE = 0.05  # seconds in which an engine without work ends by itself
+# seconds that an engine gets to leave what it was in: with the second that an aborted communicator takes
+# to close, a process ends within 5
+_LAST = 3.5
 
 
 class Operation(ABC):
@@ -192,6 +208,16 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
     return [results[i] for i in range(len(programs))]
 
 
+class Abortable(Protocol):
+    """What an engine's jobs may wait in: a communicator."""
+
+    def abort(self) -> None:
+        """End the waits of other threads with an error; only ``close`` is legal from now on."""
+
+    def close(self) -> None:
+        """Release what it holds; no thread waits in it any more."""
+
+
 @final
 class Engine:
     """Runs jobs on a daemon thread: the communication of one model.
@@ -200,6 +226,15 @@ class Engine:
     callable waits until everything before it has ended.  Nothing waits inside another's callback
     (which deadlocks gloo).
 
+    An engine that is dropped, or still there when the process ends, ends at once: nobody can look at
+    the results any more.  The thread must be gone before the interpreter is, which would end it inside
+    native code: gloo's then calls ``std::terminate``, and libzmq aborts when sockets are closed under it.
+
+    Args:
+        name: of the thread.
+        comms: what its jobs communicate over; they are aborted where jobs have to end, and then closed.
+            An engine keeps them: they must not keep the engine.
+
     Example:
         >>> engine = Engine("demo")
         >>> engine.submit(lambda: 6 * 7).result(timeout=5)
@@ -207,10 +242,17 @@ class Engine:
         >>> engine.close()
     """
 
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Any, Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"sparsync-{name}", daemon=True)
+    def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        over = threading.Event()
+        # no method of this object: a thread that held it would keep it for ever
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
+        )
         self._thread.start()
+        self.end = weakref.finalize(
+            self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
+        )
 
     @property
     def running(self) -> bool:
@@ -232,43 +274,109 @@ class Engine:
         self._jobs.put((job, future))
         return future
 
-    def close(self) -> None:
-        """Finish what is queued, then end the thread; called on the thread itself: once it returns."""
+    def close(self, patience: float | None = None) -> None:
+        """Finish what is queued, then end the thread; called on the thread itself: once it returns.
+
+        What lasts longer than ``patience`` seconds is ended (``end``, which ends all at once).
+        """
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(patience)
+            self.end()
 
-    def _work(self) -> None:
-        flight, flying = Flight(), list[Future[Any]]()
+    def __enter__(self) -> Engine:
+        return self
 
-        def guarded(step: Callable[[], None]) -> None:
-            """Give an error, which ends the flight, to all futures that are still open."""
-            try:
-                step()
-            except BaseException as error:
-                for future in flying:
-                    if not future.done():
-                        future.set_exception(error)
-            flying[:] = [future for future in flying if not future.done()]
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.end()
 
-        while True:
-            try:
-                item = self._jobs.get(block=not flight)
-            except Empty:
-                guarded(partial(flight.advance, _PATIENCE))
-                continue
-            coroutine = item is not None and isinstance(item[0], Coroutine)
-            while flight and (not coroutine or len(flight) >= _MOST):
-                guarded(partial(flight.advance, _LONG))
-            if item is None:
-                return
-            job, future = item
-            if coroutine:
-                flying.append(future)
-                guarded(partial(flight.start, job, future.set_result))
-            else:
-                try:
-                    future.set_result(job())
-                except BaseException as error:
+
+_Jobs = SimpleQueue[tuple[Any, Future[Any]] | None]  # None: the last one
+
+
+def _work(jobs: _Jobs, over: threading.Event) -> None:
+    """Do jobs until the last one, or until it is ``over``."""
+    flight, flying = Flight(), list[Future[Any]]()
+
+    def guarded(step: Callable[[], None]) -> None:
+        """Give an error, which ends the flight, to all futures that are still open."""
+        try:
+            if over.is_set():
+                flight.close()
+                raise ConfigurationError(
+                    "the exchange under way was ended: its handle was closed or dropped, or the "
+                    "process ends"
+                )
+            step()
+        except BaseException as error:
+            for future in flying:
+                if not future.done():
                     future.set_exception(error)
-            del item, job, future  # while this waits, it must not keep a model alive
+        flying[:] = [future for future in flying if not future.done()]
+
+    while True:
+        try:
+            item = jobs.get(block=not flight)
+        except Empty:
+            guarded(partial(flight.advance, _PATIENCE))
+            continue
+        coroutine = item is not None and isinstance(item[0], Coroutine)
+        while flight and (not coroutine or len(flight) >= _MOST):
+            guarded(partial(flight.advance, _LONG))
+        if item is None:
+            return
+        job, future = item
+        if over.is_set():
+            if coroutine:
+                job.close()
+            future.cancel()
+        elif coroutine:
+            flying.append(future)
+            guarded(partial(flight.start, job, future.set_result))
+        else:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+        del item, job, future  # while this waits, it must not keep a model alive
+
+
+def _end(
+    jobs: _Jobs,
+    over: threading.Event,
+    thread: threading.Thread,
+    comms: Sequence[Abortable],
+    pid: int,
+) -> None:
+    """End an engine's thread, whatever it waits for.  Not a method: it runs when the engine is gone."""
+    if not thread.is_alive() or os.getpid() != pid:  # a forked child has only the memory of it
+        return
+    over.set()
+    jobs.put(None)
+    if threading.current_thread() is thread:  # a job held the engine: it ends after that
+        return
+    thread.join(_IDLE)
+    if not thread.is_alive():
+        return
+    for comm in comms:
+        comm.abort()
+    thread.join(_LAST)
+    if not thread.is_alive():  # else it is in native code, and what it uses must stay
+        for comm in comms:
+            comm.close()
+
+
+def close_at_exit(owner: Any) -> None:
+    """Call ``owner.close()`` when the process ends, if it is still there: it has a thread of its own.
+
+    The last that was made is closed first, as it may use others.
+    """
+    weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
+
+
+def _close(owner: weakref.ref[Any], pid: int) -> None:
+    if (present := owner()) is not None and os.getpid() == pid:
+        present.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
@@ -20,11 +19,10 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing
+from sparsync.transports.process_group import break_off
 
 __all__ = ["GlooCommunicator"]
 
-_NEVER: Final = 2**30  # a tag of no channel
-_AT_ONCE: Final = timedelta(milliseconds=1)
 _LENGTH: Final = 8  # bytes, before a message whose length the receiver does not know
 
 
@@ -67,6 +65,11 @@ class GlooCommunicator(Communicator):
     def give_up(self) -> None:
         """End what this rank waits for, and what others of this group wait for from it."""
         self.group.close(self.world_size)
+
+    def abort(self) -> None:
+        """End what this rank waits for, and start no other wait."""
+        super().abort()
+        self.give_up()
 
     def close(self) -> None:
         """Leave the group."""
@@ -138,11 +141,10 @@ class _Group:
         return self._gloo
 
     def close(self, size: int) -> None:
-        """Close all connections, which gloo does when a wait runs out of time, and in no other way."""
+        """Close all connections."""
         gloo, self._gloo, self._over = self._gloo, None, True
-        for peer in range(size if gloo is not None else 0):
-            with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
+        if gloo is not None:
+            break_off(gloo, size)
 
 
 @final
@@ -157,6 +159,7 @@ class _Call(Operation):
         finish: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         self._where = f"rank {comm.rank}, step {comm.ledger.step}: {where}"
+        comm.check_open()
         self._timeout, self._finish = comm.timeout, finish
         self._work = self._named(lambda: start(comm.group.met()))
 

@@ -28,7 +28,11 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        self.tag = parent.tag
+        self.tag, self.aborted = parent.tag, parent.aborted
+
+    def abort(self) -> None:
+        """Abort the parent, whose links these are."""
+        self.parent.abort()
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""

@@ -285,6 +285,7 @@ class _Request(Operation):
             seconds = min(seconds, _LONGEST_NAP)
         until = min(now + seconds, deadline)
         while not self._ended():
+            comm.check_open()
             now = time.monotonic()
             if now >= deadline:
                 self.cancel()

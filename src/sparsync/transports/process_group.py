@@ -27,12 +27,15 @@ __all__ = [
     "Groups",
     "RollCall",
     "TorchCommunicator",
+    "break_off",
     "check_transport",
     "connect_group",
 ]
 
 _PATIENCE: Final = 1.0  # seconds between one rank's failure and the word of the others
 _LOOK: Final = 0.02  # seconds between looks
+_NEVER: Final = 2**30  # a tag of no channel
+_AT_ONCE: Final = timedelta(milliseconds=1)
 TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
 
@@ -159,6 +162,15 @@ class TorchCommunicator(Communicator):
 
         return _Call(self, where, lambda: work, finish)
 
+    def abort(self) -> None:
+        """End all waits in this group's messages and collectives."""
+        super().abort()
+        own = self.group or distributed_c10d._get_default_group()
+        if self.device.type == "cuda":
+            own.abort()
+        else:
+            break_off(own, self.world_size)
+
     def under_way(self, phase: str, work: Any) -> Operation:
         """Return a native collective, which was started with ``async_op``, as an operation."""
         return _Call(self, f"phase '{phase}'", lambda: work, among_all=True, started=True)
@@ -232,11 +244,13 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
     ``where`` says what was under way, and with which rank; ``among_all``: with all of them.
     """
     started = time.monotonic()
+    comm.check_open()
     try:
         yield
     except CommunicationError:
         raise
     except RuntimeError as error:
+        comm.check_open()  # nobody is to blame then
         seconds = time.monotonic() - started
         first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
         place = f"rank {comm.rank}, step {comm.ledger.step}: {where}"
@@ -252,6 +266,16 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
                 "Raise timeout= if it is only slow"
             ) from error
         raise PeerError(f"{place} failed after {seconds:.1f} s: {gone} ({first_line})") from error
+
+
+def break_off(gloo: Any, world_size: int) -> None:
+    """Close a gloo group's connections: waits of other threads, and peers', end with an error.
+
+    gloo does that when a wait runs out of time, and up to torch 2.7 in no other way.
+    """
+    for peer in range(world_size):
+        with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
 
 
 @final
@@ -390,6 +414,14 @@ class Groups:
                 distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
+
+    def abort(self) -> None:
+        """End the waits of other threads in any of the groups."""
+        for group in self._made:
+            if group.name() == "gloo":
+                break_off(group, group.size())
+            else:
+                group.abort()
 
     def close(self) -> None:
         """End the groups."""

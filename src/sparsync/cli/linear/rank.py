@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,17 +78,18 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
         training, held_out = _problems(settings, shard, rank, world_size)
         products, results = Products(settings.threads), []
         for name in settings.exchanges:
-            engine = Engine("linear") if settings.staleness else None
             # a rank that does not wait for the others' exchanges does not wait for their computation
             meter = Meter() if settings.staleness else Meter(line.wait)
-            with row(name) as bar, settings.connection().open(name) as comm:
+            with (
+                row(name) as bar,
+                settings.connection().open(name) as comm,
+                Engine("linear", [comm]) if settings.staleness else nullcontext() as engine,
+            ):
                 solver = settings.make_solver(
                     comm, training, name, engine, products=products, meter=meter
                 )
                 report = run(_train(settings, solver, held_out, bar))
                 transport = transport_of(comm)
-                if engine is not None:
-                    engine.close()
             everyone = gather(report, [_Report])
             results.append(_result(settings, name, transport, everyone, line.one_machine))
     return results

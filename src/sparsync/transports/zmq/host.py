@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.actors import Actor, Host, Reply
-from sparsync.transports.driver import Operation
+from sparsync.transports.driver import Operation, close_at_exit
 from sparsync.transports.ledger import Raw
 from sparsync.transports.zmq.links import MAX_MESSAGE
 
@@ -51,6 +51,7 @@ class ZmqHost(Host):
         actor.host = self
         self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     # ---- called by the rank
 

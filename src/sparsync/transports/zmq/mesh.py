@@ -41,6 +41,7 @@ from sparsync.transports.zmq.messages import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
+LINGER_ABORTED: Final = 1.0  # the same after ``abort``, of what was sent in earlier exchanges
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
 BUSY: Final = 10  # ticks between looks at connections while messages come
 # seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
@@ -100,6 +101,7 @@ class Mesh:
         self._ended: set[int] = set()
         self._foreign = 0  # connections that were not of this protocol
         self._altered = False  # a rank's connection was broken off because of what came over it
+        self._aborted = False
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
 
@@ -108,8 +110,9 @@ class Mesh:
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
         # before there is a socket: a context with one that is open never ends, nor does its process
+        self._linger = [LINGER]
         self.close = weakref.finalize(
-            self, _close, context, sockets, self.links, guards, os.getpid()
+            self, _close, context, sockets, self.links, guards, self._linger, os.getpid()
         )
         # per link: a socket and its monitor's pair
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
@@ -219,9 +222,16 @@ class Mesh:
         for link in self.links.values():
             link.send(Parcel(header, nothing))
 
+    def abort(self) -> None:
+        """Let the waits of another thread end; whoever calls closes the sockets when they have."""
+        self._aborted = True
+        self._linger[0] = LINGER_ABORTED
+        # not at exit by itself: where the other thread does not end, libzmq would abort the process
+        self.close.atexit = False
+
     def check_open(self) -> None:
         """Refuse the use of a closed communicator."""
-        if not self.close.alive:
+        if self._aborted or not self.close.alive:
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
             )
@@ -553,12 +563,13 @@ def _close(
     sockets: list[zmq.Socket[Any]],
     links: dict[int, Link],
     guards: list[Doorkeeper],
+    patience: list[float],
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
     if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
         return
-    deadline = time.monotonic() + LINGER
+    deadline = time.monotonic() + patience[0]
     for link in links.values():
         while link.queue and not link.lost and time.monotonic() < deadline:
             link.flush()

@@ -1,0 +1,127 @@
+"""SIGTERM, the notice that a machine will be taken away: leave first, then what the program has set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, final
+
+__all__ = ["Notice"]
+
+# seconds in which a rank leaves, in two steps; what does not come to them, as in a long evaluation, ends
+# without: Slurm and Kubernetes kill 30 s after SIGTERM
+_LEAVES: Final = 8.0
+_NATIVE: Final = 1.5  # seconds more in which the main thread returns to Python, where handlers run
+
+
+@final
+class Notice:
+    """Handles SIGTERM in place of the program's handler, which gets the signal when the rank has left.
+
+    Args:
+        leave: begins to leave, on any thread; False: nothing is there any more that could.
+
+    Attributes:
+        came: the signal was received.
+    """
+
+    def __init__(self, leave: Callable[[], bool]) -> None:
+        self.came = False
+        self._leave, self._handler = leave, self._receive  # one object, to be recognised by
+        self._former: Any = None
+        self._late = False
+        self._over = threading.Event()  # it was passed on
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None
+        self.watch()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of the signal on a thread as well: a handler only runs once native code returns.
+
+        Python has one such pipe.  Where a program uses it, as asyncio does, the handler has to do.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pipe = reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            self._pipe = None
+            os.close(reads)
+            os.close(writes)
+            return
+
+        def hear() -> None:
+            while raised := os.read(reads, 64):
+                if signal.SIGTERM in raised:
+                    self._begin()
+            os.close(reads)
+
+        threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
+
+    def watch(self) -> None:
+        """Take the place of a handler that the program has set; called again and again: it may set one.
+
+        Does nothing on other threads, where Python sets no handlers, and for one that is not Python's.
+        """
+        if self._over.is_set() or threading.current_thread() is not threading.main_thread():
+            return
+        present = signal.getsignal(signal.SIGTERM)
+        if present is not None and present is not self._handler:
+            self._former = present
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def pass_on(self) -> None:
+        """Let the program's own handler have the signal; the main thread calls this when it has left."""
+        self.close()
+        self._over.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        """Put the program's handler back, unless it has set another one; the main thread alone can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._pipe is not None:
+            other = signal.set_wakeup_fd(-1)
+            if other != self._pipe[1]:
+                signal.set_wakeup_fd(other)
+            os.close(self._pipe[1])  # the thread ends
+            self._pipe = None
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _receive(self, *_signal: Any) -> None:
+        self._begin()
+        if self._late:
+            self.pass_on()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self.came:
+                return
+            self.came, self._late = True, not self._leave()
+        if not self._late:
+            threading.Thread(target=self._expire, name="sparsync-notice", daemon=True).start()
+
+    def _expire(self) -> None:
+        """Pass the signal on if the rank has not left in time, because no step comes."""
+        if self._over.wait(_LEAVES):
+            return
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it
+            sys.stderr.write(
+                f"sparsync: this rank took no step to leave in within {_LEAVES:g} s of SIGTERM; it ends, "
+                "and its residual is lost\n"
+            )
+        self._late = True
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may be asleep: it hands over there
+        if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
+            # it is in native code, as in a compilation, and could not: what the kernel would have done
+            ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -8,14 +8,15 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Option
 
+from sparsync.cli.values import Ranks, Readable
 from sparsync.transports.zmq import make_curve_keys
 
 __all__ = ["command"]
 
 
 def command(
-    directory: Annotated[Path, Argument(help="New folder for the keys.")],
-    ranks: Annotated[int, Option(help="World size: one certificate per rank.")] = 8,
+    directory: Annotated[Path, Readable(folder=True), Argument(help="New folder for the keys.")],
+    ranks: Annotated[Ranks, Option(help="World size: one certificate per rank.")] = 8,
 ) -> None:
     """Make one certificate per rank, for --curve-keys and curve_keys=.
 

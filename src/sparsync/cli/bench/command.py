@@ -37,8 +37,6 @@ from sparsync.cli.options import (
     Plot,
     Timeout,
     TransportOrSim,
-    check,
-    check_at_least,
     names,
     numbers,
     option,
@@ -46,7 +44,19 @@ from sparsync.cli.options import (
     takes,
 )
 from sparsync.cli.output import check_outputs, progress, write_json
-from sparsync.errors import ConfigurationError
+from sparsync.cli.values import (
+    Elements,
+    Only,
+    Ranks,
+    Seed,
+    Steps,
+    Warmup,
+    check,
+    check_fields,
+    check_memory,
+    within,
+)
+from sparsync.errors import ConfigurationError, require
 from sparsync.presets import check_density, presets, resolve
 from sparsync.transports.sim import Links
 
@@ -58,14 +68,14 @@ class BenchSettings:
     """Settings of a bench: every collective at every size and density; fields with a help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
-    ranks: Annotated[int, ranks_option(8)] = 8
+    ranks: Annotated[Ranks, ranks_option(8)] = 8
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
     steps: Annotated[
-        int | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
+        Steps | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
     ] = None
     warmup: Annotated[
-        int | None,
+        Warmup | None,
         option(
             "Steps before: not timed, but their volume counts.", "5; real ranks: 1 to 5, by speed"
         ),
@@ -76,7 +86,7 @@ class BenchSettings:
             f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
         ),
     ] = "uniform"
-    seed: Annotated[int, option("Of the gradients.")] = 0
+    seed: Annotated[Seed, option("Of the gradients.")] = 0
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)
     timeout: Timeout = 300.0
@@ -94,10 +104,14 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for name in self.collectives:
             resolve(name)
-        check_at_least(self, 1, "ranks", "steps")
-        check_at_least(self, 0, "warmup")
-        for size in self.sizes:
-            check("size", size, size >= 1, "at least 1")
+        check_fields(self)
+        within("size", self.sizes, Elements)
+        largest = max(self.sizes)
+        check_memory(
+            f"gradients and residuals of {self.ranks} ranks, {largest:,} elements each,",
+            2 * 4 * largest * self.ranks,
+            "give a smaller --size, or fewer --ranks",
+        )
         for density in self.densities:
             check_density(density)
         input_named(self.input)
@@ -146,9 +160,15 @@ def command(
         bool, Option("--selectors", help="Measure the selectors instead, over sizes of residuals.")
     ] = False,
     sizes: Annotated[
-        str, option("Of --selectors: bytes of the residual, with commas.")
+        str,
+        Only(("selectors",), DEFAULT_SIZES),
+        option("Of --selectors: bytes of the residual, with commas."),
     ] = DEFAULT_SIZES,
-    device: Annotated[str, option("Of --kernels and --selectors: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str,
+        Only(("kernels", "selectors"), "cpu"),
+        option("Of --kernels and --selectors: cpu or cuda."),
+    ] = "cpu",
     json: Json = None,
     plot: Plot = None,
     **fields: Any,
@@ -159,6 +179,7 @@ def command(
     commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
     MPI's.  Ends with 1 if a result is wrong.
     """
+    require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
     if plot is not None and not selectors:
         raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
     rows: Sequence[Row | KernelRow | SelectorRow]

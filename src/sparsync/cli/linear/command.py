@@ -11,8 +11,9 @@ from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Json, Network, check, names, option, takes
+from sparsync.cli.options import Json, Network, names, option, takes
 from sparsync.cli.output import check_outputs, write_json
+from sparsync.cli.values import check
 from sparsync.errors import ConfigurationError
 
 __all__ = ["command", "train_linear"]

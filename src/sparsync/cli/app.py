@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from sparsync import __version__
-from sparsync.cli.values import checked
+from sparsync.cli.values import checked, out_of_memory
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.transports.launchers import detect
 
@@ -123,14 +123,16 @@ def exit_code(run: Callable[[], object]) -> int:
         if _speaks():  # all ranks of a launcher got the same arguments
             _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
         return 2
-    except MemoryError as error:
-        _complain(f"out of memory ({error}); give smaller sizes, or fewer ranks")
-        return 1
     except (SparsyncError, OSError) as error:
         _complain(str(error))
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        _complain("out of memory; give smaller sizes, or fewer ranks")
+        return 1
     return returned if isinstance(returned, int) else 0
 
 

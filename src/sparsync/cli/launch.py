@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
-from sparsync.cli.values import check_memory
+from sparsync.cli.values import check_memory, out_of_memory
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError, require
 from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import check_timeout
@@ -53,7 +53,6 @@ T = TypeVar("T")
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
 _RANK_BYTES = 64 << 20  # that a forked rank has of its own, at least
-_OUT_OF_MEMORY = "can't allocate memory"  # of torch 2.13, "DefaultCPUAllocator: ..."
 _AHEAD = 0.05  # seconds from the last arrival to a start: 15 times gloo's agreement of 8 ranks
 
 
@@ -347,11 +346,11 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     except SparsyncError as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
         return False
-    except (MemoryError, dist.DistError) as error:  # torch's have its C++ stack below
+    except dist.DistError as error:  # it has torch's C++ stack below
         pipe.send((False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         return False
     except Exception as error:
-        if _OUT_OF_MEMORY in str(error):  # torch's is a RuntimeError
+        if out_of_memory(error):
             pipe.send((False, "out of memory; give smaller sizes, or fewer ranks"))
             return False
         import traceback

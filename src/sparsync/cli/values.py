@@ -11,7 +11,6 @@ import inspect
 import os
 import stat
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import (
@@ -48,6 +47,7 @@ __all__ = [
     "check_fields",
     "check_memory",
     "checked",
+    "out_of_memory",
     "read_text",
     "within",
 ]
@@ -200,7 +200,16 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
         _apply(hints, given)
         return command(**given)
 
-    call.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    # typer converts by the type alone, and knows no rules
+    shown: dict[str, Any] = {
+        name: Annotated[(plain, *extras)] if extras else plain  # type: ignore[valid-type]
+        for name, plain in get_type_hints(command).items()
+        for extras in [[e for e in get_args(hints[name])[1:] if hasattr(e, "default_factory")]]
+    }
+    signature = inspect.signature(command)
+    whole = [one.replace(annotation=shown[name]) for name, one in signature.parameters.items()]
+    call.__signature__ = signature.replace(parameters=whole)  # type: ignore[attr-defined]
+    call.__annotations__ = shown
     return call
 
 
@@ -241,13 +250,20 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
         nbytes: that it needs at least, of all local ranks.
         advice: says which options make it smaller.
     """
-    with suppress(AttributeError, ValueError, OSError):  # where the system does not tell
+    try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        require(
-            nbytes <= there,
-            f"{what} take at least {nbytes / 2**30:,.0f} GiB, this machine has "
-            f"{there / 2**30:,.0f}; {advice}",
-        )
+    except (AttributeError, ValueError, OSError):  # the system does not tell
+        return
+    require(
+        nbytes <= there,
+        f"{what} take at least {nbytes / 2**30:,.0f} GiB, this machine has {there / 2**30:,.0f}; "
+        f"{advice}",
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation has failed; torch's is a RuntimeError (2.13, "DefaultCPUAllocator")."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def within(name: str, values: Iterable[Any], bounds: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -27,8 +28,8 @@ from sparsync.cli.bench.selectors import (
     selector_tables,
     write_plot,
 )
-from sparsync.cli.launch import leads, on_one_thread
-from sparsync.cli.network import Connection, parse_network
+from sparsync.cli.launch import launched_ranks, leads, on_one_thread
+from sparsync.cli.network import USUAL_NETWORK, Connection, parse_network
 from sparsync.cli.options import (
     CurveKeys,
     Json,
@@ -151,7 +152,7 @@ def command(
             "0.01; --selectors: 0.001",
         ),
     ] = None,
-    network: Network = "1gbit,50us",
+    network: Network = USUAL_NETWORK,
     *,
     kernels: Annotated[
         bool, Option("--kernels", help="Measure the local kernels instead, one by one.")
@@ -180,6 +181,15 @@ def command(
     MPI's.  Ends with 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
+    if kernels or selectors:
+        _refuse_ignored(
+            "--selectors" if selectors else "--kernels",
+            {
+                "network": network,
+                **({"collectives": collectives, "size": size} if selectors else {}),
+            },
+            fields,
+        )
     if plot is not None and not selectors:
         raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
     rows: Sequence[Row | KernelRow | SelectorRow]
@@ -203,6 +213,7 @@ def command(
             links=parse_network(network),
             **fields,
         )
+        settings.connection().refuse_network(network)
         if leads():
             check_outputs(json)
         if kernels:
@@ -224,6 +235,16 @@ def command(
     write_json(json, entries)
     if not all(row.correct for row in rows):
         raise typer.Exit(1)
+
+
+def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse options of collectives where other things are measured."""
+    parameters = inspect.signature(command).parameters
+    usual = {"ranks": launched_ranks(8)}
+    used = ("input", "seed") if kind == "--selectors" else ("seed",)
+    for name, value in {**own, **given}.items():
+        if name not in used and value != usual.get(name, parameters[name].default):
+            raise ConfigurationError(f"{kind} has no --{name.replace('_', '-')}; leave it out")
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:

@@ -21,7 +21,17 @@ BUDGETS = {"library": 31_200, "cli": 8_700, "papers": 8_000, "tests": 33_500}
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (
-    ("errors", "kernels", "reduction", "sparse", "state", "streams", "units", "vectors"),
+    (
+        "errors",
+        "kernels",
+        "messages",
+        "reduction",
+        "sparse",
+        "state",
+        "streams",
+        "units",
+        "vectors",
+    ),
     ("selection", "transports"),
     ("wire",),
     ("algorithm", "collectives"),

@@ -22,6 +22,7 @@ from rich.console import Console
 from sparsync import __version__
 from sparsync.cli.values import checked, out_of_memory
 from sparsync.errors import ConfigurationError, SparsyncError
+from sparsync.messages import say
 from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
@@ -145,5 +146,4 @@ def _speaks() -> bool:
 
 
 def _complain(message: str) -> None:
-    with suppress(OSError, ValueError):  # a message is not worth the exit code
-        sys.stderr.write(f"error: {message}\n")
+    say(message, "error")

@@ -69,7 +69,7 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
 
 @runtime_checkable
 class Rule(Protocol):
-    """What a value has to be, beside its type; part of an annotation."""
+    """A demand on a value, in addition to its type; part of an annotation."""
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
         """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other ones."""
@@ -111,15 +111,15 @@ class Bounds:
 @final
 @dataclass(frozen=True)
 class Only:
-    """An option that means something beside another one alone, whose name this is; or one of several."""
+    """An option that has a meaning only with one of some others, which are named here."""
 
-    beside: tuple[str, ...]
+    others: tuple[str, ...]
     default: Any = None
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
         """Refuse what would be ignored."""
-        flags = [f"--{other.replace('_', '-')}" for other in self.beside]
-        there = any(given.get(other) not in (None, False) for other in self.beside)
+        flags = [f"--{other.replace('_', '-')}" for other in self.others]
+        there = any(given.get(other) not in (None, False) for other in self.others)
         shown = f"--{name.replace('_', '-')}"
         require(
             value in (None, False, self.default) or there,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from sparsync.feedback.agreement import set_up_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
 from sparsync.integrations.sync import Sync
+from sparsync.messages import say
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Raw
@@ -221,9 +221,9 @@ class Attendance:
                 )
             if not said:
                 said = True
-                sys.stderr.write(
-                    f"sparsync: step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
-                    "nothing is lost\n"
+                say(
+                    f"step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
+                    "nothing is lost"
                 )
             # not after a long wait: a quorum may be made that counts on this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.ddp import attach_ddp
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.integrations.sync import Sync
+from sparsync.messages import say
 from sparsync.presets import Algorithm, check_density, resolve
 
 __all__ = ["attach", "check_optimizer"]
@@ -116,7 +116,7 @@ def attach(
                 chosen, algorithm, density = "gradients", "dense", 1.0
                 why += "; plain DDP does the same without attach"
     if why and dist.is_initialized() and dist.get_rank() == 0:
-        sys.stderr.write(f"sparsync: exchanges {chosen}: {why}\n")
+        say(f"exchanges {chosen}: {why}")
     if elastic is not None and replicate is not None:
         raise ConfigurationError(
             "elastic= is for plain modules, whole on every rank; omit replicate="

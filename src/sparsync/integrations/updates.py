@@ -8,7 +8,6 @@ and applies those that have finished.  DDP, if it wraps the model, exchanges not
 from __future__ import annotations
 
 import copy
-import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from sparsync.integrations.own import load_own, own_state, validate_own
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
+from sparsync.messages import say
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree, check_equal_parameters
 from sparsync.transports.driver import run
@@ -358,10 +358,10 @@ class UpdateSync(Sync):
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
-            sys.stderr.write(
-                f"sparsync: dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
+            say(
+                f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
                 f"which it waits for updates; an allreduce of all gradients would take about "
-                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing\n"
+                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing"
             )
 
     def _dense_seconds(self) -> float:

@@ -180,11 +180,14 @@ class TrainSettings:
 
     def _check_memory(self) -> None:
         """Refuse what no machine holds: the least that the activations of a step, and weights, take."""
-        width, context = self.width or 1, self.context or 1
-        activations = self.batch_size * context * width * (self.layers or 1)
+        workload = self.make_workload()
+        width, context, layers = (
+            getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
+        )
+        activations = self.batch_size * context * width * layers
         check_memory(
             f"{self.ranks} ranks with these sizes",
-            4.0 * self.ranks * max(activations, width**2 * (self.layers or 1)),
+            4.0 * self.ranks * max(activations, width**2 * layers),
             "give a smaller --batch-size, --context, --width or --layers, or fewer --ranks",
         )
 

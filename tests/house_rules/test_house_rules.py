@@ -17,7 +17,7 @@ MAX_FILE_LINES = 600
 # fall, but for what a new feature brings (exchanged updates: 1,700 and 700; less processor time, and a
 # GPU: 900 and 1,000; copies of residuals, keys and gloo where ranks come and go: 680 and 850; links with
 # a distance: 300 of the commands, 350 of tests); the aims are 22,000, 6,500, 8,000 and 25,000.
-BUDGETS = {"library": 31_200, "cli": 8_700, "papers": 8_000, "tests": 33_500}
+BUDGETS = {"library": 31_200, "cli": 9_250, "papers": 8_000, "tests": 34_300}
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (

@@ -29,6 +29,7 @@ __all__ = ["attach", "check_optimizer"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
+_DENSITY = 0.01  # of every step, where entries are selected and none was given
 # and all that have betas, like Adam; by name, because older versions of torch have no Adafactor
 _ADAPTIVE = ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 
@@ -37,7 +38,7 @@ def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     algorithm: str | Algorithm | OuterStep | None = None,
-    density: float | AdaptiveDensity = 0.01,
+    density: float | AdaptiveDensity | None = None,
     *,
     exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
@@ -64,8 +65,9 @@ def attach(
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
             model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
             DDP measures the group, and takes dense gradients where those are sooner at a loss.
-        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
-            ``AdaptiveDensity`` changes it as training goes on (gradients).
+        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected:
+            0.01 if None; an ``AdaptiveDensity`` changes it as training goes on (gradients).  The family's
+            members, and 1 bit, select none, or have a density of their own.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
             an ``algorithm`` that is only for them; rank 0 says which and why, once.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
@@ -124,6 +126,15 @@ def attach(
     if chosen == "updates":
         from sparsync.integrations.updates import attach_updates, make_outer
 
+        whole = algorithm is None or isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+        if density is not None and whole:
+            raise ConfigurationError(
+                f"density is {density!r}, but updates are exchanged as algorithm= says, by default all "
+                "of them in 1 bit each; omit density=, or name an algorithm that selects entries, as "
+                "algorithm='allgather', or exchange='gradients'"
+            )
+        density = _DENSITY if density is None else density
+        assert not isinstance(density, AdaptiveDensity)
         outer = make_outer(algorithm, density, given)
         options = Options(outer.chosen, outer.density, None, given, carried, watched)
         if elastic is not None:
@@ -135,6 +146,7 @@ def attach(
         return sync
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
+    density = _DENSITY if density is None else density
     if not isinstance(density, AdaptiveDensity):
         density = check_density(density)
     for one in optimizers:
@@ -187,7 +199,7 @@ def _chosen(
     algorithm: str | Algorithm | OuterStep | None,
     optimizers: Sequence[torch.optim.Optimizer],
     correction: Correction | None,
-    density: float | AdaptiveDensity,
+    density: float | AdaptiveDensity | None,
     compression: Compression,
 ) -> tuple[str, str]:
     """Return what is exchanged, and why if that was for ``attach`` to decide.

@@ -179,6 +179,14 @@ BAD_INPUT = {
         (["--dimensions", "99999999999"], "give at most 2.147e+09"),
         (["--solver", "scd", "--batch", "5"], "batch_size is 5, which scd does not have"),
     ],
+    "keys": [
+        (
+            ["/dev/null"],
+            "the folder '/dev/null' is no folder, and cannot be made one (File exists)",
+        ),
+        (["/proc/none/x"], "cannot be made one (No such file or directory)"),
+        (["new", "--ranks", "99999999999"], "ranks is 99999999999; give at most 4,096"),
+    ],
     "doctor": [
         (["--compute", "1"], "--compute is for --model-size alone"),
         (["--ranks", "0"], "ranks is 0; give at least 1"),

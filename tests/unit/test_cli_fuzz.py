@@ -1,7 +1,7 @@
 """Hostile values for every option of every command, found by asking the commands what they take.
 
-A call ends with 0, 1 or 2 within its limits of memory and time, without a traceback; with 2 it has said
-one line, and nothing else.  No rank is started: where a command would, the call has been accepted.
+A call ends with 0 or 2 within its limits of memory and time, without a traceback (with 1 where memory
+was too little for an input that could work); with 2 it has said one line, and nothing else.  No rank is started: where a command would, the call has been accepted.
 """
 
 import contextlib
@@ -213,6 +213,8 @@ def call(line):
         return f"ends with {code}", code
     if code == 2 and (out.getvalue() or said.count("\n") != 1 or not said.startswith("error: ")):
         return f"ends with 2, and says {said[-300:]!r}", code
+    if code == 1 and "out of memory" not in said:
+        return f"a wrong input ends with 1, and says {said[-300:]!r}", code
     return ("a traceback" if "Traceback" in said else "", code)
 
 

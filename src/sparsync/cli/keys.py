@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Option
 
-from sparsync.cli.values import Ranks, Readable
+from sparsync.cli.values import Ranks, Readable, make_folder
 from sparsync.transports.zmq import make_curve_keys
 
 __all__ = ["command"]
@@ -23,6 +23,7 @@ def command(
     Every rank needs all public keys and its own secret one alone: copy the folder to each machine
     without the other ranks' secrets.
     """
+    make_folder(directory, "the folder", 0o700)
     made = make_curve_keys(directory, ranks)
     Console().print(
         f"{len(made)} certificates in {directory}: rank R needs all .key files and rank-R.key_secret",

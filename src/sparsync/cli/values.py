@@ -47,6 +47,7 @@ __all__ = [
     "check_fields",
     "check_memory",
     "checked",
+    "make_folder",
     "out_of_memory",
     "read_text",
     "within",
@@ -214,6 +215,22 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
 
 
 # ---- files and memory ------------------------------------------------------------------------------
+
+
+def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
+    """Make a folder that something will be written to, unless it is there.
+
+    Raises:
+        ConfigurationError: a file is there, or the system does not allow it.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option} '{path}' is no folder, and cannot be made one ({error.strerror}); name another"
+        ) from error
+    writable = os.access(path, os.W_OK | os.X_OK)
+    require(writable, f"{option} '{path}' cannot be written to; name a folder that can")
 
 
 def read_text(path: Path, option: str, source: str) -> str:

@@ -32,8 +32,9 @@ from sparsync.cli.values import (
     check,
     check_fields,
     check_memory,
+    make_folder,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
 from sparsync.transports.groups import SoloCommunicator
@@ -155,7 +156,10 @@ class LinearSettings:
 
     def _check_data(self) -> None:
         if self.data == TRIGRAMS:
+            require(self.cache is None, f"cache is for a file; leave it out with --data {TRIGRAMS}")
             return
+        if self.cache is not None:
+            make_folder(self.cache, "--cache")
         if not Path(self.data).is_file():
             raise ConfigurationError(
                 f"--data '{self.data}' is no file; name an svmlight file, or {TRIGRAMS}"

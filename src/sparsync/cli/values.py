@@ -202,11 +202,11 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
         return command(**given)
 
     # typer converts by the type alone, and knows no rules
-    shown: dict[str, Any] = {
-        name: Annotated[(plain, *extras)] if extras else plain  # type: ignore[valid-type]
-        for name, plain in get_type_hints(command).items()
-        for extras in [[e for e in get_args(hints[name])[1:] if hasattr(e, "default_factory")]]
-    }
+    shown = get_type_hints(command)
+    for name, hint in hints.items():
+        for extra in get_args(hint)[1:]:
+            if hasattr(extra, "default_factory"):
+                shown[name] = Annotated[shown[name], extra]
     signature = inspect.signature(command)
     whole = [one.replace(annotation=shown[name]) for name, one in signature.parameters.items()]
     call.__signature__ = signature.replace(parameters=whole)  # type: ignore[attr-defined]

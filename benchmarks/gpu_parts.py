@@ -159,7 +159,7 @@ def train(name: str, device: torch.device, size: int, group: Any = None) -> tupl
         sync = sparsync.attach(
             ddp,
             optimizer,
-            density=DENSITY,
+            density=None if exchange == "updates" else DENSITY,
             exchange=exchange,
             compression=units,
             transport=sparsync.Transport(transport, timeout=60.0),

@@ -92,7 +92,7 @@ def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> 
     if way in WAYS:
         compression = sparsync.Compression(unit_bytes=unit_bytes)
         given = [optimizer] if way.startswith(ADAM) else []
-        sparsync.attach(model, *given, density=0.01, compression=compression)
+        sparsync.attach(model, *given, compression=compression)
     generator = torch.Generator().manual_seed(dist.get_rank())
     words = torch.randint(WORDS, (BATCH, TOKENS), generator=generator)
     x = words if shape is None else torch.randn(shape[1], generator=generator)

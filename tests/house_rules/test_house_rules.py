@@ -13,7 +13,18 @@ FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
 
 # imports run upwards: a row may import itself and the rows above it
 LAYERS = (
-    ("errors", "fields", "kernels", "reduction", "sparse", "state", "streams", "units", "vectors"),
+    (
+        "errors",
+        "fields",
+        "kernels",
+        "messages",
+        "reduction",
+        "sparse",
+        "state",
+        "streams",
+        "units",
+        "vectors",
+    ),
     ("selection", "transports"),
     ("wire",),
     ("algorithm", "collectives"),

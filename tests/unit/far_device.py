@@ -4,7 +4,8 @@ It shows what would fail on a device, without one: operations whose operands lie
 memory of the device from Python.  It computes on the CPU, and knows nothing of streams.
 """
 
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -56,6 +57,13 @@ class _Far(Tensor):
         raise TypeError("memory of the device cannot be read by C++ of the CPU")
 
 
+class _Stream:
+    """The only one."""
+
+    def synchronize(self):
+        """Do nothing: all is done at once."""
+
+
 def far(tensor):
     """Return a tensor on the device with the elements of one on the CPU."""
     return _Far(tensor.detach().clone())
@@ -69,11 +77,17 @@ def far_device():
         made = plain_tensor(*args, **kwargs)
         return made if device is None else made.to(device)
 
-    plain_tensor = torch.tensor
+    def run(thread):
+        with _Everywhere():
+            plain_run(thread)
+
+    plain_tensor, plain_run = torch.tensor, threading.Thread.run
     with (
+        mock.patch.object(threading.Thread, "run", run),  # a mode is its thread's own
         mock.patch.object(torch, "tensor", tensor),  # modes do not see it
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
-        mock.patch.object(torch.cuda, "current_stream", lambda _: None),
+        mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream()),
+        mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
         mock.patch.object(kernels, "_triton", lambda: None),
         _Everywhere(),
     ):
@@ -96,7 +110,8 @@ def _compute(function, args, kwargs):
     asked = kwargs.get("device")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    moves = bool(there) if asked is None else torch.device(asked).type == FAR.type
+    # C++ code that copies a tensor's device sees the one that it was made with
+    moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = tree_map_only(_Far, lambda x: x.near, (args, kwargs))
     result = function(*near_args, **near_kwargs)
     if not moves:

@@ -64,6 +64,14 @@ def test_what_the_optimizer_would_do_again_is_refused(what):
         check_optimizer(optimizer, Correction(**{what: 0.5}))
 
 
+@pytest.mark.parametrize("algorithm", [None, "diloco"])
+def test_a_density_that_updates_would_ignore_is_refused(algorithm):
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ConfigurationError, match=r"density is 0.01, but updates .* omit density="):
+        sparsync.attach(net, optimizer, algorithm, density=0.01)
+
+
 def test_momentum_correction_does_not_go_with_adam():
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     with pytest.raises(ConfigurationError, match="is for SGD, but the optimizer is AdamW"):

@@ -1,88 +1,158 @@
-"""Every algorithm, scheme and codec on tensors of a device, whose messages are in the host's memory."""
+"""Every algorithm, scheme, codec, selector and engine on tensors of a device, from one table.
+
+Messages are in the host's memory.  The rows are the registries' own, so that a new one is tried without
+being named here, and the variants of the contracts.
+"""
+
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
+import sparsync
+from sparsync import selection, wire
+from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import resolve
+from sparsync.presets import presets, resolve
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import simulate
 from sparsync.units import Slot, Unit
-from tests.contracts.table import ALGORITHMS, CODECS
+from tests.contracts import table
 
-from .far_device import FAR, far_device
+from .far_device import FAR, far, far_device
 
 SIZE, RANKS, STEPS = 700, 3, 2
 BITS = {f"{bits} bits": resolve("quantised", bits=bits, block=64) for bits in (1, 3, 8, 16)}
-ROWS = {**ALGORITHMS, **BITS}
 
 
 def noise(rank, step):
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def on_both(compute):
-    """Equal bits from the CPU and from the device."""
+# ---- what a row computes on a device: tensors ------------------------------------------------------
+
+
+def averages_and_residuals(algorithm, device):
+    dtypes = torch.float32, torch.bfloat16
+
+    async def program(comm):
+        units = [Unit((Slot(str(dtype), 0, SIZE),), dtype, device) for dtype in dtypes]
+        reducer, averages = Reducer(comm, units, algorithm, 0.05), []
+        for step in range(STEPS):
+            gradients = [noise(comm.rank, step).to(device, dtype) for dtype in dtypes]
+            await reducer.reduce(gradients)
+            averages += gradients
+        return [*averages, *(residual.accumulated for residual in reducer.residuals)]
+
+    return [x for results in simulate(program, RANKS).results for x in results]
+
+
+def models(make, ranks, device):
+    async def program(comm):
+        averager, weights = make(), torch.ones(SIZE, device=device)
+        await averager.begin(comm, weights, 0)
+        for step in range(STEPS):
+            local = weights + noise(comm.rank, step).to(device)
+            weights = await averager.average(comm, local, step)
+            assert weights.device == device
+        final = await averager.conclude(comm, weights, STEPS)
+        assert final.device == device
+        return final
+
+    return simulate(program, ranks).results
+
+
+def message(codec, device):
+    values = noise(0, 0).to(device)
+    whole = codec.is_dense
+    chosen = DenseVector(values) if whole else SparseVector.from_dense(values * (values > 1))
+    payload = codec.encode(chosen).payload
+    assert payload.device == device
+    return [payload, codec.decode(payload, SIZE).to_dense()]
+
+
+def selections(make, device):
+    selector, found = make(), []
+    for step in range(STEPS):
+        found.append(selector.select(noise(0, step).to(device), 35, step).to_dense())
+    return found
+
+
+def weights_after_training(optimizer, exchange, device):
+    """A plain module and what ``attach`` chooses, or is told to exchange; DDP itself wants a driver."""
+    torch.manual_seed(0)
+    net = nn.Linear(SIZE, 3)
+    if device == FAR:
+        for name, p in list(net.named_parameters()):
+            setattr(net, name, nn.Parameter(far(p)))
+    made = optimizer(net.parameters(), lr=0.1)
+    replicas = dist.group.WORLD if exchange == "gradients" else None
+    with sparsync.attach(net, made, exchange=exchange, replicate=replicas) as sync:
+        for step in range(2 * STEPS):
+            made.zero_grad()
+            net(noise(0, step).to(device)).square().sum().backward()
+            made.step()
+        if exchange == "updates":
+            sync.finish()
+    return [p.detach() for p in net.parameters()]
+
+
+# ---- the table ---------------------------------------------------------------------------------------
+
+
+def made_small(name):
+    """Return a scheme whose period ends within the test; the noise correction is the optimizer's."""
+    small = {"period": STEPS, "noise_correction": False}
+    return partial(SCHEMES[name], **{k: v for k, v in small.items() if k in options_of(name)})
+
+
+PRESETS = {name: row.make() for name, row in presets().items()}
+AVERAGERS = {
+    **{name: made_small(name) for name in SCHEMES},
+    **{k: v for k, v in (table.AVERAGERS | table.DRIFTING_AVERAGERS).items() if k not in SCHEMES},
+}
+CODECS = wire.CODECS | table.CODECS | table.EXPANSIVE_CODECS | table.SPREADING_CODECS
+SELECTORS = selection.SELECTORS | table.SELECTORS | table.INEXACT_SELECTORS
+OPTIMIZERS = torch.optim.SGD, torch.optim.AdamW
+ROWS = {
+    **{
+        f"preset {name}": partial(averages_and_residuals, algorithm)
+        for name, algorithm in (PRESETS | table.ALGORITHMS | BITS).items()
+    },
+    # two ranks make groups of two: there WAGMA doubles recursively
+    **{
+        f"scheme {name} of {ranks}": partial(models, make, ranks)
+        for name, make in AVERAGERS.items()
+        for ranks in (2, RANKS)
+    },
+    **{f"codec {name}": partial(message, codec) for name, codec in CODECS.items()},
+    **{f"selector {name}": partial(selections, make) for name, make in SELECTORS.items()},
+    **{
+        f"engine {exchange}, {optimizer.__name__}": partial(
+            weights_after_training, optimizer, exchange
+        )
+        for exchange in ("gradients", "updates")
+        for optimizer in OPTIMIZERS
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:AdamW divides by its second moment")
+@pytest.mark.parametrize("compute", ROWS.values(), ids=ROWS)
+def test_the_device_and_the_cpu_compute_equal_bits(compute, alone):
     expected = compute(torch.device("cpu"))
     with far_device():
         computed = [x.cpu() for x in compute(FAR)]
     assert all(torch.equal(*pair) for pair in zip(computed, expected, strict=True))
-
-
-@pytest.mark.parametrize("algorithm", ROWS.values(), ids=ROWS)
-def test_averages_and_residuals(algorithm):
-    dtypes = torch.float32, torch.bfloat16
-
-    def compute(device):
-        async def program(comm):
-            units = [Unit((Slot(str(dtype), 0, SIZE),), dtype, device) for dtype in dtypes]
-            reducer, averages = Reducer(comm, units, algorithm, 0.05), []
-            for step in range(STEPS):
-                gradients = [noise(comm.rank, step).to(device, dtype) for dtype in dtypes]
-                await reducer.reduce(gradients)
-                averages += gradients
-            return [*averages, *(residual.accumulated for residual in reducer.residuals)]
-
-        return [x for results in simulate(program, RANKS).results for x in results]
-
-    on_both(compute)
-
-
-@pytest.mark.parametrize("name", OUTER_SETTINGS)
-def test_outer_steps(name):
-    # the noise correction is the optimizer's
-    settings = {**OUTER_SETTINGS[name], "noise_correction": False, "period": 2}
-
-    def compute(device):
-        async def program(comm):
-            averager = OuterStep(**settings)
-            weights = torch.ones(SIZE, device=device)
-            await averager.begin(comm, weights, 0)
-            for step in range(STEPS):
-                local = weights + noise(comm.rank, step).to(device)
-                weights = await averager.average(comm, local, step)
-            return await averager.conclude(comm, weights, STEPS)
-
-        return simulate(program, RANKS).results
-
-    on_both(compute)
-
-
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_messages(codec):
-    def compute(device):
-        values = noise(0, 0).to(device)
-        chosen = (
-            DenseVector(values)
-            if codec.is_dense
-            else SparseVector.from_dense(values * (values > 1))
-        )
-        payload = codec.encode(chosen).payload
-        assert payload.device == device
-        return [payload, codec.decode(payload, SIZE).to_dense()]
-
-    on_both(compute)
 
 
 def test_the_stand_in_refuses_operands_from_two_devices():

@@ -23,8 +23,9 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("solver", ["sgd", "scd"])
 def test_exchanges_are_compared_with_dense(command, file, tmp_path, solver):
-    options = ["--data", file, "--solver", solver, "--ranks", 3, "--epochs", 2, "--batch", 10]
-    more = ["--coordinates", 5, "--compare", "dense,ring", "--json", tmp_path / "new" / "l.json"]
+    own = ["--batch", 10] if solver == "sgd" else ["--coordinates", 5]
+    options = ["--data", file, "--solver", solver, "--ranks", 3, "--epochs", 2, *own]
+    more = ["--compare", "dense,ring", "--json", tmp_path / "new" / "l.json"]
     code, out, err = command("linear", *options, *more)
     assert (code, err) == (0, "")
     out = " ".join(out.split())

@@ -288,7 +288,12 @@ class Companion(Actor):
 
 
 class Accompanied(Averager):
-    """Runs a companion next to this rank's training, and asks it."""
+    """Runs a companion next to this rank's training, and asks it.
+
+    A companion computes in the host's memory, where its messages are: its thread knows nothing of the
+    streams on which the training writes the device's.  So a scheme copies its vector there, keeps its
+    ``memory`` there, and returns a model on the vector's device.
+    """
 
     _comm: Communicator | None = None
 

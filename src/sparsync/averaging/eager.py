@@ -61,7 +61,8 @@ class EagerSgd(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        self._taken = self.memory.setdefault("shared", vector)
+        vector = vector.cpu()
+        self._taken = self.memory["shared"] = self.memory.get("shared", vector).cpu()
         rounds = EagerRounds(self.quorum, self.seed, comm.world_size, self._taken)
         self._agent = Agent(rounds, comm.world_size, step, torch.zeros_like(vector))
         self._run(comm, self._agent)
@@ -75,12 +76,13 @@ class EagerSgd(Accompanied):
         return await self._sum(2 * step, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
+        update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
-            step_of(version), lambda reply: self._agent.arrive(version, vector - self._taken, reply)
+            step_of(version), lambda reply: self._agent.arrive(version, update, reply)
         )
         self.memory["shared"], waiting = answer.result.total
         self._taken = self.memory["shared"] + waiting
-        return self._taken
+        return self._taken.to(vector.device)
 
 
 @final

@@ -222,9 +222,9 @@ class AdPsgd(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        self._agent = _PairAgent(vector, self.seed)
+        self.memory["taken"] = vector.cpu()
+        self._agent = _PairAgent(self.memory["taken"], self.seed)
         self._run(comm, self._agent)
-        self.memory["taken"] = vector
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Hand over what the local step did; take the model as it is by now."""
@@ -238,15 +238,15 @@ class AdPsgd(Accompanied):
         await comm.barrier()  # all have their answers: nobody asks any more
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
-        return final
+        return final.to(vector.device)
 
     async def _take(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
-        change = vector - self.memory["taken"]
+        change = vector.cpu() - self.memory["taken"]
         taken: Tensor = await self._ask(
             step, lambda reply: self._agent.update(change, step, reply, ask=ask)
         )
         self.memory["taken"] = taken
-        return taken
+        return taken.to(vector.device)
 
 
 @final

@@ -139,10 +139,12 @@ class Wagma(Accompanied):
             size <= comm.world_size,
             f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
         )
+        vector = vector.cpu()
         self._rounds = ModelRounds(
             vector, size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
         )
-        self._rounds.error = self.memory.get("error")
+        error = self.memory.get("error")
+        self._rounds.error = None if error is None else error.cpu()
         self._taken = 2 * step
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
@@ -157,24 +159,26 @@ class Wagma(Accompanied):
 
     async def _arrive(self, version: int, vector: Tensor) -> Tensor:
         """Arrive at a round; return the model that this rank goes on with."""
+        published = vector.cpu()
         answer: Answer = await self._ask(
-            step_of(version), lambda reply: self._agent.arrive(version, vector, reply)
+            step_of(version), lambda reply: self._agent.arrive(version, published, reply)
         )
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
         self.left_out, self._present = answer.left_out, answer.present
         error, result = self._rounds.error, answer.result
         self.memory = {} if error is None else {"error": error}
+        total = result.total.to(vector.device)
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
-            return result.total / result.models
+            return total / result.models
         # lines 10 to 14 and 16 of Algorithm 2; a result is taken once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
         if result.version == version == result.contributed:
-            return result.total / result.models
-        return (result.total + vector) / (result.models + 1)
+            return total / result.models
+        return (total + vector) / (result.models + 1)
 
 
 @final

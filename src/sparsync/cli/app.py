@@ -7,8 +7,11 @@ packages add commands through entry points of the group ``sparsync.commands``.
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Annotated, Any, cast
@@ -17,7 +20,9 @@ import typer
 from rich.console import Console
 
 from sparsync import __version__
+from sparsync.cli.values import checked, out_of_memory
 from sparsync.errors import ConfigurationError, SparsyncError
+from sparsync.messages import say
 from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
@@ -51,12 +56,12 @@ def make_app(wanted: str | None = None) -> typer.Typer:
     app.callback()(_options)
     for name, (module, line) in COMMANDS.items():
         if wanted in (name, None):
-            app.command(name)(importlib.import_module(f"sparsync.cli.{module}").command)
+            app.command(name)(checked(importlib.import_module(f"sparsync.cli.{module}").command))
         else:
             app.command(name, help=line)(_nothing)
     for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
         if wanted in (point.name, None):
-            app.command(point.name)(point.load())
+            app.command(point.name)(checked(point.load()))
         else:
             package: Any = point.dist.metadata if point.dist else {}
             app.command(point.name, help=package.get("Summary"))(_nothing)
@@ -87,10 +92,28 @@ def _options(
 def main() -> None:
     """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
     arguments = sys.argv[1:] or ["--help"]
-    code = exit_code(lambda: make_app(arguments[0])(arguments, standalone_mode=False))
-    # a rank that was ended may have left its progress bar without
-    Console(stderr=True).show_cursor()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # an ASCII terminal, a name that is no text
+    code = exit_code(lambda: _run(arguments))
+    with suppress(OSError, ValueError):  # a terminal that is gone
+        # a rank that was ended may have left its progress bar without
+        Console(stderr=True).show_cursor()
     sys.exit(code)
+
+
+def _run(arguments: list[str]) -> object:
+    try:
+        returned = make_app(arguments[0])(arguments, standalone_mode=False)
+        sys.stdout.flush()  # here, where an error has a line and a code, not at the interpreter's end
+    except OSError:
+        # what is left in the buffer would fail once more
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+    return returned
 
 
 def exit_code(run: Callable[[], object]) -> int:
@@ -98,8 +121,7 @@ def exit_code(run: Callable[[], object]) -> int:
     try:
         returned = run()
     except (ConfigurationError, _UsageError) as error:
-        here = detect()
-        if here is None or here.rank == 0:  # all ranks of a launcher got the same arguments
+        if _speaks():  # all ranks of a launcher got the same arguments
             _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
         return 2
     except (SparsyncError, OSError) as error:
@@ -107,8 +129,21 @@ def exit_code(run: Callable[[], object]) -> int:
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        _complain("out of memory; give smaller sizes, or fewer ranks")
+        return 1
     return returned if isinstance(returned, int) else 0
 
 
+def _speaks() -> bool:
+    """Tell whether this process is rank 0, the only one, or cannot know which one it is."""
+    with suppress(ConfigurationError):
+        here = detect()
+        return here is None or here.rank == 0
+    return True
+
+
 def _complain(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
+    say(message, "error")

@@ -7,6 +7,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Option
 
+from sparsync.cli.values import Ranks
 from sparsync.transports.zmq import make_curve_keys
 
 __all__ = ["command"]
@@ -14,7 +15,7 @@ __all__ = ["command"]
 
 def command(
     directory: Annotated[str, Argument(help="New folder for the keys.", metavar="DIRECTORY")],
-    ranks: Annotated[int, Option(help="World size: one certificate per rank.")] = 8,
+    ranks: Annotated[Ranks, Option(help="World size: one certificate per rank.")] = 8,
 ) -> None:
     """Make one certificate per rank, for --curve-keys and curve_keys=.
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
+from sparsync.cli.values import check_memory, out_of_memory
 from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError, require
 from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import check_timeout
@@ -51,6 +52,7 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
+_RANK_BYTES = 64 << 20  # that a forked rank has of its own, at least
 _AHEAD = 0.05  # seconds from the last arrival to a start: 15 times gloo's agreement of 8 ranks
 
 
@@ -121,6 +123,9 @@ def launch(
     )
     if inside:
         return _in_launched_group(function, args, timeout)
+    check_memory(
+        f"{world_size} local ranks", _RANK_BYTES * world_size, "give fewer --ranks, or a launcher"
+    )
     with (
         _under_mpiexec(world_size, (function, args, timeout), grace)
         if mpi
@@ -341,7 +346,13 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     except SparsyncError as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
         return False
+    except dist.DistError as error:  # it has torch's C++ stack below
+        pipe.send((False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+        return False
     except Exception as error:
+        if out_of_memory(error):
+            pipe.send((False, "out of memory; give smaller sizes, or fewer ranks"))
+            return False
         import traceback
 
         pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))

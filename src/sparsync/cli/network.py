@@ -26,7 +26,14 @@ from sparsync.transports.process_group import (
 )
 from sparsync.transports.sim import Links
 
-__all__ = ["TRANSPORTS", "Connection", "parse_network", "parse_seconds", "transport_of"]
+__all__ = [
+    "TRANSPORTS",
+    "USUAL_NETWORK",
+    "Connection",
+    "parse_network",
+    "parse_seconds",
+    "transport_of",
+]
 
 _NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
 _UNITS = MappingProxyType(
@@ -36,6 +43,7 @@ _UNITS = MappingProxyType(
     }
 )
 _BITS_PER_BYTE = 8
+USUAL_NETWORK = "1gbit,50us"  # that sim simulates
 
 
 def parse_network(text: str) -> Links:
@@ -142,6 +150,14 @@ class Connection:
         if self.lab is None:
             return None
         return min(min(one.up, one.down) for one in parse_links(self.lab, MOST_RANKS))
+
+    def refuse_network(self, network: str) -> None:
+        """Refuse a simulated network where the ranks are real."""
+        require(
+            self.simulated or network == USUAL_NETWORK,
+            "--network is for --transport sim, whose network it is; leave it out, or shape real links "
+            "with --lab",
+        )
 
     def prepare(self) -> None:
         """Get the right to make the lab, before anything is started or printed.

@@ -18,6 +18,7 @@ from typer import Option
 
 from sparsync.cli.launch import launched_ranks
 from sparsync.cli.links import describe_links
+from sparsync.cli.values import Bounds, Readable
 from sparsync.errors import ConfigurationError
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
     "Timeout",
     "Transport",
     "TransportOrSim",
-    "check",
-    "check_at_least",
     "names",
     "numbers",
     "option",
@@ -57,9 +56,12 @@ Lab = Annotated[
     Option(help="Put every rank on a real link of this rate, e.g. 100mbit (Linux)."),
 ]
 CurveKeys = Annotated[
-    Path | None, Option(help="Folder of keys: zmq encrypts and refuses unknown ranks.")
+    Path | None,
+    Readable(folder=True),
+    Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-Timeout = Annotated[float, Option(help="Seconds that a rank waits for another.")]
+# a store or a socket needs a part of a second even where nothing is slow
+Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write what was measured here.")]
 Plot = Annotated[Path | None, Option(help="Draw it here (.png, .pdf or .svg).")]
 
@@ -142,24 +144,7 @@ def _options_in(hint: Any) -> list[Any]:
     return [extra for extra in get_args(hint)[1:] if hasattr(extra, "default_factory")]
 
 
-# ---- checks and lists of values ---------------------------------------------------------------------
-
-
-def check(name: str, value: object, good: bool, expected: str) -> None:
-    """Refuse the value of an option.
-
-    Raises:
-        ConfigurationError: it is not ``good``; says what is expected.
-    """
-    if not good:
-        raise ConfigurationError(f"{name} is {value}; give {expected}")
-
-
-def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Refuse settings below ``least``; those that are None are not checked."""
-    for name in names:
-        value = getattr(settings, name)
-        check(name, value, value is None or value >= least, f"at least {least}")
+# ---- lists of values --------------------------------------------------------------------------------
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -181,6 +166,6 @@ def numbers(name: str, text: str, convert: Callable[[str], T]) -> tuple[T, ...]:
     """
     try:
         return tuple(convert(part) for part in names(text))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         kind = "whole numbers" if convert is int else "numbers"
         raise ConfigurationError(f"{name} is {text!r}; give {kind}, with commas between") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -133,16 +135,38 @@ def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
             raise ConfigurationError(
                 "'-' is no file, and standard output has the table; name a file"
             )
-        existed = path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("ab").close()
-            if not existed:
-                path.unlink()
+            _try_to_write(path)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot write to '{path}' ({error.strerror}); name a file in a writable folder"
             ) from error
+
+
+def _try_to_write(path: Path) -> None:
+    """Open a file for writing, and leave it as it was."""
+    existed = path.exists()
+    # a pipe that nobody reads would not be opened before somebody does
+    file = os.open(
+        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666
+    )
+    try:
+        if stat.S_ISCHR(os.fstat(file).st_mode):
+            os.write(file, b"\n")  # only then does a device say whether it takes anything
+    finally:
+        os.close(file)
+        if not existed:
+            path.unlink()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the file's name into the error of a write that fails: a disk that is full has none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def to_json(content: Any) -> str:
@@ -161,7 +185,8 @@ def to_json(content: Any) -> str:
 def write_json(path: Path | None, content: Any) -> None:
     """Write ``to_json`` to a file, if one is given."""
     if path is not None:
-        path.write_text(to_json(content), encoding="utf-8")
+        with _named(path):
+            path.write_text(to_json(content), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -188,7 +213,8 @@ def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) 
         axis.spines[["top", "right"]].set_visible(False)
     yield axes[0] if panels == 1 else list(axes)
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    with _named(path):
+        figure.savefig(path, dpi=150)
 
 
 # ---- progress ---------------------------------------------------------------------------------------

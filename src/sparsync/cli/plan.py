@@ -16,6 +16,14 @@ from sparsync.cli.network import parse_network, parse_seconds
 from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.cli.time_to_loss import USUAL_STEPS, Training, loss_as_json, loss_page
+from sparsync.cli.values import (
+    Bounds,
+    Bytes,
+    InputFile,
+    Positive,
+    Seconds,
+    read_text,
+)
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import Plan, plan
@@ -30,10 +38,14 @@ from sparsync.presets import candidates
 
 __all__ = ["as_json", "command", "read_machine"]
 
+# nothing is run, so more than any machine holds; a single rank, and a model of nothing, are answered
+ManyRanks = Annotated[int, Bounds(1, 10**6)]
+ModelSize = Annotated[int, Bounds(0, 10**15)]
+
 
 def command(
-    ranks: Annotated[int, option("World size.")],
-    model_size: Annotated[int, option("Trained elements: parameters of the model.")],
+    ranks: Annotated[ManyRanks, option("World size.")],
+    model_size: Annotated[ModelSize, option("Trained elements: parameters of the model.")],
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
@@ -44,7 +56,7 @@ def command(
         str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
     ] = None,
     compute: Annotated[
-        float | None, option("Seconds of a step without exchange, which hide part of it.")
+        Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
     ] = None,
     goal: Annotated[
         str | None,
@@ -52,14 +64,14 @@ def command(
     ] = None,
     optimizer: Annotated[str | None, option("sgd, adamw or muon: for --goal loss.")] = None,
     steps_to_loss: Annotated[
-        float | None, option("Steps that dense takes to the loss.", f"{USUAL_STEPS}")
+        Positive | None, option("Steps that dense takes to the loss.", f"{USUAL_STEPS}")
     ] = None,
     machine: Annotated[
-        Path | None,
+        InputFile | None,
         option("Measurements of sparsync doctor --json; --network overrides its links."),
     ] = None,
     budget: Annotated[
-        float | None, option("Most bytes that a rank sends or receives per step.")
+        Bytes | None, option("Most bytes that a rank sends or receives per step.")
     ] = None,
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
@@ -152,13 +164,7 @@ def read_machine(file: Path) -> Machine:
     Raises:
         ConfigurationError: the file cannot be read, or no doctor wrote it.
     """
-    try:
-        return Machine.from_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise ConfigurationError(
-            f"cannot read --machine '{file}' ({reason}); give the file of sparsync doctor --json"
-        ) from error
+    return Machine.from_json(read_text(file, "--machine", "the file of sparsync doctor --json"))
 
 
 def _machine(file: Path | None, network: str | None, rtt: str | None) -> Machine:

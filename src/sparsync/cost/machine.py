@@ -80,8 +80,9 @@ class Machine:
             ConfigurationError: the text is no such report.
         """
         try:
-            machine = json.loads(text)["machine"]
-        except (ValueError, KeyError, TypeError) as error:
+            machine = dict(json.loads(text)["machine"])
+        # brackets in brackets, as deep as the file is long, are a RecursionError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 'no machine in it; give a file that "sparsync doctor --json FILE" wrote'
             ) from error

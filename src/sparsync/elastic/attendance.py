@@ -5,7 +5,6 @@ torchft's manager says who is there; ``members`` says what becomes of the open s
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,6 +28,7 @@ from sparsync.feedback.agreement import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Options
 from sparsync.integrations.sync import Sync
+from sparsync.messages import say
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Raw
@@ -242,9 +242,9 @@ class Attendance:
                 )
             if not said:
                 said = True
-                sys.stderr.write(
-                    f"sparsync: step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
-                    "nothing is lost\n"
+                say(
+                    f"step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
+                    "nothing is lost"
                 )
             # not after a long wait: a quorum may be made that counts on this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))

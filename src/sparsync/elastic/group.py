@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from sparsync.elastic.copies import CopyServer, Source
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreement import number_of
+from sparsync.messages import say
 from sparsync.transports.gloo import GlooCommunicator
 from sparsync.transports.process_group import check_transport
 from sparsync.transports.rendezvous import choose_interface, way_to
@@ -182,7 +182,7 @@ class ElasticGroup(ProcessGroup):
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
                 if misfit != self._said:
-                    sys.stderr.write(f"sparsync: {misfit}; they are left out\n")
+                    say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
         told = json.dumps([opts.uuid, *fitting])
         self.quorum = Quorum(

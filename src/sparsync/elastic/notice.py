@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final, final
+
+from sparsync.messages import say
 
 __all__ = ["Notice"]
 
@@ -114,11 +114,10 @@ class Notice:
         """Pass the signal on if the rank has not left in time, because no step comes."""
         if self._over.wait(_LEAVES):
             return
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads it
-            sys.stderr.write(
-                f"sparsync: this rank took no step to leave in within {_LEAVES:g} s of SIGTERM; it ends, "
-                "and its residual is lost\n"
-            )
+        say(
+            f"this rank took no step to leave in within {_LEAVES:g} s of SIGTERM; it ends, and its "
+            "residual is lost"
+        )
         self._late = True
         os.kill(os.getpid(), signal.SIGTERM)  # the main thread may be asleep: it hands over there
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from sparsync.integrations.ddp import attach_ddp
 from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.integrations.sync import Sync
+from sparsync.messages import say
 from sparsync.presets import Algorithm, check_density, resolve
 
 __all__ = ["attach", "check_optimizer"]
@@ -134,7 +134,7 @@ def attach(
     else:
         why_so = [why] if why else []
     if why_so and dist.is_initialized() and dist.get_rank() == 0:
-        sys.stderr.write(f"sparsync: exchanges {chosen}: {'; '.join(why_so)}\n")
+        say(f"exchanges {chosen}: {'; '.join(why_so)}")
     if elastic is not None and replicate is not None:
         raise ConfigurationError(
             "elastic= is for plain modules, whole on every rank; omit replicate="

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.integrations.sentinel import Sentinel
+from sparsync.messages import say
 from sparsync.monitoring import sink_of
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import agree
@@ -207,7 +207,7 @@ class Options:
         elif elements * density <= FREE_ENTRIES:
             said += ": fewer would cost no less"
         if says:
-            sys.stderr.write(f"sparsync: exchanges {said} (density= decides otherwise)\n")
+            say(f"exchanges {said} (density= decides otherwise)")
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:

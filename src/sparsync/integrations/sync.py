@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from sparsync.fields import same
 from sparsync.integrations.options import Monitoring
 from sparsync.integrations.runs import Run
 from sparsync.integrations.sentinel import check_replicas
+from sparsync.messages import say
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree, on_all_or_none
 from sparsync.transports.communicator import Communicator
@@ -407,7 +407,7 @@ class Sync(ABC):
                 self.reducer.monitor.write()  # here, what it raises spoils no gradient
         if self.reducer.notice:
             if self.reducer.comm.rank == 0:
-                sys.stderr.write(f"sparsync: {self.reducer.notice}\n")
+                say(f"{self.reducer.notice}")
             self.reducer.notice = ""
         return True
 

@@ -8,7 +8,6 @@ and applies those that have finished.  DDP, if it wraps the model, exchanges not
 from __future__ import annotations
 
 import copy
-import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from sparsync.integrations.own import (
 from sparsync.integrations.sentinel import check_replicas
 from sparsync.integrations.sync import Hook, Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
+from sparsync.messages import say
 from sparsync.presets import Algorithm
 from sparsync.transports.agree import (
     agree,
@@ -81,6 +81,13 @@ def make_outer(
     algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
 ) -> OuterStep:
     """Return the outer step that ``attach`` was asked for."""
+    whole = algorithm is None or isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    if density is not None and whole:
+        raise ConfigurationError(
+            f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
+            "them in 1 bit each; omit density=, or name an algorithm that selects entries, as "
+            "algorithm='allgather', or exchange='gradients'"
+        )
     if isinstance(algorithm, OuterStep):
         outer = algorithm
         if outer.steps or outer.attached:
@@ -465,10 +472,10 @@ class UpdateSync(Sync):
             return
         self._warned = True
         if self.reducer.comm.rank == 0:
-            sys.stderr.write(
-                f"sparsync: the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
+            say(
+                f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
                 "them is common to all, as if their data differed; shuffle the data over ranks, or "
-                "expect more loss than dense training's (docs/optimizers.md)\n"
+                "expect more loss than dense training's (docs/optimizers.md)"
             )
 
     def _advise(self) -> None:
@@ -476,10 +483,10 @@ class UpdateSync(Sync):
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
-            sys.stderr.write(
-                f"sparsync: dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
+            say(
+                f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
                 f"which it waits for updates; an allreduce of all gradients would take about "
-                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing\n"
+                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing"
             )
 
     def _dense_seconds(self) -> float:

@@ -202,7 +202,8 @@ def digest(tensor: Tensor) -> str:
         False
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.data_ptr() % _WORD or flat.storage_offset() % _WORD:
+    # memory that another library gave may start at any byte; a device's allocator aligns its own
+    if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
     full = words.numel() // _ROW * _ROW

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from sparsync.cli.output import progress
+from sparsync.cli.values import Seed, make_folder
 from sparsync.errors import ConfigurationError
 from sparsync_papers.reproduce import Artifact, Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS, UNAVAILABLE
@@ -26,7 +27,7 @@ _Out = Annotated[Path | None, typer.Option(help="Folder for CSV, JSON, PNG and t
 _Quick = Annotated[
     bool, typer.Option("--quick", help="Scaled down to seconds: tries the code, not the paper.")
 ]
-_Seed = Annotated[int, typer.Option(help="Of models, data and inputs.")]
+_Seed = Annotated[Seed, typer.Option(help="Of models, data and inputs.")]
 
 
 def command(
@@ -49,7 +50,7 @@ def command(
         raise ConfigurationError("give names or --all, one of both; --list shows the names")
     wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "--out")
 
     def tell(path: Path) -> None:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -27,8 +28,8 @@ from sparsync.cli.bench.selectors import (
     selector_tables,
     write_plot,
 )
-from sparsync.cli.launch import leads, on_one_thread
-from sparsync.cli.network import Connection, parse_network
+from sparsync.cli.launch import launched_ranks, leads, on_one_thread
+from sparsync.cli.network import USUAL_NETWORK, Connection, parse_network
 from sparsync.cli.options import (
     CurveKeys,
     Json,
@@ -37,8 +38,6 @@ from sparsync.cli.options import (
     Plot,
     Timeout,
     TransportOrSim,
-    check,
-    check_at_least,
     names,
     numbers,
     option,
@@ -46,7 +45,19 @@ from sparsync.cli.options import (
     takes,
 )
 from sparsync.cli.output import check_outputs, progress, write_json
-from sparsync.errors import ConfigurationError
+from sparsync.cli.values import (
+    Elements,
+    Only,
+    Ranks,
+    Seed,
+    Steps,
+    Warmup,
+    check,
+    check_fields,
+    check_memory,
+    within,
+)
+from sparsync.errors import ConfigurationError, require
 from sparsync.presets import check_density, presets, resolve
 from sparsync.transports.sim import Links
 
@@ -58,14 +69,14 @@ class BenchSettings:
     """Settings of a bench: every collective at every size and density; fields with a help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
-    ranks: Annotated[int, ranks_option(8)] = 8
+    ranks: Annotated[Ranks, ranks_option(8)] = 8
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
     steps: Annotated[
-        int | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
+        Steps | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
     ] = None
     warmup: Annotated[
-        int | None,
+        Warmup | None,
         option(
             "Steps before: not timed, but their volume counts.", "5; real ranks: 1 to 5, by speed"
         ),
@@ -76,7 +87,7 @@ class BenchSettings:
             f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
         ),
     ] = "uniform"
-    seed: Annotated[int, option("Of the gradients.")] = 0
+    seed: Annotated[Seed, option("Of the gradients.")] = 0
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)
     timeout: Timeout = 300.0
@@ -94,10 +105,14 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for name in self.collectives:
             resolve(name)
-        check_at_least(self, 1, "ranks", "steps")
-        check_at_least(self, 0, "warmup")
-        for size in self.sizes:
-            check("size", size, size >= 1, "at least 1")
+        check_fields(self)
+        within("size", self.sizes, Elements)
+        largest = max(self.sizes)
+        check_memory(
+            f"gradients and residuals of {self.ranks} ranks, {largest:,} elements each,",
+            2 * 4 * largest * self.ranks,
+            "give a smaller --size, or fewer --ranks",
+        )
         for density in self.densities:
             check_density(density)
         input_named(self.input)
@@ -137,7 +152,7 @@ def command(
             "0.01; --selectors: 0.001",
         ),
     ] = None,
-    network: Network = "1gbit,50us",
+    network: Network = USUAL_NETWORK,
     *,
     kernels: Annotated[
         bool, Option("--kernels", help="Measure the local kernels instead, one by one.")
@@ -146,9 +161,15 @@ def command(
         bool, Option("--selectors", help="Measure the selectors instead, over sizes of residuals.")
     ] = False,
     sizes: Annotated[
-        str, option("Of --selectors: bytes of the residual, with commas.")
+        str,
+        Only(("selectors",), DEFAULT_SIZES),
+        option("Of --selectors: bytes of the residual, with commas."),
     ] = DEFAULT_SIZES,
-    device: Annotated[str, option("Of --kernels and --selectors: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str,
+        Only(("kernels", "selectors"), "cpu"),
+        option("Of --kernels and --selectors: cpu or cuda."),
+    ] = "cpu",
     json: Json = None,
     plot: Plot = None,
     **fields: Any,
@@ -159,6 +180,16 @@ def command(
     commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
     MPI's.  Ends with 1 if a result is wrong.
     """
+    require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
+    if kernels or selectors:
+        _refuse_ignored(
+            "--selectors" if selectors else "--kernels",
+            {
+                "network": network,
+                **({"collectives": collectives, "size": size} if selectors else {}),
+            },
+            fields,
+        )
     if plot is not None and not selectors:
         raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
     rows: Sequence[Row | KernelRow | SelectorRow]
@@ -182,6 +213,7 @@ def command(
             links=parse_network(network),
             **fields,
         )
+        settings.connection().refuse_network(network)
         if leads():
             check_outputs(json)
         if kernels:
@@ -203,6 +235,16 @@ def command(
     write_json(json, entries)
     if not all(row.correct for row in rows):
         raise typer.Exit(1)
+
+
+def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse options of collectives where other things are measured."""
+    parameters = inspect.signature(command).parameters
+    usual = {"ranks": launched_ranks(8)}
+    used = ("input", "seed") if kind == "--selectors" else ("seed",)
+    for name, value in {**own, **given}.items():
+        if name not in used and value != usual.get(name, parameters[name].default):
+            raise ConfigurationError(f"{kind} has no --{name.replace('_', '-')}; leave it out")
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.cli.bench.kernels import check_device
 from sparsync.cli.launch import on_one_thread
-from sparsync.cli.options import check, names
+from sparsync.cli.options import names
 from sparsync.cli.output import Columns, drawing, format_ms, format_ratio, progress
+from sparsync.cli.values import Seed, check, check_fields, check_memory
 from sparsync.errors import ConfigurationError
 from sparsync.presets import check_density
 from sparsync.selection import BinarySearch, Exact, Sampled, Selector, Trimmed
@@ -59,12 +60,15 @@ class SelectorSettings:
     # "uniform" on [0, 1) as in the figure; "normal"; "residual": what rounds of error feedback leave
     input: str = "uniform"
     device: str = "cpu"
-    seed: int = 0  # of the residual and of the gradients
+    seed: Seed = 0  # of the residual and of the gradients
     seconds: float = 0.3  # that a selector is repeated for, warm-up apart
     repeats: int = 3  # at least this many, however long they take
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_density(self.density)
+        copies = 4 * max(self.sizes)  # the residual, gradients, and what a sort of them takes
+        check_memory(f"selectors at {format_size(max(self.sizes))}", copies, "give smaller --sizes")
         check_device(self.device)
         check("input", self.input, self.input in SELECTOR_INPUTS, ", ".join(SELECTOR_INPUTS))
 

@@ -22,14 +22,13 @@ from sparsync.cli.options import (
     Lab,
     Timeout,
     Transport,
-    check,
-    check_at_least,
     option,
     ranks_option,
     takes,
 )
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
 from sparsync.cli.time_to_loss import USUAL_STEPS, Training, loss_as_json
+from sparsync.cli.values import Elements, Only, Positive, Ranks, Seconds, check, check_fields
 from sparsync.collectives.costs import allreduce
 from sparsync.cost.calibrate import Calibration, calibrate
 from sparsync.cost.machine import Machine
@@ -55,19 +54,25 @@ __all__ = [
 class DoctorSettings:
     """Settings of an examination, checked before anything starts; every field is an option."""
 
-    ranks: Annotated[int, ranks_option(4)] = 4
+    ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: Transport = "auto"
     lab: Lab = None
     seconds: Annotated[float, Option(help="About how long to measure; far links need more.")] = 3.0
     timeout: Timeout = 60.0
     hosts: Annotated[bool, Option("--hosts", help="Name the hosts in the report.")] = False
-    model_size: Annotated[int | None, option("Trained elements, to plan a training.")] = None
-    optimizer: Annotated[str, Option(help="Of that training: sgd, adamw or muon.")] = "adamw"
-    compute: Annotated[float | None, option("Seconds of its step without exchange.")] = None
-    steps_to_loss: Annotated[float, Option(help="Steps that dense takes.")] = USUAL_STEPS
+    model_size: Annotated[Elements | None, option("Trained elements, to plan a training.")] = None
+    optimizer: Annotated[
+        str, Only(("model_size",), "adamw"), Option(help="Of that training: sgd, adamw or muon.")
+    ] = "adamw"
+    compute: Annotated[
+        Seconds | None, Only(("model_size",)), option("Seconds of its step without exchange.")
+    ] = None
+    steps_to_loss: Annotated[
+        Positive, Only(("model_size",), USUAL_STEPS), Option(help="Steps that dense takes.")
+    ] = USUAL_STEPS
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "ranks")
+        check_fields(self)
         if self.training is not None:
             # bad numbers are refused before a rank starts
             self.training.planned(self.ranks, Machine())

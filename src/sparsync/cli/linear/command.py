@@ -10,9 +10,10 @@ from rich.console import Console
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
-from sparsync.cli.network import parse_network
-from sparsync.cli.options import Json, Network, check, names, option, takes
+from sparsync.cli.network import USUAL_NETWORK, parse_network
+from sparsync.cli.options import Json, Network, names, option, takes
 from sparsync.cli.output import check_outputs, write_json
+from sparsync.cli.values import check
 from sparsync.errors import ConfigurationError
 
 __all__ = ["command", "train_linear"]
@@ -53,7 +54,7 @@ def command(
         str | None,
         option("Repeat the training with these exchanges, with commas; ratios are to dense."),
     ] = None,
-    network: Network = "1gbit,50us",
+    network: Network = USUAL_NETWORK,
     aggregation: Annotated[
         str, option("sync, or async: steps go on while gradients are under way.")
     ] = "sync",
@@ -82,6 +83,7 @@ def command(
         staleness=late,
         **fields,
     )
+    settings.connection().refuse_network(network)
     if leads():
         check_outputs(json)
     settings.connection().prepare()

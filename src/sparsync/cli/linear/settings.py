@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +15,26 @@ from sparsync.cli.options import (
     Lab,
     Timeout,
     TransportOrSim,
-    check,
-    check_at_least,
     numbers,
     option,
     ranks_option,
 )
-from sparsync.errors import ConfigurationError
+from sparsync.cli.values import (
+    Bounds,
+    Elements,
+    Positive,
+    Ranks,
+    Rates,
+    Readable,
+    Seed,
+    Steps,
+    Warmup,
+    check,
+    check_fields,
+    check_memory,
+    make_folder,
+)
+from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
 from sparsync.transports.groups import SoloCommunicator
@@ -34,6 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["TRIGRAMS", "LinearSettings"]
 
 TRIGRAMS = "trigrams"
+Columns = Annotated[int, Bounds(1, 2**31 - 1)]  # SciPy's indices have 32 bits
+Threads = Annotated[int, Bounds(1, 1024)]
+Staleness = Annotated[int, Bounds(0, 1000)]  # each step under way holds a gradient
 _DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
 _POSITIVE = "What is +1: labels of the file, with commas; a package of the trigrams."
 
@@ -42,48 +58,50 @@ _POSITIVE = "What is +1: labels of the file, with commas; a package of the trigr
 class LinearSettings:
     """Settings that all exchanges of a comparison share; those with a help are options of the command."""
 
-    data: Annotated[str, option(_DATA)] = TRIGRAMS
+    data: Annotated[str, Readable(), option(_DATA)] = TRIGRAMS
     model: Annotated[str, option("logistic or svm.")] = "logistic"
     solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
     exchanges: tuple[str, ...] = ("split-allgather",)  # by which the same training is repeated
-    ranks: Annotated[int, ranks_option(4)] = 4
+    ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)  # the simulated network
     lab: Lab = None
-    epochs: Annotated[int, option("Passes over the rows; with scd over the coordinates.")] = 5
-    steps: Annotated[int | None, option("Most steps of an epoch.", "a whole pass")] = None
-    batch_size: Annotated[int, Option("--batch", help="Rows per rank and step of sgd.")] = 1000
-    coordinates: Annotated[int, option("Per rank and step of scd.")] = 100
+    epochs: Annotated[Steps, option("Passes over the rows; with scd over the coordinates.")] = 5
+    steps: Annotated[Steps | None, option("Most steps of an epoch.", "a whole pass")] = None
+    batch_size: Annotated[Elements, Option("--batch", help="Rows per rank and step of sgd.")] = 1000
+    coordinates: Annotated[Elements, option("Per rank and step of scd.")] = 100
     lr: Annotated[
-        float | None, option("First learning rate of sgd.", "1 / a bound of the curvature")
+        Positive | None, option("First learning rate of sgd.", "1 / a bound of the curvature")
     ] = None
     schedule: Annotated[
         str, option("Of the learning rate: constant, 1/t, 1/sqrt(t), step; t in epochs.")
     ] = "constant"
-    l1: Annotated[float, option("L1 penalty; makes weights exactly zero.")] = 0.0
-    l2: Annotated[float, option("L2 penalty.")] = 0.0
-    staleness: int = 0  # steps by which a gradient is applied late; 0: synchronous
-    threads: Annotated[int, option("Per rank.")] = 1
-    dimensions: Annotated[int | None, option("Columns.", "the file's; 3,231,961 for trigrams")] = (
-        None
-    )
-    rows: Annotated[int | None, option("Number of trigram samples.", "all")] = None
+    l1: Annotated[Rates, option("L1 penalty; makes weights exactly zero.")] = 0.0
+    l2: Annotated[Rates, option("L2 penalty.")] = 0.0
+    staleness: Staleness = 0  # steps by which a gradient is applied late; 0: synchronous
+    threads: Annotated[Threads, option("Per rank.")] = 1
+    dimensions: Annotated[
+        Columns | None, option("Columns.", "the file's; 3,231,961 for trigrams")
+    ] = None
+    rows: Annotated[Elements | None, option("Number of trigram samples.", "all")] = None
     positive: Annotated[
         str | None, option(_POSITIVE, "the larger of two labels; the largest package")
     ] = None
-    cache: Annotated[Path | None, option("Folder for the parsed data.", "next to the file")] = None
+    cache: Annotated[
+        Path | None,
+        Readable(folder=True),
+        option("Folder for the parsed data.", "next to the file"),
+    ] = None
     held_out_every: Annotated[
-        int, option("Of this many rows one is held out, for the accuracy; 0: none.")
+        Warmup, option("Of this many rows one is held out, for the accuracy; 0: none.")
     ] = 10
-    seed: Annotated[int, option("Of the order of rows or coordinates.")] = 0
+    seed: Annotated[Seed, option("Of the order of rows or coordinates.")] = 0
     timeout: Timeout = 300.0
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("scipy") is None:
             raise ConfigurationError("sparsync linear needs SciPy: pip install 'sparsync[linear]'")
-        at_least_one = ("ranks", "epochs", "steps", "batch_size", "coordinates", "threads", "rows")
-        check_at_least(self, 1, *at_least_one, "dimensions")
-        check_at_least(self, 0, "staleness", "seed", "held_out_every")
+        check_fields(self)
         check("held_out_every", 1, self.held_out_every != 1, "0 or at least 2, to leave some rows")
         self._check_solver()
         self._check_data()
@@ -91,6 +109,19 @@ class LinearSettings:
 
     def _check_solver(self) -> None:
         check("solver", self.solver, self.solver in ("sgd", "scd"), "sgd or scd")
+        ignored = {"sgd": ("coordinates",), "scd": ("batch_size", "lr", "schedule")}[self.solver]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ignored and value != one.default:
+                raise ConfigurationError(
+                    f"{one.name} is {value}, which {self.solver} does not have; leave it out"
+                )
+        columns = self.dimensions or 0
+        check_memory(
+            f"weights and a gradient of {columns:,} columns on {self.ranks} ranks",
+            2 * 8 * columns * self.ranks,
+            "give fewer --dimensions or --ranks",
+        )
         if self.solver == "scd" and self.staleness:
             raise ConfigurationError(
                 "scd is synchronous: its step size is safe for one step's coordinates alone; "
@@ -125,7 +156,10 @@ class LinearSettings:
 
     def _check_data(self) -> None:
         if self.data == TRIGRAMS:
+            require(self.cache is None, f"cache is for a file; leave it out with --data {TRIGRAMS}")
             return
+        if self.cache is not None:
+            make_folder(self.cache, "--cache")
         if not Path(self.data).is_file():
             raise ConfigurationError(
                 f"--data '{self.data}' is no file; name an svmlight file, or {TRIGRAMS}"

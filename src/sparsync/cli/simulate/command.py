@@ -13,12 +13,13 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.network import parse_network
-from sparsync.cli.options import Plot, check, names, option, takes
+from sparsync.cli.options import Plot, names, option, takes
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradients import load_gradients
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
+from sparsync.cli.values import Elements, InputFile, Ranks, check
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bytes, format_seconds
 from sparsync.errors import ConfigurationError
@@ -38,13 +39,13 @@ def command(
         str, option(f"With commas: {', '.join(sorted(presets()))}.")
     ] = "oktopk,budgeted",
     model_size: Annotated[
-        int | None, option("Elements of the model.", "133547324, or the recorded ones'")
+        Elements | None, option("Elements of the model.", "133547324, or the recorded ones'")
     ] = None,
     network: Annotated[
         str | None, option("bandwidth,latency.", "10gbit,20us, or the machine's")
     ] = None,
     nodes: Annotated[
-        int | None, option("Nodes of this many ranks, which share a network card.")
+        Ranks | None, option("Nodes of this many ranks, which share a network card.")
     ] = None,
     inner_network: Annotated[
         str | None, option("Of ranks in one node: bandwidth,latency.", "80gbit,5us")
@@ -59,7 +60,7 @@ def command(
         list[str] | None, option("RANK:FACTOR: a rank that computes slower; may be repeated.")
     ] = None,
     machine: Annotated[
-        Path | None, option('What work costs: a file of "sparsync doctor --json".')
+        InputFile | None, option('What work costs: a file of "sparsync doctor --json".')
     ] = None,
     *,
     json: Annotated[bool, Option("--json", help="Print JSON, for machines.")] = False,

@@ -79,7 +79,7 @@ def load_gradients(path: Path) -> Tensor:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged file makes them raise
         raise ConfigurationError(
-            f"cannot read gradients from '{path}' ({str(error).splitlines()[0]}); "
+            f"cannot read gradients from '{path}' ({str(error).partition(chr(10))[0]}); "
             "give a .npy file or a tensor that torch.save wrote"
         ) from error
     if not isinstance(loaded, Tensor) or loaded.dim() not in (1, 2) or not loaded.numel():

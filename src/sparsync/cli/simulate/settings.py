@@ -10,7 +10,20 @@ from typing import Annotated
 from typer import Option
 
 from sparsync.cli.bench.inputs import INPUTS
-from sparsync.cli.options import check, check_at_least, option
+from sparsync.cli.options import option
+from sparsync.cli.values import (
+    Bounds,
+    Elements,
+    Factor,
+    Ranks,
+    Readable,
+    Seconds,
+    Seed,
+    Steps,
+    Warmup,
+    check,
+    check_fields,
+)
 from sparsync.cost.machine import Machine
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.selection import Everything
@@ -19,6 +32,7 @@ from sparsync.transports.sim import Links, Topology
 __all__ = ["SPREAD", "Contender", "SimulationSettings"]
 
 SPREAD = "spread"  # the sparse input: its ranks hold 2 k elements each, whatever n is
+Buckets = Annotated[int, Bounds(1, 1000)]  # each takes the steps of an exchange of its own
 _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 
 
@@ -42,26 +56,29 @@ class SimulationSettings:
     """A training step of some algorithms on virtual ranks; fields with a help are options."""
 
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
-    ranks: Annotated[int, option("World size.")] = 32
-    model_size: int = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
+    ranks: Annotated[Ranks, option("World size.")] = 32
+    model_size: Elements = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
     density: Annotated[float, option("k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
-    compute: float = 0.0  # seconds of a rank's forward and backward pass
-    spread: float = 0.0  # its standard deviation over ranks and steps, in seconds
+    compute: Seconds = 0.0  # seconds of a rank's forward and backward pass
+    spread: Seconds = 0.0  # its standard deviation over ranks and steps, in seconds
     stragglers: tuple[tuple[int, float], ...] = ()  # ranks, and how many times slower they compute
     overlap: Annotated[
         bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
     ] = False
-    buckets: Annotated[int | None, option("Of equal size.", "1; with --overlap of 25 MiB")] = None
+    buckets: Annotated[Buckets | None, option("Of equal size.", "1; with --overlap of 25 MiB")] = (
+        None
+    )
     # cost of selecting, packing, unpacking and summing; its alpha and beta are not used
     machine: Machine = field(default_factory=Machine)
     scale: Annotated[
-        float | None, option("C: n / C and k / C stand for n and k.", "as small as 2 GB allow")
+        Factor | None, option("C: n / C and k / C stand for n and k.", "as small as 2 GB allow")
     ] = None
-    steps: Annotated[int, option("Steps that are reported.")] = 2
-    warmup: Annotated[int, option("Steps before: those that are exact and cut regions.")] = 1
+    steps: Annotated[Steps, option("Steps that are reported.")] = 2
+    warmup: Annotated[Warmup, option("Steps before: those that are exact and cut regions.")] = 1
     inputs: Annotated[
         str,
+        Readable(),
         option(
             f"{SPREAD}: sparse, in cells; {', '.join(INPUTS)}: all elements, which takes memory; "
             "or a file of gradients [rows, n], .npy or torch.save's."
@@ -72,17 +89,13 @@ class SimulationSettings:
         float, option(f"Part of the entries at the same places on all ranks ({SPREAD}).")
     ] = 0.25
     baselines: bool = True  # add "Dense" and "DenseOvlp"
-    seed: Annotated[int, option("Of gradients and computation times.")] = 0
+    seed: Annotated[Seed, option("Of gradients and computation times.")] = 0
     memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
             resolve(name)
-        check_at_least(self, 1, "ranks", "model_size", "steps", "buckets")
-        check_at_least(self, 0, "warmup")
-        for name in ("compute", "spread"):
-            value = getattr(self, name)
-            check(name, value, 0 <= value < math.inf, "seconds >= 0")
+        check_fields(self)
         check_density(self.density)
         good = self.scale is None or 1 <= self.scale <= self.model_size
         expected = f"a factor from 1 to the model's {self.model_size} elements"

@@ -19,6 +19,7 @@ from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
 from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.values import Only
 from sparsync.errors import ConfigurationError
 from sparsync.presets import presets
 
@@ -61,10 +62,13 @@ def command(
         ),
     ] = False,
     kill: Annotated[
-        str, Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none.")
+        str,
+        Only(("elastic",), "none"),
+        Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none."),
     ] = "none",
     buddy: Annotated[
         bool,
+        Only(("elastic",)),
         Option(
             "--buddy", help="Of --elastic: another rank keeps a copy of what each has not sent."
         ),
@@ -82,7 +86,7 @@ def command(
     if leads():
         check_outputs(json, plot)
     settings.connection().prepare()
-    if elastic or buddy or kill != "none":
+    if elastic:
         _elastic(settings, algorithm, kill, buddy, json, plot)
         return
     results = train(settings, names(algorithm))

@@ -483,8 +483,9 @@ def _train(
     )
     delay = parse_delay(settings.delay)
     exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"
+    density = None if exchange == "updates" else settings.density
     sync = sparsync.attach(
-        model, optimizers, algorithm, settings.density, exchange=exchange, elastic=manager
+        model, optimizers, algorithm, density, exchange=exchange, elastic=manager
     )
     assert isinstance(sync, ElasticHandle)
     known, last_group = 0, 0

@@ -76,6 +76,11 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None
                 f"{option} is {value}, but none of {', '.join(algorithms)} has it; leave it out, or "
                 f"choose one of {', '.join(having)}"
             )
+    size = settings.group_size
+    require(
+        size is None or size <= settings.ranks,
+        f"group_size is {size} of {settings.ranks} ranks; give at most all of them",
+    )
     for name in schemes:
         require(
             settings.optimizer != "sgd" or not options_of(name).get("sign"),

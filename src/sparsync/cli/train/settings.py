@@ -19,10 +19,22 @@ from sparsync.cli.options import (
     Lab,
     Timeout,
     Transport,
-    check,
-    check_at_least,
     option,
     ranks_option,
+)
+from sparsync.cli.values import (
+    Bounds,
+    Positive,
+    Ranks,
+    Rates,
+    Readable,
+    Seed,
+    Size,
+    Steps,
+    Warmup,
+    check,
+    check_fields,
+    check_memory,
 )
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
 from sparsync.cli.workloads.base import Workload, is_hidden_matrix
@@ -34,10 +46,12 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["TrainSettings"]
 
+Layers = Annotated[int, Bounds(1, 1000)]
 _SPACES = ("gradient", "update", "local")
 _ADAM_SPACES = (*_SPACES, "frozen", "refreshed")
 _OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 
+_MOMENTUM_OF_SGD = 0.9
 _DEFAULT: Any = None  # until the constructor fills it in
 _WORKLOADS = (
     f"One of {', '.join(workload_names())}. The first need no data: a transformer or an LSTM on Python's "
@@ -78,67 +92,68 @@ class TrainSettings:
     default of the workload's or the scheme's.
     """
 
-    ranks: Annotated[int, ranks_option(4)] = 4
-    steps: Annotated[int, option("Optimizer steps.")] = 300
+    ranks: Annotated[Ranks, ranks_option(4)] = 4
+    steps: Annotated[Steps, option("Optimizer steps.")] = 300
     density: Annotated[float, option("Exchanged part of the gradient, in (0, 1].")] = 0.01
-    seed: Annotated[int, option("Of the initial weights and of the data.")] = 0
+    seed: Annotated[Seed, option("Of the initial weights and of the data.")] = 0
     workload: Annotated[str, option(_WORKLOADS)] = "bytes"
-    data: Annotated[Path | None, option(_DATA)] = None
+    data: Annotated[Path | None, Readable(folder=True), option(_DATA)] = None
     optimizer: Annotated[str, option(_OPTIMIZER)] = "auto"
-    lr: Annotated[float, option("Learning rate.", "by workload and optimizer")] = _DEFAULT
-    momentum: Annotated[float, option("Of sgd.")] = 0.9
+    lr: Annotated[Positive, option("Learning rate.", "by workload and optimizer")] = _DEFAULT
+    momentum: Annotated[float, option("Of sgd.")] = _MOMENTUM_OF_SGD
     nesterov: Annotated[bool, Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False
     momentum_correction: Annotated[
         bool | None, option(_MOMENTUM, "as the algorithm is published")
     ] = None
-    weight_decay: Annotated[float, option("Of the optimizer; adamw's is decoupled.", _DECAY)] = (
+    weight_decay: Annotated[Rates, option("Of the optimizer; adamw's is decoupled.", _DECAY)] = (
         _DEFAULT
     )
-    clip: Annotated[float, option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
+    clip: Annotated[Rates, option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
     space: Annotated[str, option(_SPACE)] = "gradient"
-    period: Annotated[int | None, option(_PERIOD, "by density, or the scheme's")] = None
+    period: Annotated[Steps | None, option(_PERIOD, "by density, or the scheme's")] = None
     group_size: Annotated[
-        int | None, option("Ranks that average, of wagma.", "near sqrt(ranks)")
+        Ranks | None, option("Ranks that average, of wagma.", "near sqrt(ranks)")
     ] = None
-    sync_period: Annotated[int | None, option("Steps between global averages, of wagma.", "10")] = (
-        None
-    )
+    sync_period: Annotated[
+        Steps | None, option("Steps between global averages, of wagma.", "10")
+    ] = None
     neighbours: Annotated[
-        int | None, option("Ranks that a rank sends to per step, of sgp.", "1")
+        Ranks | None, option("Ranks that a rank sends to per step, of sgp.", "1")
     ] = None
     deadline: Annotated[
-        float | None, option("Seconds until wagma omits a silent rank.", "the scheme's")
+        Positive | None, option("Seconds until wagma omits a silent rank.", "the scheme's")
     ] = None
     buffers: Annotated[
         str, option("Of the model: schemes average them, or leave them local to the end.")
     ] = "average"
     delay: Annotated[str, option(_DELAY)] = "none"
-    lr_warmup_steps: Annotated[int, option("First steps, over which the learning rate grows.")] = 20
+    lr_warmup_steps: Annotated[
+        Warmup, option("First steps, over which the learning rate grows.")
+    ] = 20
     lr_decay: Annotated[
         bool, Option("--lr-decay", help="Then it falls linearly, to 0 after the last step.")
     ] = False
-    warmup_steps: Annotated[int, option("First steps, which are exchanged dense.")] = 0
+    warmup_steps: Annotated[Warmup, option("First steps, which are exchanged dense.")] = 0
     batch_size: Annotated[
-        int, option("Windows, images or other samples per rank and step.", _BATCH)
+        Size, option("Windows, images or other samples per rank and step.", _BATCH)
     ] = _DEFAULT
     context: Annotated[
-        int | None,
+        Size | None,
         option("Bytes, words or tokens per window.", "64; lstm 32; lines 96; the papers'"),
     ] = None
-    layers: Annotated[int | None, option(_LAYERS, "4; lstm 2; the papers'")] = None
-    width: Annotated[int | None, option(_WIDTH, "160; lstm 224; the papers'")] = None
-    target_step: Annotated[int | None, option(_TARGET, "the last step of dense")] = None
+    layers: Annotated[Layers | None, option(_LAYERS, "4; lstm 2; the papers'")] = None
+    width: Annotated[Size | None, option(_WIDTH, "160; lstm 224; the papers'")] = None
+    target_step: Annotated[Steps | None, option(_TARGET, "the last step of dense")] = None
     transport: Transport = "auto"
     lab: Lab = None
     curve_keys: CurveKeys = None
     timeout: Timeout = 300.0
 
     def __post_init__(self) -> None:
-        at_least_one = ("ranks", "steps", "batch_size", "layers", "width", "context", "period")
-        check_at_least(self, 1, *at_least_one)
-        check_at_least(self, 0, "seed", "lr_warmup_steps", "warmup_steps")
+        check_fields(self)
         self.make_workload()  # refuses what it does not know
         self._fill_in()
+        self._check_memory()
         check("buffers", self.buffers, self.buffers in get_args(BufferRule), "average or local")
         delay = parse_delay(self.delay)
         waits = delay.kind != "persistent" or delay.first < self.ranks
@@ -163,11 +178,27 @@ class TrainSettings:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "optimizer", optimizer)
 
+    def _check_memory(self) -> None:
+        """Refuse what no machine holds: the least that the activations of a step, and weights, take."""
+        workload = self.make_workload()
+        width, context, layers = (
+            getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
+        )
+        activations = self.batch_size * context * width * layers
+        check_memory(
+            f"{self.ranks} ranks with these sizes",
+            4.0 * self.ranks * max(activations, width**2 * layers),
+            "give a smaller --batch-size, --context, --width or --layers, or fewer --ranks",
+        )
+
     def _check_optimizer(self) -> None:
         known = self.optimizer in _OPTIMIZERS
         check("optimizer", self.optimizer, known, "sgd, adam, adamw or muon")
         check("lr", self.lr, 0 < self.lr < math.inf, "a number > 0")
         check("momentum", self.momentum, 0 <= self.momentum < 1, "a number in [0, 1)")
+        ignored = self.optimizer != "sgd" and self.momentum != _MOMENTUM_OF_SGD
+        expected = f"--optimizer sgd, not {self.optimizer}, or leave it out"
+        check("momentum", self.momentum, not ignored, expected)
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             check(name, value, 0 <= value < math.inf, "a number >= 0")

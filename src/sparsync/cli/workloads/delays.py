@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import final
 
-from sparsync.cli.options import check
+from sparsync.cli.values import check
 from sparsync.errors import ConfigurationError
 
 __all__ = ["Delay", "parse_delay"]

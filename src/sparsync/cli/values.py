@@ -1,0 +1,289 @@
+"""Values that commands take: bounds of numbers, files, memory; all are checked before anything starts.
+
+A type here is an annotation with a rule.  ``checked`` applies the rules of a command's parameters, and
+``check_fields`` those of a settings class, which is also made without a command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Protocol,
+    TypeVar,
+    final,
+    get_args,
+    get_type_hints,
+    runtime_checkable,
+)
+
+from sparsync.errors import ConfigurationError, require
+
+__all__ = [
+    "Bounds",
+    "Bytes",
+    "Elements",
+    "Factor",
+    "InputFile",
+    "Only",
+    "Positive",
+    "Ranks",
+    "Rates",
+    "Readable",
+    "Rule",
+    "Seconds",
+    "Seed",
+    "Size",
+    "Steps",
+    "Warmup",
+    "check",
+    "check_fields",
+    "check_memory",
+    "checked",
+    "make_folder",
+    "out_of_memory",
+    "read_text",
+    "within",
+]
+
+T = TypeVar("T")
+
+_MOST_READ = 64 << 20  # bytes of a file that is read as text
+
+
+def check(name: str, value: object, good: bool, expected: str) -> None:
+    """Refuse the value of an option.
+
+    Raises:
+        ConfigurationError: it is not ``good``; says what is expected.
+    """
+    if not good:
+        raise ConfigurationError(f"{name} is {value}; give {expected}")
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A demand on a value, in addition to its type; part of an annotation."""
+
+    def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
+        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other ones."""
+
+
+@final
+@dataclass(frozen=True)
+class Bounds:
+    """A number from ``least`` to ``most``.
+
+    Args:
+        least: the smallest one; ``above``: itself is too small.
+        most: the largest one: what nobody means, or what no machine ends.
+
+    Example:
+        >>> Bounds(1, 9).refuse("ranks", 10, {})
+        Traceback (most recent call last):
+            ...
+        sparsync.errors.ConfigurationError: ranks is 10; give at most 9
+    """
+
+    least: float
+    most: float
+    above: bool = False
+
+    def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
+        """Refuse a number outside, or none."""
+        check(name, value, not value > self.most, f"at most {self._shown(self.most)}")
+        # the comparison fails for NaN
+        fits = value > self.least if self.above else value >= self.least
+        least = self._shown(self.least)
+        check(name, value, fits, f"a number > {least}" if self.above else f"at least {least}")
+
+    @staticmethod
+    def _shown(limit: float) -> str:
+        return f"{limit:,}" if isinstance(limit, int) and limit < 10**7 else f"{limit:.4g}"
+
+
+@final
+@dataclass(frozen=True)
+class Only:
+    """An option that has a meaning only with one of some others, which are named here."""
+
+    others: tuple[str, ...]
+    default: Any = None
+
+    def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
+        """Refuse what would be ignored."""
+        flags = [f"--{other.replace('_', '-')}" for other in self.others]
+        there = any(given.get(other) not in (None, False) for other in self.others)
+        shown = f"--{name.replace('_', '-')}"
+        require(
+            value in (None, False, self.default) or there,
+            f"{shown} is for {' or '.join(flags)} alone; add that, or leave {shown} out",
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Readable:
+    """A file, or with ``folder`` a folder, that can be read."""
+
+    folder: bool = False
+
+    def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
+        """Refuse a path that the system does not take; whether something is there is checked later."""
+        try:
+            Path(value).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            shown = str(value) if len(str(value)) < 80 else f"{str(value)[:80]}..."
+            kind = "folder" if self.folder else "file"
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} '{shown}' cannot be read ({reason}); name a {kind} that can"
+            ) from error
+
+
+Ranks = Annotated[int, Bounds(1, 4096)]
+Steps = Annotated[int, Bounds(1, 10**9)]
+Warmup = Annotated[int, Bounds(0, 10**9)]
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # of NumPy's generators, the narrowest
+Size = Annotated[int, Bounds(1, 10**6)]  # of a batch, a layer, a window: lengths
+Elements = Annotated[int, Bounds(1, 10**12)]  # of a model
+Bytes = Annotated[float, Bounds(0, 10**18)]
+Positive = Annotated[float, Bounds(0, 10**9, above=True)]
+Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and the like, which may be 0
+Seconds = Annotated[float, Bounds(0, 10**6)]
+Factor = Annotated[float, Bounds(1, 10**12)]
+InputFile = Annotated[Path, Readable()]
+
+
+# ---- where the rules are applied -------------------------------------------------------------------
+
+
+def _rules(hint: Any) -> list[Rule]:
+    """Return the rules of an annotation, also of ``Annotated[Ranks | None, ...]``."""
+    return [extra for extra in get_args(hint)[1:] if isinstance(extra, Rule)] + [
+        rule for inner in get_args(hint) if get_args(inner) for rule in _rules(inner)
+    ]
+
+
+def _apply(hints: dict[str, Any], given: dict[str, Any]) -> None:
+    for name, hint in hints.items():
+        value = given.get(name)
+        if value is not None:
+            for rule in _rules(hint):
+                rule.refuse(name, value, given)
+
+
+def check_fields(settings: Any) -> None:
+    """Refuse a dataclass with a field that breaks the rules of its annotation.
+
+    Raises:
+        ConfigurationError: names the field.
+    """
+    hints = get_type_hints(type(settings), include_extras=True)
+    _apply(hints, {field.name: getattr(settings, field.name) for field in fields(settings)})
+
+
+def checked(command: Callable[..., T]) -> Callable[..., T]:
+    """Return a command that applies the rules of its parameters before it is called."""
+    hints = get_type_hints(command, include_extras=True)
+
+    @functools.wraps(command)
+    def call(**given: Any) -> T:
+        _apply(hints, given)
+        return command(**given)
+
+    # typer converts by the type alone, and knows no rules
+    shown = get_type_hints(command)
+    for name, hint in hints.items():
+        for extra in get_args(hint)[1:]:
+            if hasattr(extra, "default_factory"):
+                shown[name] = Annotated[shown[name], extra]
+    signature = inspect.signature(command)
+    whole = [one.replace(annotation=shown[name]) for name, one in signature.parameters.items()]
+    call.__signature__ = signature.replace(parameters=whole)  # type: ignore[attr-defined]
+    call.__annotations__ = shown
+    return call
+
+
+# ---- files and memory ------------------------------------------------------------------------------
+
+
+def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
+    """Make a folder that something will be written to, unless it is there.
+
+    Raises:
+        ConfigurationError: a file is there, or the system does not allow it.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option} '{path}' is no folder, and cannot be made one ({error.strerror}); name another"
+        ) from error
+    writable = os.access(path, os.W_OK | os.X_OK)
+    require(writable, f"{option} '{path}' cannot be written to; name a folder that can")
+
+
+def read_text(path: Path, option: str, source: str) -> str:
+    """Read a text file whole.
+
+    Args:
+        path: of it.
+        option: that has named it.
+        source: says what writes such files.
+
+    Raises:
+        ConfigurationError: it cannot be read, is no text, too long to be meant, or might never end, as
+            a device or a pipe.
+    """
+    try:
+        info = path.stat()
+        reason = "" if info.st_size <= _MOST_READ else f"{info.st_size} bytes"
+        if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
+            reason = "not a regular file"
+        if not reason:
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        reason = "no text"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise ConfigurationError(f"cannot read {option} '{path}' ({reason}); give {source}")
+
+
+def check_memory(what: str, nbytes: float, advice: str) -> None:
+    """Refuse what needs more memory than this machine has.
+
+    Args:
+        what: needs it.
+        nbytes: that it needs at least, of all local ranks.
+        advice: says which options make it smaller.
+    """
+    try:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # the system does not tell
+        return
+    require(
+        nbytes <= there,
+        f"{what} take at least {nbytes / 2**30:,.0f} GiB, this machine has {there / 2**30:,.0f}; "
+        f"{advice}",
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation has failed; torch's is a RuntimeError (2.13, "DefaultCPUAllocator")."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def within(name: str, values: Iterable[Any], bounds: Any) -> None:
+    """Refuse a list that has a number outside the bounds of a type."""
+    for value in values:
+        _apply({name: bounds}, {name: value})

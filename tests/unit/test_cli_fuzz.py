@@ -1,0 +1,303 @@
+"""Hostile values for every option of every command, found by asking the commands what they take.
+
+A call ends with 0 or 2 within its limits of memory and time, without a traceback (with 1 where memory
+was too little for an input that could work); with 2 it has said one line, and nothing else.  No rank is
+started: where a command would, the call has been accepted.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import typer.main
+
+from sparsync.cli import app as cli
+from sparsync.cli import launch, network
+
+CALLS, SHARE = 600, 32  # of the slow test, and of `make test`
+GIB = 1 << 30
+MEMORY = 4 * GIB  # of address space, above what the process has when it begins
+SECONDS = 20  # of a call
+
+BEYOND = [str(n) for n in (2**63, 2**64, 10**20 - 1, 5000, 4096, 65537)]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "1.5",
+    "-0.0",
+    "1e26",
+    "1e400",
+    "-1e400",
+    "nan",
+    "inf",
+    "-inf",
+]
+NUMBERS += [*BEYOND, "1e-320", "1e-6", "0x10", "1_000", "٣"]
+WORDS = [
+    "",
+    " ",
+    "-",
+    ".",
+    "..",
+    "none",
+    "auto",
+    "every",
+    "dense",
+    "oktopk,,dense",
+    ",",
+    "=",
+    ":::",
+]
+WORDS += [
+    "a" * 5000,
+    "\x1b[2J",
+    "é",
+    "\udcff",
+    "1gbit,50us",
+    "0gbit,1us",
+    "1e400gbit,1us",
+    "9" * 400,
+]
+WORDS += [
+    "random:1:nan",
+    "persistent:-1:1",
+    "1,1",
+    "nan,nan",
+    "0:inf",
+    "3:2.5",
+    "64KB",
+    f"{9**30}GB",
+]
+WORDS += ["%s"]
+
+
+def files(folder):
+    """Make hostile files; return their paths."""
+    deep = folder / "deep.json"
+    deep.write_text("[" * 100_000)
+    odd = {
+        "list.json": "[]",
+        "wrong.json": json.dumps({"machine": [1]}),
+        "empty": "",
+        "bad.svm": "1 x:y",
+    }
+    odd |= {"null.json": '{"machine": null}', "nan.json": '{"machine": {"alpha": NaN}}'}
+    for name, text in odd.items():
+        (folder / name).write_text(text)
+    (folder / "bytes.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xff{" + b"\xff" * 50)
+    os.mkfifo(folder / "fifo")
+    (folder / "loop").symlink_to("loop")
+    devices = ["/dev/full", "/dev/zero", "/dev/null", "/proc/self/mem", "/proc/none/x"]
+    return [*map(str, folder.iterdir()), str(folder), str(folder / "bad.svm" / "x"), *devices]
+
+
+def commands():
+    made = typer.main.get_command(cli.make_app())
+    return dict(made.commands)
+
+
+# what a command takes to be short where nothing hostile is said
+SHORT = {
+    "train": [],
+    "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
+    "linear": ["--ranks", "2", "--rows", "200", "--dimensions", "5000", "--epochs", "1"],
+    "doctor": [],
+    "plan": ["--ranks", "4", "--model-size", "1000000", "--network", "1gbit,50us"],
+    "simulate": ["--ranks", "2", "--model-size", "100000", "--steps", "1", "--warmup", "0"],
+    "keys": ["--ranks", "2"],
+    "reproduce": [],
+}
+# a few more steps, ranks or bytes are no fault, but take their time
+LONG = {"--steps", "--warmup", "--epochs", "--sizes", "--scale"}
+
+
+def drawn(rng, name, command, paths):
+    """Draw a command line: some options, each with a value that somebody might give."""
+    options = [p for p in command.params if p.param_type_name == "option"]
+    line = [name]
+    for option in rng.sample(options, min(rng.randint(1, 3), len(options))):
+        flag = rng.choice(option.opts)
+        if option.is_flag:
+            line.append(flag)
+            continue
+        pool = [NUMBERS, WORDS, paths][rng.choices(range(3), _weights(option))[0]]
+        value = rng.choice(pool)
+        if flag in LONG and value in ("65537", "5000", "4096", "1_000"):
+            value = "3"
+        line += [flag, value]
+    if name == "keys":
+        line.append(rng.choice([*paths, "new", "", "a" * 300]))
+    if name == "reproduce":
+        line.append(rng.choice(["oktopk-table1", "--all", "", "a" * 300]))
+    given, short = set(line), SHORT[name]
+    if name == "bench" and "--selectors" in given:
+        short = ["--sizes", "64KB"]
+    elif name == "bench" and "--kernels" in given:
+        short = ["--size", "1000"]
+    for flag, value in zip(short[::2], short[1::2], strict=True):
+        if flag not in given:
+            line += [flag, value]
+    return line
+
+
+def _weights(option):
+    kind = str(option.type_descriptor.annotation)
+    if "int" in kind or "float" in kind:
+        return 8, 1, 1
+    return (1, 1, 8) if "Path" in kind else (2, 5, 2)
+
+
+class Slow(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def limits():
+    """Limit the address space of this process, and the seconds of the block."""
+
+    def ring(*_):
+        raise Slow
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    old = signal.signal(signal.SIGALRM, ring)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, hard))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def call(line):
+    """Run a command line in this process: what is wrong with its end, "" if nothing is; and its code."""
+
+    def accepted(*_args, **_options):
+        raise SystemExit(0)
+
+    out, err = io.StringIO(), io.StringIO()
+    code = None
+    try:
+        with (
+            limits(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(sys, "argv", ["sparsync", *line]),
+            mock.patch.object(network, "launch", accepted),
+            mock.patch.object(launch, "launch", accepted),
+            mock.patch("sparsync.cli.train.command._elastic", accepted),
+            mock.patch("sparsync_papers.reproduce.command.reproduce", accepted),
+            mock.patch("sparsync.cli.network.ensure_privileges", lambda: None),
+            mock.patch("sparsync.cli.network.Lab", mock.MagicMock()),
+        ):
+            cli.main()
+    except SystemExit as end:
+        code = end.code
+    except Slow:
+        return "no end", code
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:200]}", code
+    said = err.getvalue()
+    if code not in (0, 1, 2):
+        return f"ends with {code}", code
+    if code == 2 and (out.getvalue() or said.count("\n") != 1 or not said.startswith("error: ")):
+        return f"ends with 2, and says {said[-300:]!r}", code
+    if code == 1 and "out of memory" not in said:
+        return f"a wrong input ends with 1, and says {said[-300:]!r}", code
+    return ("a traceback" if "Traceback" in said else "", code)
+
+
+def fuzz(count, seed, folder):
+    """Return the calls that ended wrong, and how many ended with each code."""
+    rng, paths = random.Random(seed), files(folder)
+    known, wrong, codes = commands(), [], {}
+    with contextlib.suppress(ImportError):
+        import sklearn.datasets  # noqa: F401  seconds, and broken for good if an alarm interrupts it
+    for number in range(count):
+        name = sorted(known)[number % len(known)]
+        line = drawn(rng, name, known[name], paths)
+        why, code = call(line)
+        codes[code] = codes.get(code, 0) + 1
+        if why:
+            wrong.append((why, [part[:80] for part in line]))
+    return wrong, codes
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with tempfile.TemporaryDirectory() as made:
+        monkeypatch.chdir(made)
+        hostile = Path(made) / "hostile"
+        hostile.mkdir()
+        yield hostile
+
+
+def test_every_command_that_there_is_is_tried():
+    assert set(SHORT) >= set(commands()) >= set(cli.COMMANDS)
+
+
+def test_hostile_values_end_in_one_line(folder):
+    wrong, codes = fuzz(SHARE, 0, folder)
+    assert not wrong and codes[2] > SHARE / 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_hostile_values_end_in_one_line(folder):
+    wrong, codes = fuzz(CALLS, 1, folder)
+    print(f"{CALLS} calls, by exit code: {codes}; wrong: {len(wrong)}")
+    for why, line in wrong:
+        print(why, line)
+    assert not wrong
+
+
+def run(*arguments, stdout=subprocess.PIPE, **environ):
+    line = [sys.executable, "-m", "sparsync", *arguments]
+    given = {**os.environ, "COLUMNS": "80", **environ}
+    return subprocess.run(
+        line, env=given, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+
+
+PLAN = ("plan", "--ranks", "4", "--model-size", "1000000", "--network", "1gbit,50us")
+
+
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [({"RANK": "x", "WORLD_SIZE": "2"}, (0, 2)), ({"PYTHONIOENCODING": "ascii"}, (0,))],
+    ids=["a launcher's number that is none", "a terminal without Unicode"],
+)
+def test_hostile_environments(environ, code):
+    ended = run(*PLAN, **environ)
+    assert ended.returncode in code and "Traceback" not in ended.stderr
+
+
+def test_an_output_that_is_full_is_an_error_of_one_line():
+    with Path("/dev/full").open("w") as full:
+        ended = run(*PLAN, stdout=full)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "No space left on device" in ended.stderr
+
+
+def test_a_launchers_rank_that_is_no_number_is_one_line(monkeypatch, command):
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = command("train")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "RANK" in err

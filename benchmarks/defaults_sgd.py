@@ -309,7 +309,7 @@ class Runs:
         return row
 
     def best_rate(self, task: str, momentum: float, seed: int, *, makes: bool) -> float | None:
-        """Return dense SGD's best rate, by its runs with one seed; None if some are missing."""
+        """Return dense SGD's best rate, by its runs with one seed; None if none has ended well."""
         _, steps, rates = TASKS[task]
         base = {"task": task, "steps": steps, "momentum": momentum}
         found = [
@@ -318,7 +318,7 @@ class Runs:
         ]
         losses = {row["lr"]: row["loss"] for row in found if row}
         finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-        return min(finite, key=lambda lr: finite[lr]) if None not in found and finite else None
+        return min(finite, key=lambda lr: finite[lr]) if finite else None
 
 
 def report(runs: Runs, first_seed: int) -> str:
@@ -332,7 +332,7 @@ def report(runs: Runs, first_seed: int) -> str:
         f"its last {LAST} evaluations, five steps apart. *Default*: `density` as `attach` decides it. "
         "*Corrected*: momentum before the exchange. 1: as dense.",
         "",
-        f"| network | parameters | steps | momentum | rate | seeds | dense | {' | '.join(others)} "
+        f"| network | parameters | steps | momentum | rate, of tried | seeds | dense | {' | '.join(others)} "
         "| density by default | bytes per parameter and step |",
         f"|---|{'---:|' * (len(others) + 8)}",
     ]
@@ -345,12 +345,16 @@ def report(runs: Runs, first_seed: int) -> str:
             shown = [row for row in rows if row["method"] == "default" and row["seed"] in dense]
             if lr is None or not shown:
                 continue
+            base = {key: cell[key] for key in ("task", "steps", "momentum")}
+            base |= {"method": "dense", "seed": first_seed}
+            tried = sum(base.items() <= row.items() for row in runs.done)
             cells, first = [], shown[0]
             for method in others:
                 its = [row for row in rows if row["method"] == method and row["seed"] in dense]
                 cells.append(_over([row["loss"] / dense[row["seed"]] for row in its]))
             lines.append(
-                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} | {len(shown)} | "
+                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} of {tried} "
+                f"| {len(shown)} | "
                 f"{fmean(dense[row['seed']] for row in shown):.3g} | {' | '.join(cells)} | "
                 f"{first['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
             )

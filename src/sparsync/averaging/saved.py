@@ -1,17 +1,16 @@
-"""What the saved state of an outer step has to be."""
+"""Descriptions of the saved states of outer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from sparsync.averaging.fragments import Layout
+from sparsync.averaging.period import AdaptivePeriod
 from sparsync.fields import Common, Each, Exactly, Fields, Kind, Number, Plain, Values
 from sparsync.state import fits
-
-if TYPE_CHECKING:
-    from sparsync.averaging.outer import OuterStep
 
 __all__ = ["outer_kinds", "refused_under_way"]
 
@@ -21,37 +20,50 @@ def refused_under_way(state: Mapping[str, Any]) -> bool:
     return any(one["refused"] is True for one in _exchanges(state) if "refused" in one)
 
 
-def outer_kinds(outer: OuterStep, state: Mapping[str, Any]) -> dict[str, Kind]:
-    """Return the kinds of what an ``OuterStep`` saves beside what every averager does.
+def outer_kinds(
+    state: Mapping[str, Any],
+    layout: Layout,
+    known: Mapping[str, Tensor],
+    *,
+    fragments: int,
+    momentum: bool,
+    rule: AdaptivePeriod | None,
+) -> dict[str, Kind]:
+    """Return the kinds of what an ``OuterStep`` saves, more than every averager does.
 
     Sizes are those of the live vectors; before the first step, when there are none, those of the saved
     one itself, which ``start`` compares with the model.
 
     Args:
-        outer: what the state is for.
         state: only counts are taken from it, and whether an exchange was refused.
+        layout: of the live vectors; without fragments before the first step.
+        known: the live vectors.
+        fragments: the number that was asked for.
+        momentum: whether there may be a velocity.
+        rule: of the period.
     """
-    layout = outer.layout
-    shared = outer.memory.get("shared", _shared_in(state))
+    shared = known.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
     planned = layout.fragments and like is not None
     velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
     vectors: dict[str, Kind] = {"shared": Common(vector)}
-    moving: dict[str, Kind] = {"momentum": Common(velocity)} if outer.momentum != 0 else {}
+    moving: dict[str, Kind] = {"momentum": Common(velocity)} if momentum else {}
     if state.get("reducer") is None:  # before the first step
         vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")
-    fragments = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
+    count = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
+    dtype = None if like is None else like[1]
+    under_way = [_exchange_kind(layout, dtype, fragments, one) for one in _exchanges(state)]
     kinds: dict[str, Kind] = {
         "memory": Fields(vectors, moving),
         "state": Fields({"refused": Common(Number(0, whole=True))}),
         "reducer": object,  # ``parse_state`` knows it
-        "under_way": Each(tuple(_exchange_kind(outer, one) for one in _exchanges(state))),
-        "sent": Each((Common(Number(-1, whole=True)),) * fragments),
+        "under_way": Each(tuple(under_way)),
+        "sent": Each((Common(Number(-1, whole=True)),) * count),
     }
-    if outer.rule is not None:
-        kinds["present_period"] = Common(Number(outer.rule.least, outer.rule.most, whole=True))
+    if rule is not None:
+        kinds["present_period"] = Common(Number(rule.least, rule.most, whole=True))
     return kinds
 
 
@@ -68,9 +80,9 @@ def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one if isinstance(one, Mapping) else {} for one in listed]
 
 
-def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
+def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str, Any]) -> Kind:
     """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
-    fragments = outer.layout.fragments
+    fragments = layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
@@ -78,14 +90,11 @@ def _exchange_kind(outer: OuterStep, exchange: Mapping[str, Any]) -> Kind:
     shared: Kind = Plain()
     if fragments:
         at = part if fits(part, int) and 0 <= part < len(fragments) else 0
-        size, dtype = (
-            fragments[at].span.stop - fragments[at].span.start,
-            outer.memory["shared"].dtype,
-        )
+        size = fragments[at].span.stop - fragments[at].span.start
         own, shared = Values((size,), dtype, finite=not refused), Values((size,), dtype)
     return Fields(
         {
-            "part": Common(Number(0, (len(fragments) or outer.fragments) - 1, whole=True)),
+            "part": Common(Number(0, (len(fragments) or most) - 1, whole=True)),
             "lands": Common(Number(0, whole=True)),
             "late": Common(bool),
             "weights": own,

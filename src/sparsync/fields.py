@@ -1,4 +1,4 @@
-"""What a saved state has to be, field by field, and the one function that compares it with that.
+"""Descriptions of saved states, field by field, and the one function that compares a state with them.
 
 A description is made from the live state, so it knows names, shapes and counts as they are now.
 """
@@ -64,7 +64,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Exactly:
-    """What this run has."""
+    """The value of this run."""
 
     value: Any
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsync.averaging import OuterStep
-from sparsync.averaging.contributions import Contributions
+from sparsync.averaging.contributions import Contributions, contributions_kind
 from sparsync.averaging.fragments import Weights
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
@@ -266,7 +266,7 @@ def test_damaged_states_are_refused(changed):
     state = contributions.state_dict()
 
     def check(state):
-        check_saved(state, contributions.kind(1, state), "contributions", "load another")
+        check_saved(state, contributions_kind(1, state), "contributions", "load another")
 
     check(state)
     with pytest.raises(ConfigurationError, match="contributions"):

@@ -16,7 +16,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.fields import Common, Each, Either, Exactly, Fields, Kind, Number
 from sparsync.state import fits
 
-__all__ = ["Contributions", "Weight", "shown_of"]
+__all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
 _LEAST_SHOWN: Final = (
@@ -170,27 +170,28 @@ class Contributions:
         named = {name.lstrip("_"): value for name, value in vars(self).items()}
         return {k: list(v) if isinstance(v, list) else v for k, v in named.items()}
 
-    def kind(self, fragments: int, state: Any) -> Kind:
-        """Return what every field of a saved state has to be; nothing is sent that was not counted."""
-        total: Any = state.get("total") if isinstance(state, Mapping) else None
-        counted = Number(0, total if fits(total, float) else math.inf)
-        return Fields(
-            {
-                "weighs": Common(Either((Exactly(None), bool))),
-                # of this rank; one that has not counted yet has no kind
-                "kind": Number(0, len(_KINDS) - 1, whole=True),
-                "total": Number(0),
-                "sent": Each((counted,) * fragments),
-                "ranks": Common(Number(0)),
-                "shown": Each((Number(_LEAST_SHOWN, 1),) * fragments),
-            }
-        )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was counted."""
         self.weighs, self.ranks, self._kind = state["weighs"], state["ranks"], state["kind"]
         self._total = state["total"]
         self._sent, self.shown = list(state["sent"]), list(state["shown"])
+
+
+def contributions_kind(fragments: int, state: Any) -> Kind:
+    """Return what every field of a saved state has to be; nothing is sent that was not counted."""
+    total: Any = state.get("total") if isinstance(state, Mapping) else None
+    counted = Number(0, total if fits(total, float) else math.inf)
+    return Fields(
+        {
+            "weighs": Common(Either((Exactly(None), bool))),
+            # of this rank; one that has not counted yet has no kind
+            "kind": Number(0, len(_KINDS) - 1, whole=True),
+            "total": Number(0),
+            "sent": Each((counted,) * fragments),
+            "ranks": Common(Number(0)),
+            "shown": Each((Number(_LEAST_SHOWN, 1),) * fragments),
+        }
+    )
 
 
 def shown_of(weight: float) -> float:

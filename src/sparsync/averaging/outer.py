@@ -443,7 +443,9 @@ class OuterStep(Averager):
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
         """Return what every field of a saved state has to be."""
-        return {**super().kinds(state), **outer_kinds(self, state)}
+        given = {"fragments": self.fragments, "momentum": self.momentum != 0, "rule": self.rule}
+        own = outer_kinds(state, self.layout, self.memory, **given)  # type: ignore[arg-type]
+        return {**super().kinds(state), **own}
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""

@@ -1,18 +1,17 @@
-"""What the saved state of an outer step has to be."""
+"""Descriptions of the saved states of outer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from sparsync.averaging.contributions import contributions_kind
+from sparsync.averaging.fragments import Layout
+from sparsync.averaging.period import AdaptivePeriod
 from sparsync.fields import Common, Each, Exactly, Fields, Kind, Number, Plain, Values
 from sparsync.state import fits
-
-if TYPE_CHECKING:
-    from sparsync.averaging.outer import OuterStep
 
 __all__ = ["outer_kinds", "refused_under_way"]
 
@@ -22,38 +21,51 @@ def refused_under_way(state: Mapping[str, Any]) -> bool:
     return any(one["refused"] is True for one in _exchanges(state) if "refused" in one)
 
 
-def outer_kinds(outer: OuterStep, state: Mapping[str, Any]) -> dict[str, Kind]:
-    """Return the kinds of what an ``OuterStep`` saves beside what every averager does.
+def outer_kinds(
+    state: Mapping[str, Any],
+    layout: Layout,
+    known: Mapping[str, Tensor],
+    *,
+    fragments: int,
+    momentum: bool,
+    rule: AdaptivePeriod | None,
+) -> dict[str, Kind]:
+    """Return the kinds of what an ``OuterStep`` saves, more than every averager does.
 
     Sizes are those of the live vectors; before the first step, when there are none, those of the saved
     one itself, which ``start`` compares with the model.
 
     Args:
-        outer: what the state is for.
         state: only counts are taken from it, and whether an exchange was refused.
+        layout: of the live vectors; without fragments before the first step.
+        known: the live vectors.
+        fragments: the number that was asked for.
+        momentum: whether there may be a velocity.
+        rule: of the period.
     """
-    layout = outer.layout
-    shared = outer.memory.get("shared", _shared_in(state))
+    shared = known.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
     planned = layout.fragments and like is not None
     velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
     vectors: dict[str, Kind] = {"shared": Common(vector)}
-    moving: dict[str, Kind] = {"momentum": Common(velocity)} if outer.momentum != 0 else {}
+    moving: dict[str, Kind] = {"momentum": Common(velocity)} if momentum else {}
     if state.get("reducer") is None:  # before the first step
         vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")
-    fragments = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
+    count = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
+    dtype = None if like is None else like[1]
+    under_way = [_exchange_kind(layout, dtype, fragments, one) for one in _exchanges(state)]
     kinds: dict[str, Kind] = {
         "memory": Fields(vectors, moving),
         "state": Fields({"refused": Common(Number(0, whole=True))}),
         "reducer": object,  # ``parse_state`` knows it
-        "under_way": Each(tuple(_exchange_kind(outer, one, like) for one in _exchanges(state))),
-        "sent": Each((Common(Number(-1, whole=True)),) * fragments),
-        "contributions": outer.contributions.kind(fragments, state.get("contributions")),
+        "under_way": Each(tuple(under_way)),
+        "sent": Each((Common(Number(-1, whole=True)),) * count),
+        "contributions": contributions_kind(count, state.get("contributions")),
     }
-    if outer.rule is not None:
-        kinds["present_period"] = Common(Number(outer.rule.least, outer.rule.most, whole=True))
+    if rule is not None:
+        kinds["present_period"] = Common(Number(rule.least, rule.most, whole=True))
     return kinds
 
 
@@ -70,26 +82,21 @@ def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one if isinstance(one, Mapping) else {} for one in listed]
 
 
-def _exchange_kind(
-    outer: OuterStep, exchange: Mapping[str, Any], like: tuple[tuple[int, ...], torch.dtype] | None
-) -> Kind:
-    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open.
-
-    ``like``: shape and dtype of the shared weights, if they are known.
-    """
-    fragments = outer.layout.fragments
+def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str, Any]) -> Kind:
+    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
+    fragments = layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
-    if fragments and like:
+    if fragments:
         at = part if fits(part, int) and 0 <= part < len(fragments) else 0
         size = fragments[at].span.stop - fragments[at].span.start
-        own, shared = Values((size,), like[1], finite=not refused), Values((size,), like[1])
+        own, shared = Values((size,), dtype, finite=not refused), Values((size,), dtype)
     return Fields(
         {
-            "part": Common(Number(0, (len(fragments) or outer.fragments) - 1, whole=True)),
+            "part": Common(Number(0, (len(fragments) or most) - 1, whole=True)),
             "lands": Common(Number(0, whole=True)),
             "late": Common(bool),
             "weights": own,

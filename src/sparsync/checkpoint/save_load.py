@@ -52,7 +52,7 @@ __all__ = [
 
 _LATE: Final = 10.0  # seconds until a shared folder shows a rank what others have written
 _MOST: Final = 10**6  # checkpoints to keep
-_BESIDE: Final = ("own", "weights")  # what ``save`` and ``save_state`` put beside a rank's state
+_EXTRA: Final = ("own", "weights")  # what ``save`` and ``save_state`` add to a rank's state
 
 T = TypeVar("T")
 
@@ -242,10 +242,10 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Let everything take its state back, and return the rest; or change nothing."""
-    before, state, beside = _read_states(sync, _Folder(path))
+    before, state, extra = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
-        content = {**read_file(path / SHARED), **beside.get("own", {})}
+        content = {**read_file(path / SHARED), **extra.get("own", {})}
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -298,10 +298,10 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigurationError: it does not fit this run, or was saved with other weights.
     """
-    before, state, beside = _read_states(sync, _Folder(folder))
+    before, state, extra = _read_states(sync, _Folder(folder))
 
     def compare() -> None:
-        if weights and beside.get("weights") and beside["weights"] != weights:
+        if weights and extra.get("weights") and extra["weights"] != weights:
             raise ConfigurationError(
                 f"the state in {folder} was saved with other weights: one of them is of another step "
                 "or run, as when a job ends between the two; resume from another checkpoint, or "
@@ -328,7 +328,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's present state, the saved one, which fits on all ranks, and what is beside it."""
+    """Return this rank's present state, its saved one, which fits on all ranks, and additions."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -349,9 +349,9 @@ def _read_states(
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
     found = cast(dict[str, Any], state)
-    beside: dict[str, Any] = {name: found.pop(name) for name in _BESIDE if name in found}
+    extra: dict[str, Any] = {name: found.pop(name) for name in _EXTRA if name in found}
     _together(sync, lambda: sync.validate(found), f"load its state in {source}")
-    return before, found, beside
+    return before, found, extra
 
 
 def _use(old: Seat, new: Seat) -> Use:

@@ -309,7 +309,7 @@ def _adamw(parameters):
 
 practice(
     "the handle is not kept, and nothing is closed",
-    attach="works. The model keeps the handle, and threads, sockets and groups go with the model. "
+    attach="works. The model keeps the handle, and threads, sockets and groups end with it. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_goes_with_its_model)",
     updates="works. The module keeps the handle, wrapped in DDP or not. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_exchanges)",

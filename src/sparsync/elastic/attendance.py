@@ -38,6 +38,7 @@ __all__ = ["Attendance", "ElasticHandle", "check_options"]
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
 _PAUSE: Final = 0.2  # seconds between questions for one
 _RETURN: Final = 60.0  # seconds that ranks without the weights wait for one that has them
+_EXACT: Final = 2**53
 _LOOK: Final = 100  # steps between comparisons of the weights, which take a pass over them
 _EXTRAS: Final = 2**26  # bytes of the schedulers and the like that a rank takes over
 
@@ -116,6 +117,7 @@ class Attendance:
         set_up = set_up_digest(reducer, buddy=buddy, **settings)
         self.members = Members(reducer, number_of(weights()), set_up, buddy=buddy)
         self.met = self.offered = self._asked = self._joined = False
+        self._since = 0  # the step from which on this rank contributes
         self.catch_up: CatchUp | None = None
         self.extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)
@@ -292,12 +294,15 @@ class Attendance:
         members, comm = self.members, self.reducer.channel("roll")
         await members.keep()
         present = self.rates()
-        members.rates = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # between two looks, after every rank that joins
+        rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
+        # between two looks at the weights, also after every rank that joins
         looks = self._joined or self.reducer.step % _LOOK == 0
-        members.weights = number_of(self.weights()) if looks else 0
+        weights = number_of(self.weights()) if looks else 0
+        # numbers of 64 bits, of which float64 holds 53
+        numbers = rates % _EXACT, lr, weights % _EXACT
+        members.facts = [members.counts, *numbers, self._since]
         await members.vote()
-        members.check_alike()
+        self._check_alike()
         self._joined = bool(members.newcomers)
         if self.offered and not members.fetching:
             self.group.copies.drop()
@@ -311,12 +316,42 @@ class Attendance:
                 raw = await comm.irecv(donor, _EXTRAS, "extras", framing)
                 self.extras = unpacked(raw.numpy())
 
+    def _check_alike(self) -> None:
+        """Refuse rates and weights that are not those of the rank that has contributed for longest.
+
+        Of several, the lowest holds; ranks that do not contribute yet do not compare.
+
+        Raises:
+            ConfigurationError: on the rank that differs; the others go on without it.
+        """
+        me, told = self.reducer.comm.rank, self.members.told.tolist()
+        if not self.members.counts:
+            return
+        counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
+        first = min(counted, key=lambda rank: (told[rank][-1], rank))
+        _, rates, lr, weights, _ = told[me]
+        _, its_rates, its_lr, its_weights, _ = told[first]
+        place = f"rank {me}, step {self.reducer.step}"
+        if rates != its_rates:
+            raise ConfigurationError(
+                f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
+                "rates differ; name what sets them on all ranks, as in sync.carry(scheduler=scheduler): "
+                "a rank that joins then goes on with the others' schedule"
+            )
+        if weights and its_weights and weights != its_weights:
+            raise ConfigurationError(
+                f"{place}: the weights are not those of rank {first}; is everything between backward() "
+                "and the optimizer's step equal on all ranks, and in sync.carry() if it has a state?"
+            )
+
     def close(self, step: int, *, applied: bool) -> bool:
         """Go on to the step after ``step``; tell whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
         arrived = members.committed(step, still=not self.met, applied=applied)
-        if not arrived:
+        if arrived:
+            self._since = step + 1
+        else:
             self.extras = None
         with suppress(Exception):  # torchft's manager counts the step, and no more
             self.manager.should_commit()

@@ -48,8 +48,6 @@ __all__ = ["Entry", "Members", "Verdict", "judge"]
 _PAST: Final = 32  # changes of the group that a rank may have missed
 _ATTEMPTS: Final = 8  # at one step, whose part of this rank is remembered
 _MEASURED: Final = 10  # steps between measurements of the residual's norm
-_FACTS: Final = 4  # numbers of a vote that must be alike, or say whose hold
-_EXACT: Final = 2**53
 
 
 class Entry(NamedTuple):
@@ -172,9 +170,7 @@ class Members:
         deals: its residual is dealt in the open step.
         clock: a number that says where training is; that of the others once this rank was stale.
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
-        rates: a number for all rates of this rank's optimizers, and the first learning rate; goes with
-            the vote, as does
-        weights: a number for the weights before the open step; 0: not to be compared.
+        facts: further numbers that go out with this rank's vote; ``told``: those of all ranks, by rank.
     """
 
     def __init__(
@@ -194,10 +190,7 @@ class Members:
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
         # leave, its donor, and the norm of its residual some steps ago, all and what its keeper lacks
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
-        self.rates, self.weights = (0, 0.0), 0
-        self._since = 0  # the step from which on this rank's gradients count
-        self._facts = torch.zeros(1, _FACTS, dtype=torch.float64)
-        self._norm = 0.0
+        self._norm, self.facts, self.told = 0.0, [0.0], torch.zeros(1, 1)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of the residuals of ranks that died, by name
         self._delivered: list[Vector] = []  # in the attempt that is prepared, by unit
@@ -233,42 +226,11 @@ class Members:
             self._norm = math.hypot(*map(float, kept))
         exposed = self.buddy.exposed if self.buddy else None
         norms = self._norm, self._norm if exposed is None else exposed
-        (rates, lr), row = self.rates, [counts, leaves, self.donor, *norms]
-        # numbers of 64 bits, of which float64 holds 53
-        facts = [rates % _EXACT, lr, self.weights % _EXACT, self._since]
-        mine = torch.tensor([*row, *facts], dtype=torch.float64)
+        mine = torch.tensor([counts, leaves, self.donor, *norms, *self.facts], dtype=torch.float64)
         rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
-        self._next, self._facts = rows[:, : len(row)], rows[:, len(row) :]
+        self._next, self.told = rows[:, : -len(self.facts)], rows[:, -len(self.facts) :]
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
-
-    def check_alike(self) -> None:
-        """Refuse rates and weights that are not those of the rank that has contributed for longest.
-
-        Of several, the lowest holds; ranks that do not contribute yet do not compare.
-
-        Raises:
-            ConfigurationError: on the rank that differs; the others go on without it.
-        """
-        counted = self._present[:, 0].nonzero().flatten().tolist()
-        me = self.reducer.comm.rank
-        if me not in counted or len(self._facts) != len(self._present):
-            return
-        first = min(counted, key=lambda rank: (self._facts[rank, 3].item(), rank))
-        rates, lr, weights, _ = self._facts[me].tolist()
-        its_rates, its_lr, its_weights, _ = self._facts[first].tolist()
-        place = f"rank {me}, step {self.reducer.step}"
-        if rates != its_rates:
-            raise ConfigurationError(
-                f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
-                "rates differ; name what sets them on all ranks, as in sync.carry(scheduler=scheduler): "
-                "a rank that joins then goes on with the others' schedule"
-            )
-        if weights and its_weights and weights != its_weights:
-            raise ConfigurationError(
-                f"{place}: the weights are not those of rank {first}; is everything between backward() "
-                "and the optimizer's step equal on all ranks, and in sync.carry() if it has a state?"
-            )
 
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Go on to the step after ``step``, with the same group (``still``) or that of the last roll.
@@ -285,7 +247,6 @@ class Members:
         arrived = still and self.behind and self.ready
         if arrived:
             self.behind = self.ready = False
-            self._since = step + 1
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, None, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
@@ -428,21 +389,20 @@ class Members:
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
-        norms = {
-            name: row[3:5] for name, row in zip(self._names, self._present.tolist(), strict=False)
-        }
+        rows = self._present.tolist()
+        norms = {name: row[3:] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
         await self._brief(comm, verdict)
         applied = [*self._past]
         if comm.rank in verdict.commits:
             applied.append((verdict.step - 1, self._prepared))
-        rows = []
+        rows = list[list[float]]()
         for rank, entry in enumerate(entries):
             leaves = entry.leaves
             if leaves == 2 and _attempt_of(entry.step - 1, applied, verdict.step) != entry.history:
                 leaves = 1  # the step in which its residual was dealt does not hold
             counts = rank in verdict.current and leaves < 2
-            rows.append((counts, leaves, verdict.donor, *norms.get(names[rank], (0, 0))))
+            rows.append([counts, leaves, verdict.donor, *norms.get(names[rank], (0, 0))])
         self._next = torch.tensor(rows, dtype=torch.float64)
         self.newcomers = {}
         self._view = max(serial, 1 + max(entry.view for entry in entries))

@@ -75,8 +75,8 @@ class Step(ABC):
 class Sync(ABC):
     """The state, the thread and the groups of one model; as a context manager it closes itself.
 
-    The model keeps it, and it goes with the model: nothing has to be closed.  At the end of the process
-    it is closed while the interpreter and the transports are still whole.
+    The model keeps it, and takes it along: nothing has to be closed.  At the end of the process it is
+    closed while the interpreter and the transports are still whole.
 
     ``ignored`` are parameters and buffers that may differ between ranks.  Where a replica is divided,
     ``consensus`` asks the ranks that hold its other parts, and ``pieces`` are this rank's; ``nodes``
@@ -260,7 +260,7 @@ class Sync(ABC):
     def close(self) -> None:
         """End the thread and the process groups; the model trains as if nothing had been attached.
 
-        Not needed for a process to end, nor for a model to go: its handle goes with it.
+        Not needed before a process ends or a model is dropped: both end it, too.
         """
         self.on_close.close()
         self._engine.close(_PATIENCE)

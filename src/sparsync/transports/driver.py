@@ -209,7 +209,7 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
 
 
 class Abortable(Protocol):
-    """What an engine's jobs may wait in: a communicator."""
+    """A communicator, or several, in which an engine's jobs may wait."""
 
     def abort(self) -> None:
         """End the waits of other threads with an error; only ``close`` is legal from now on."""

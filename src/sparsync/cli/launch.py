@@ -31,7 +31,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sparsync.cli.lab import Lab, Seat
 from sparsync.cli.values import check_memory, out_of_memory
-from sparsync.errors import CommunicationError, ConfigurationError, SparsyncError, require
+from sparsync.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeadlineError,
+    SparsyncError,
+    require,
+)
 from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import check_timeout
 from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
@@ -304,10 +310,18 @@ def _be_forked(
     def run() -> Any:
         at_most = timedelta(seconds=timeout)
         # connected before entering the lab: the store stays outside, off the wire and uncounted
-        store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
-        if seat is not None:
-            seat.enter()
-        dist.init_process_group("gloo", None, at_most, world_size, rank, store)
+        try:
+            store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
+            if seat is not None:
+                seat.enter()
+            dist.init_process_group("gloo", None, at_most, world_size, rank, store)
+        except SparsyncError:
+            raise  # the lab's
+        except RuntimeError as error:  # of the store or of gloo, with their C++ stack below
+            raise DeadlineError(
+                f"did not connect to the other ranks within {timeout:g} s "
+                f"({str(error).partition(chr(10))[0]}); raise --timeout"
+            ) from error
         result = function(*args)
         destroy_process_group()
         return result if rank == 0 else None

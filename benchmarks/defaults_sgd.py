@@ -332,7 +332,8 @@ def report(runs: Runs, first_seed: int) -> str:
         f"its last {LAST} evaluations, five steps apart. *Default*: `density` as `attach` decides it. "
         "*Corrected*: momentum before the exchange. 1: as dense.",
         "",
-        f"| network | parameters | steps | momentum | rate, of tried | seeds | dense | {' | '.join(others)} "
+        "| network | parameters | steps | momentum | rate, of tried | seeds | dense | "
+        f"{' | '.join(others)} "
         "| density by default | bytes per parameter and step |",
         f"|---|{'---:|' * (len(others) + 8)}",
     ]

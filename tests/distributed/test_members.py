@@ -247,9 +247,10 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
 @BOTH
 def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
     """Its weights would not be the others'; these go on."""
-    run = job(2, outer=outer, carries=False)
+    run = job(2, outer=outer)
+    run.all_contribute([0, 1])
     run.wait_for(lambda: max(run.steps, default=0) > 20)
-    run.start(2)
+    run.start(2, carries=False)
     run.wait_for(lambda: 2 not in run.pipes)
     run.processes[2].join(10)
     assert run.processes[2].exitcode == 1

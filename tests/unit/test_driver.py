@@ -312,6 +312,21 @@ def test_an_engine_without_work_that_is_dropped_aborts_nothing():
     assert not thread.is_alive() and not comm.said
 
 
+def test_an_engine_that_a_job_drops_last_is_not_busy_there():
+    """So who closes what its jobs use does so on its thread, too."""
+    engine, seen = Engine("test"), []
+    assert engine.busy
+
+    def job(engine=engine):
+        engine.end()
+        seen.extend([engine.busy, engine.running])
+
+    future, thread = engine.submit(job), engine._thread
+    future.result(timeout=SECONDS)
+    thread.join(SECONDS)
+    assert seen == [False, True] and not thread.is_alive() and not engine.busy
+
+
 def test_close_ends_what_lasts_longer_than_its_patience():
     comm = Waits()
     engine = Engine("test", [comm])

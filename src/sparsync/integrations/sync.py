@@ -451,7 +451,8 @@ class Sync(ABC):
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then what it used."""
     engine.end()
-    if not engine.running:  # else it is in native code, which uses them
+    # else it is in native code, which uses them; the collector may run this on the engine's own thread
+    if not engine.busy:
         comm.close()
         groups.close()
 

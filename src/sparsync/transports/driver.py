@@ -259,6 +259,11 @@ class Engine:
         """The thread takes jobs."""
         return self._thread.is_alive()
 
+    @property
+    def busy(self) -> bool:
+        """Another thread than this one may use what the jobs use: it has not ended yet."""
+        return self._thread.is_alive() and threading.current_thread() is not self._thread
+
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
         """Queue a job; the future has its result or its exception.
 

@@ -327,7 +327,8 @@ def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
     optimizer, plain = optimizer_of(model, exchange), optimizer_of(alone, exchange)
     given = {} if kind == "DDP" else {"replicate": mesh["replicate"]}
     transport = sparsync.Transport(timeout=60.0)
-    more = {"density": DENSITY, "exchange": exchange, "transport": transport}
+    density = None if exchange == "updates" else DENSITY
+    more = {"density": density, "exchange": exchange, "transport": transport}
     with sparsync.attach(attached, optimizer, **more, **given) as sync:
         for step in range(STEPS):
             wanted = alone.gradients(0, step)

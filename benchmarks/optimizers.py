@@ -54,7 +54,7 @@ def of_package(name: str, **options: Any) -> Callable[[nn.Module], Made]:
     """Return what makes one of ``pytorch-optimizer``'s."""
 
     def made(model: nn.Module) -> Made:
-        import pytorch_optimizer
+        import pytorch_optimizer  # type: ignore[import-not-found, unused-ignore]
 
         return getattr(pytorch_optimizer, name)(model.parameters(), **options)
 

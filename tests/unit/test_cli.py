@@ -180,11 +180,9 @@ BAD_INPUT = {
         (["--solver", "scd", "--batch", "5"], "batch_size is 5, which scd does not have"),
     ],
     "keys": [
-        (
-            ["/dev/null"],
-            "the folder '/dev/null' is no folder, and cannot be made one (File exists)",
-        ),
-        (["/proc/none/x"], "cannot be made one (No such file or directory)"),
+        (["/dev/null"], "cannot make the folder /dev/null for keys: File exists"),
+        (["/proc/none/x"], "cannot make the folder /proc/none/x for keys: No such file"),
+        ([""], "the folder for the keys has no name"),
         (["new", "--ranks", "99999999999"], "ranks is 99999999999; give at most 4,096"),
     ],
     "doctor": [

@@ -26,7 +26,7 @@ _LEAST_SHOWN: Final = (
 
 @dataclass(frozen=True)
 class Weight:
-    """What one rank's update counts in an exchange.
+    """The weight of one rank's update in an exchange.
 
     Attributes:
         weight: a factor on the update; the mean over ranks is 1, or all are 0.
@@ -110,7 +110,7 @@ class Contributions:
         self._kind, self._total = kind, self._total + count
 
     def take(self, part: int) -> float:
-        """Return what this rank has seen since the last exchange of a fragment, which begins anew."""
+        """Return what this rank has seen since the last exchange of a fragment, and count from 0."""
         seen, self._sent[part] = self._total - self._sent[part], self._total
         return seen
 
@@ -154,7 +154,7 @@ class Contributions:
             moved.mul_(its.weight)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
-        """Return the weights of all fragments, which begin anew."""
+        """Return the weights of all fragments, and count from 0."""
         return await self.weigh([self.take(part) for part in range(len(self._sent))], reducer)
 
     def applied(self, exchange: Exchange) -> bool:

@@ -76,7 +76,8 @@ class Reducer:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
         # None: it was noticed, or thresholds follow a density that changes
-        self.growth = None if adaptive else Growth(math.ceil(1 / self.plan.density))
+        density = self.plan.density
+        self.growth = Growth(math.ceil(1 / density)) if density and not adaptive else None
         self.notice = ""  # for the user, who is told once
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self._committed: dict[int, Reduced] = {}  # and of that, what is applied already

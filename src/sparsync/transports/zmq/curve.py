@@ -20,9 +20,11 @@ __all__ = [
     "CurveKeys",
     "Doorkeeper",
     "Password",
+    "curve_user",
     "load_curve_keys",
     "make_curve_keys",
     "own_curve_keys",
+    "plain_user",
     "zap_reply",
 ]
 

@@ -16,6 +16,15 @@ from sparsync.feedback.agreement import weights_digest
 STEPS = 4000  # of which tests use as many as they need
 
 
+def shared_by_all(sync):
+    """Return the weights that all ranks share, and the noise that their steps are corrected for."""
+    noise = sync._weights.noise
+    return [
+        sync.outer.memory["shared"],
+        *([] if noise is None else [noise.state_dict()["squares"]]),
+    ]
+
+
 def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, options):
     """Train to step ``until.value``; tell of every step what was applied.
 
@@ -65,7 +74,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
         if sync.steps > step:
             _, contributors, counts = sync.last_step
             rate = optimizer.param_groups[0]["lr"]
-            weights = model.parameters() if outer is None else [sync.outer.memory["shared"]]
+            weights = model.parameters() if outer is None else shared_by_all(sync)
             same = carries and not sync.attendance.members.behind
             now = (weights_digest(weights), rate) if same else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))

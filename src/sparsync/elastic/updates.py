@@ -306,6 +306,8 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 f"step {step}: the shared weights that this rank has caught up with are not those of the "
                 "others; has one of them another processor, or another build of torch?"
             )
+        if (noise := self._weights.noise) is not None:  # its signs, too, must be those of the others
+            noise.load_state_dict(extras["noise"])
         self._arrival = extras, state["optimizers"]
 
     def _copy(self) -> memoryview:
@@ -315,7 +317,9 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
     def _told(self) -> dict[str, Any]:
         present = rates_of(self.outer.optimizers)
-        return {**super()._told(), "present": present, "weights": self._shared_weights()}
+        noise = None if self._weights.noise is None else self._weights.noise.state_dict()
+        told = {"present": present, "weights": self._shared_weights(), "noise": noise}
+        return {**super()._told(), **told}
 
     def _shared_weights(self) -> str:
         return weights_digest([self.outer.memory["shared"]])

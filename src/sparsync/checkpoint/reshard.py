@@ -166,8 +166,8 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     )
     flats = [_by_name(state) for state in states]
     place = {**template["reducer"], "pieces": template["pieces"]}
-    reducer = state_like(place, flats)
-    del reducer["pieces"]
+    made = state_like(place, flats)
+    reducer = {key: made[key] for key in states[0]["reducer"]}  # without what ``_by_name`` added
     olds = [(flat, _pieces_of(flat)) for flat in flats]
     pieces, rank = _pieces_of(place), reducer["rank"] % flats[0]["world_size"]
 

@@ -94,7 +94,8 @@ def check_stepped(given: Any) -> None:
                 "the others from other ranks, as ZeroRedundancyOptimizer does: averaged, every parameter "
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
-        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
+        switches = (getattr(one, "train", None), getattr(one, "eval", None))
+        if not inner and all(map(callable, switches)):  # wrappers pass these calls on (Accelerate's)
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers: the weights to evaluate "
                 "come from memory of each rank, which updates do not average, so that replicas would "
@@ -118,7 +119,7 @@ def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> s
     Example:
         >>> net = torch.nn.Linear(2, 2)
         >>> held_by([torch.optim.SGD([net.weight])], dict(net.named_parameters()))
-        '1 of 2 parameters (6feccd2a)'
+        '1 of 2 parameters (5d6974eb)'
     """
     steps = set(map(id, _parameters(optimizers)))
     names = [name for name, parameter in trained.items() if id(parameter) in steps]

@@ -306,7 +306,9 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 f"step {step}: the shared weights that this rank has caught up with are not those of the "
                 "others; has one of them another processor, or another build of torch?"
             )
-        if (noise := self._weights.noise) is not None:  # its signs, too, must be those of the others
+        if (
+            noise := self._weights.noise
+        ) is not None:  # its signs, too, must be those of the others
             noise.load_state_dict(extras["noise"])
         self._arrival = extras, state["optimizers"]
 

@@ -95,7 +95,9 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        if not inner and all(map(callable, switches)):  # wrappers pass these calls on (Accelerate's)
+        if not inner and all(
+            map(callable, switches)
+        ):  # wrappers pass these calls on (Accelerate's)
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers: the weights to evaluate "
                 "come from memory of each rank, which updates do not average, so that replicas would "

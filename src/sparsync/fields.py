@@ -74,10 +74,11 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dictionary with all of these keys, perhaps some of the others, and nothing else."""
+    """A dictionary with all of these keys, perhaps some of the others, and more only if of a kind."""
 
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
+    more: Kind | None = None
 
     def __str__(self) -> str:
         return "a dictionary"
@@ -169,11 +170,12 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
     elif isinstance(kind, Fields) and isinstance(value, Mapping):
         known = {**kind.required, **kind.optional}
         missing = [key for key in kind.required if key not in value]
-        unknown = [key for key in value if key not in known]
+        unknown = [key for key in value if key not in known and kind.more is None]
         yield from (f"the saved state has no {_at(name, key)}" for key in missing)
         yield from (f"the saved state has an unknown {_at(name, key)}" for key in unknown)
         for key, inner in value.items():
-            yield from _wrong(inner, known[key], _at(name, key))
+            if (its := known.get(key, kind.more)) is not None:
+                yield from _wrong(inner, its, _at(name, key))
     elif isinstance(kind, Each) and _is_list(value) and len(value) == len(kind.kinds):
         for at, (inner, one) in enumerate(zip(value, kind.kinds, strict=True)):
             yield from _wrong(inner, one, _at(name, at))
@@ -292,7 +294,7 @@ def _common(value: Any, kind: Kind, digest: Callable[[Tensor], str]) -> Iterator
         yield digest(value) if isinstance(value, Tensor) else str(value)
     elif isinstance(kind, Fields):
         known = {**kind.required, **kind.optional}
-        for key in sorted(value):
+        for key in sorted(known.keys() & value.keys()):
             for text in _common(value[key], known[key], digest):
                 yield f"{key} {text}"
     elif isinstance(kind, Each):

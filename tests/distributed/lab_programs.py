@@ -25,7 +25,7 @@ from sparsync.cli.lab import (
 from sparsync.cli.launch import launch
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import mesh
+from sparsync.transports.zmq import links
 from tests.unit.zmq_group import forwarded
 
 PORT = 5000
@@ -61,14 +61,16 @@ def meet_behind_a_router() -> list[str]:
     settings = {"interface": own, "port_range": (PORT, PORT), "advertise": outside}
     with forwarded(outside, own, [PORT]), sparsync.connect(20, transport="zmq", **settings) as comm:
         total = run(comm.allreduce(torch.ones(3), "sum"))
-        return [*comm.mesh.endpoints, f"{total.tolist()}"]
+        addresses = [endpoint.partition(" ")[0] for endpoint in comm.mesh.endpoints]
+        return [*addresses, f"{total.tolist()}"]
 
 
 def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
     """Send one that takes many heartbeats; return whether it arrives as it was."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mesh, "HEARTBEAT", heartbeat)
-        patched.setattr(mesh, "PIECE", piece)
+        named = {"HEARTBEAT": heartbeat, "PATIENCE": 0.0, "BEAT": heartbeat / 4, "PIECE": piece}
+        for name, value in named.items():
+            patched.setattr(links, name, value)
         whole = torch.arange(nbytes).to(torch.uint8)
         with sparsync.connect(0.5, transport="zmq", interface=local_address()) as comm:
             if comm.rank:

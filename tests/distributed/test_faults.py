@@ -223,7 +223,7 @@ def test_a_rank_killed_in_an_exchange_of_updates_is_named(transport):
     fault = Fault(transport, 3.0, 1)
     answer = run(programs.killed_while_exchanging, RANKS, fault)
     assert answer[1]["code"] == -9, "the victim never came to its moment"
-    check_survivors(answer, fault, 2, 3 + 1 + LINGER)
+    check_survivors(answer, fault, 5, 3 + 1 + LINGER)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------

@@ -36,9 +36,10 @@ def test_algorithms_are_compared(tmp_path):
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
-    # an exchange of a bit per element and 16 per block, and at the end the rest, whole
-    sent = ((1 + 16 / 512) / 8 + 4) / 3
-    assert updates["sent_per_parameter_and_step"] == pytest.approx(sent, rel=0.01)
+    # on each of the first steps a bit per element and 16 per block, and at the end the rest, whole; the
+    # numbers that tell how noisy gradients are come on top
+    sent = (3 * (1 + 16 / 512) / 8 + 4) / 3
+    assert sent < updates["sent_per_parameter_and_step"] < 1.05 * sent
     for result in (dense, sparse, updates):
         out, into = (result[f"{way}_per_parameter_and_step"] for way in ("sent", "received"))
         in_all = sum(result["bytes_sent"])

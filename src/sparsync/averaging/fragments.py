@@ -250,7 +250,7 @@ class Weights:
             "optimizer=, whose broken moments are dropped"
         )
 
-    def landed(self, span: slice) -> None:
+    def landed(self, span: slice, shared: Tensor) -> None:
         """Take note that an exchange of a part was applied."""
 
     def carry(self, exchange: Begin) -> Awaitable[None] | None:

@@ -342,7 +342,7 @@ class OuterStep(Averager):
                     self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 if self.contributions.applied(exchange):
-                    weights.landed(span)
+                    weights.landed(span, self.memory["shared"])
                 if self.rule is not None:
                     self._follow_drift(self.rule, exchange)
             self._rooms.keep(exchange.room)

@@ -36,7 +36,7 @@ class Notice:
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # it was passed on
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a second signal may find the main thread inside
         self._pipe: tuple[int, int] | None = None
         self.watch()
         self._listen()

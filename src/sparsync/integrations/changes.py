@@ -19,7 +19,9 @@ __all__ = ["Changes", "begin_together"]
 _SAMPLED: Final = 8  # the largest parameters
 _ELEMENTS: Final = 64  # of each of them
 _LOADED: Final = "the weights that were loaded after attach"
-_FAR: Final = 0.1  # of the weights' norm: no step and no clipping goes as far, another model does
+_FAR: Final = 0.1  # of the weights' norm: no step goes as far
+# of elements, that have turned: clipping, masks and projections may go far and turn none
+_TURNED: Final = 0.01
 
 
 @final
@@ -55,12 +57,13 @@ class Changes:
         return not torch.equal(self._some(), self._sample)
 
     def replaced(self) -> bool:
-        """Tell whether all parameters were written to, and the weights are far from what they were."""
+        """Tell whether all parameters were written to, and hold weights that no step has led to."""
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
-        moved = torch.linalg.vector_norm(self._some() - self._sample)
-        return bool(moved > _FAR * torch.linalg.vector_norm(self._sample))
+        now, before = self._some(), self._sample
+        far = torch.linalg.vector_norm(now - before) > _FAR * torch.linalg.vector_norm(before)
+        return bool(far) and bool((now * before < 0).float().mean() > _TURNED)
 
     def _some(self) -> Tensor:
         if not self._largest:

@@ -166,23 +166,33 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
     """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler."""
-    kinds: dict[str, Kind] = {name: Number(0) for name in _SCHEDULERS}
+    kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
     required = {
         name: kinds.pop(name) for name in [*kinds] if name in getattr(optimizer, "defaults", {})
     }
-    return Fields(required, kinds)
+    # other libraries' optimizers count steps and the like in their groups, from the first step on
+    own = type(optimizer).__module__.startswith("torch.optim")
+    return Fields(required, kinds, None if own else Plain(finite=False))
+
+
+def _number_kind(least: float, value: Any = 0.0) -> Kind:
+    """Describe a number, or a tensor of one: a rate may be either, now or in another run."""
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
+    unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
+    return Either((*tensors, *unbounded, Number(least)))
 
 
 def _setting_kind(name: str, value: Any) -> Kind:
     if name == "betas":
-        return Each((Number(0, math.nextafter(1.0, 0.0)),) * len(value))
+        beta = Either((Values((), torch.float32, 0.0), Number(0, math.nextafter(1.0, 0.0))))
+        return Each((beta,) * len(value))
     least = 0.0 if name in _RATES else -math.inf
     if isinstance(value, bool) or name in _SWITCHES:
         return Either((Exactly(None), bool))
-    if isinstance(value, int | float | Tensor):  # a rate may be a tensor of one number
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        return Either((Values(shape, torch.float32, least), Number(least)))
+    if isinstance(value, int | float | Tensor):
+        return _number_kind(least, value)
     return like(value)
 
 

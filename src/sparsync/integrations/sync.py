@@ -48,8 +48,6 @@ if TYPE_CHECKING:  # neither is needed without parts
 
 __all__ = ["Hook", "Step", "Sync", "call_after_backward", "weakly"]
 
-_PATIENCE = 2.0  # seconds that ``close`` waits for an exchange under way, which nobody will apply
-
 
 class Step(ABC):
     """One step under way, and the engine's jobs for it.
@@ -260,10 +258,12 @@ class Sync(ABC):
     def close(self) -> None:
         """End the thread and the process groups; the model trains as if nothing had been attached.
 
+        An exchange under way ends first, for which other ranks may wait, within the transport's timeout.
+
         Not needed before a process ends or a model is dropped: both end it, too.
         """
         self.on_close.close()
-        self._engine.close(_PATIENCE)
+        self._engine.close(self.reducer.comm.timeout)
         self._end()
         if self.reducer.monitor is not None:
             self.reducer.monitor.close()

@@ -365,9 +365,10 @@ class UpdateSync(Sync):
                 )
         assert module is not None
         self._weights.reshard()
-        if (
-            self._begins and not self.outer.optimizers
-        ):  # ``step`` is too late: it comes after theirs
+        if self.outer.optimizers:
+            # before a batch is seen: SAM, and layers that begin with it, change weights themselves
+            self._check_start()
+        elif self._begins:  # ``step`` is too late: it comes after theirs
             self._begins = False
             require(
                 not self._loaded(self._weights.read(_EVERYTHING)),
@@ -382,7 +383,8 @@ class UpdateSync(Sync):
         if not any(p.grad is not None and bool(p.grad.norm()) for p in trained):  # else they add up
             # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
             self._owed = False
-            self.step()
+            if not self._changes.differ():  # else it is SAM's second pass, from perturbed weights
+                self.step()
 
     # ---- a step ------------------------------------------------------------------------------------
 
@@ -624,6 +626,7 @@ class UpdateSync(Sync):
 
         If it raises, nothing was changed on any rank.
         """
+        self._check_own("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators
         parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")

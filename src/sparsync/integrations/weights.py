@@ -136,9 +136,15 @@ class ModelWeights(Weights):
                 return name
         return ""
 
-    def landed(self, span: slice) -> None:
-        """Take in the averages of gradients' samples, which are the end of the vector."""
+    def landed(self, span: slice, shared: Tensor) -> None:
+        """Take in the averages of gradients' samples, which are the end of the vector.
+
+        They are read from the ``shared`` one: a late exchange is added to a rank's own vector, which
+        rounds on each rank in another way, and shares must be equal on all.
+        """
         if self.noise is not None and any(t is self.noise.values for t, _ in self._within(span)):
+            values = self.noise.values
+            values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
             self.noise.measure()
 
     def carry(self, exchange: Begin) -> Awaitable[None]:

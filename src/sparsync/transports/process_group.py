@@ -165,7 +165,9 @@ class TorchCommunicator(Communicator):
     def abort(self) -> None:
         """End all waits in this group's messages and collectives."""
         super().abort()
-        own = self.group or distributed_c10d._get_default_group()
+        own = self.group
+        if own is None:  # the program's own group goes on
+            return
         if self.device.type == "cuda":
             own.abort()
         else:

@@ -358,6 +358,8 @@ class Mesh:
                     self._altered = True
                 else:
                     self._foreign += 1
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._foreign += 1  # it has seen first that this is another protocol, and hung up
 
     def _break_off_altered(self) -> None:
         """End all waits: a message to this rank is lost, and ZeroMQ does not say from whom.

@@ -366,8 +366,10 @@ class UpdateSync(Sync):
         assert module is not None
         self._weights.reshard()
         if self.outer.optimizers:
-            # before a batch is seen: SAM, and layers that begin with it, change weights themselves
-            self._check_start()
+            # before a batch is seen: SAM, and layers that begin with it, change weights themselves; a
+            # graph cannot send messages, and then it is asked before the step
+            if not torch.compiler.is_compiling():
+                self._check_start()
         elif self._begins:  # ``step`` is too late: it comes after theirs
             self._begins = False
             require(

@@ -144,7 +144,8 @@ class ModelWeights(Weights):
         """
         if self.noise is not None and any(t is self.noise.values for t, _ in self._within(span)):
             values = self.noise.values
-            values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
+            if self.node is None:  # else the vector is a part of it
+                values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
             self.noise.measure()
 
     def carry(self, exchange: Begin) -> Awaitable[None]:

@@ -366,9 +366,10 @@ class UpdateSync(Sync):
         assert module is not None
         self._weights.reshard()
         if self.outer.optimizers:
-            # before a batch is seen: SAM, and layers that begin with it, change weights themselves; a
-            # graph cannot send messages, and then it is asked before the step
-            if not torch.compiler.is_compiling():
+            # before a batch is seen: SAM, and layers that begin with it, change weights themselves; but
+            # a graph cannot send messages, and stages of a pipeline wait for each other in their
+            # forward passes: then it is asked before the step
+            if self._inner is None and not torch.compiler.is_compiling():
                 self._check_start()
         elif self._begins:  # ``step`` is too late: it comes after theirs
             self._begins = False

@@ -209,7 +209,7 @@ class Growth:
     Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window fills the
     residual and tells nothing.  From then on a residual that trains well stays or falls with the
     gradients, while one that diverges, or grows linearly, rises by ``octaves`` over the least of the last
-    ``memory`` windows.  Slower growth, as of gradients whose weights decay, is not reported.
+    ``memory`` windows.  Slower growth is not reported.
 
     Args:
         window: steps of a window: 1 / density.

@@ -190,7 +190,7 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
         return None
     placements = getattr(parameter, "placements", None)
     if getattr(gradient, "placements", None) != placements:
-        # autograd leaves sums over tensor-parallel ranks to whoever reads them (torch 2.13: ``Partial``)
+        # torch 2.13 leaves the sum over tensor-parallel ranks to the reader: ``Partial``
         gradient = gradient.redistribute(placements=placements)
     return local_of(gradient.detach())
 

@@ -134,7 +134,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         outer.reduce = reduce
 
     def contribute(self, *_seen: Any, **_named: Any) -> None:
-        """Refuse it: whoever is there weighs the same."""
+        """Refuse it: all present ranks weigh the same."""
         raise ConfigurationError(
             "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
         )
@@ -306,9 +306,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 f"step {step}: the shared weights that this rank has caught up with are not those of the "
                 "others; has one of them another processor, or another build of torch?"
             )
-        if (
-            noise := self._weights.noise
-        ) is not None:  # its signs, too, must be those of the others
+        if (noise := self._weights.noise) is not None:  # its random signs must be the others'
             noise.load_state_dict(extras["noise"])
         self._arrival = extras, state["optimizers"]
 

@@ -260,7 +260,7 @@ class Sync(ABC):
 
         An exchange under way ends first, for which other ranks may wait, within the transport's timeout.
 
-        Not needed before a process ends or a model is dropped: both end it, too.
+        Not needed before a process ends or a model is dropped: both close it.
         """
         self.on_close.close()
         self._engine.close(self.reducer.comm.timeout)
@@ -407,7 +407,7 @@ class Sync(ABC):
                 self.reducer.monitor.write()  # here, what it raises spoils no gradient
         if self.reducer.notice:
             if self.reducer.comm.rank == 0:
-                say(f"{self.reducer.notice}")
+                say(self.reducer.notice)
             self.reducer.notice = ""
         return True
 

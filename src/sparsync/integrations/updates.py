@@ -67,9 +67,8 @@ from sparsync.units import (
 
 _ADVISED = 30  # steps until it is known what they take
 _NEGLIGIBLE = 0.1  # part of a step
-_AGREEING = (
-    0.5  # of what lasts in gradients: below, more of it is single ranks' than all have in common
-)
+# the common part of lasting gradients; below it, more of them belongs to single ranks
+_AGREEING = 0.5
 _PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
 _CURE = "load what this handle's state_dict() returned, into the same set-up"

@@ -98,7 +98,7 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     """
     if ranks < 1:
         raise ConfigurationError(f"ranks is {ranks}; give the number of ranks, at least 1")
-    if directory == "":  # as of a variable that is not set: no place for secrets
+    if directory == "":  # an unset variable: the current folder is no place for secrets
         raise ConfigurationError("the folder for the keys has no name; name one, e.g. keys")
     directory = Path(directory)
     try:

@@ -430,3 +430,44 @@ def test_update_space_adam_keeps_replicas_equal(moment):
     squares = torch.cat([state["exp_avg_sq"].flatten() for state in optimizer.state.values()])
     # step 8 = 2 + 2 * 3: refreshed a moment ago
     assert same_everywhere(squares) == (moment != "local")
+
+
+# ---- practices that write to the weights between steps -----------------------------------------------
+
+
+@on_ranks(2)
+def test_sam_steps_once_per_iteration():
+    """Its second pass is from weights that it has perturbed itself, on each rank by its own gradients."""
+    net = ddp_model()
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(net, step)
+            with torch.no_grad():
+                before = [p.detach().clone() for p in net.parameters()]
+                for p in net.parameters():
+                    p.add_(p.grad, alpha=0.05 / float(p.grad.norm()))
+            optimizer.zero_grad()
+            backward(net, step)
+            for p, its in zip(net.parameters(), before, strict=True):
+                p.data.copy_(its)
+            optimizer.step()
+        assert sync.stats()["local_steps"] == 4
+        sync.finish()
+        assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
+def test_clipped_weights_are_no_other_model_and_a_load_inside_shared_is_refused():
+    net = ddp_model()
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(4):
+            step_of(net, optimizer, step)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.clamp_(-0.02, 0.02)  # a critic's, as in WGAN
+        saved = sync.state_dict()
+        with sync.shared(), refused("load_state_dict() within shared()"):
+            sync.load_state_dict(saved)

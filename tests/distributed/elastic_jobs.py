@@ -25,11 +25,11 @@ def shared_by_all(sync):
     ]
 
 
-def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, options):
+def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, errors, options):
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
-    fetches comes ``late`` seconds later.  ``options`` are more of the manager, and: ``carries`` the
+    fetches comes ``late`` seconds later.  Its stderr goes to a file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the
     scheduler; ``handles`` SIGTERM by itself, set after attach, with exit code 7.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
@@ -38,7 +38,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, opt
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers write lines at every step
+    # torchft's servers write lines at every step: not to the terminal
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     own = local_address() or "127.0.0.1"
     manager = make_manager(
         1, lighthouse=lighthouse, name=str(number), timeout=timeout, interface=own, **options

@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,7 @@ class Job:
     ):
         self.outer = outer  # settings of exchanges of updates; None: of gradients
         self.keys, self.options = keys, options  # more of managers
+        self.errors = tempfile.TemporaryDirectory(prefix="sparsync-members-")
         self.context = multiprocessing.get_context("forkserver")
         self.until, self.timeout = self.context.Value("i", 10**6), timeout
         self.processes, self.pipes, self.steps, self.ends = {}, {}, {}, {}
@@ -70,7 +73,7 @@ class Job:
         if self.keys is not None:
             options.setdefault("curve_keys", self.keys / f"rank-{number}.key_secret")
         call = theirs, number, self.address, self.until, self.timeout, seed, seat, self.outer, late
-        call += (options,)
+        call += (f"{self.errors.name}/{number}", options)
         self.processes[number] = self.context.Process(target=train, args=call, daemon=True)
         self.processes[number].start()
         theirs.close()
@@ -100,8 +103,17 @@ class Job:
     def wait_for(self, what):
         deadline = time.monotonic() + SECONDS
         while not what():
-            assert time.monotonic() < deadline, "nothing happened"
+            if time.monotonic() > deadline:
+                pytest.fail(f"nothing happened in {SECONDS:.0f} s\n{self.errors_of_replicas()}")
             self.hear()
+
+    def errors_of_replicas(self):
+        """Return the ends of what replicas wrote to stderr, without torchft's lines."""
+        parts = []
+        for path in sorted(Path(self.errors.name).iterdir()):
+            lines = [x for x in path.read_text().splitlines() if "[INFO]" not in x]
+            parts += [f"--- replica {path.name}: {len(lines)} lines", *lines[-40:]]
+        return "\n".join(parts)
 
     def contributed(self, number, since):
         """Whether a replica's gradient was counted after a moment."""
@@ -125,6 +137,7 @@ class Job:
             process.join()
         if self.lighthouse is not None:
             self.lighthouse.shutdown()
+        self.errors.cleanup()
 
 
 @pytest.fixture

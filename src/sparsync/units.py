@@ -21,11 +21,13 @@ __all__ = [
     "Slot",
     "Unit",
     "check_same_parameters",
+    "check_stepped_later",
     "flatten",
     "local_of",
     "output_parameters",
     "plan_units",
     "replicated_tensors",
+    "substituted",
     "training",
     "unflatten",
 ]
@@ -195,9 +197,15 @@ def training(model: nn.Module) -> list[int]:
 
 
 def check_same_parameters(
-    model: nn.Module, exchanged: Iterable[Tensor], ignored: Collection[Tensor] = ()
+    model: nn.Module,
+    exchanged: Iterable[Tensor],
+    ignored: Collection[Tensor] = (),
+    alone: Collection[str] = (),
 ) -> None:
     """Refuse a model that trains what is neither ``exchanged`` nor ``ignored``: thawed, added, replaced.
+
+    Those named in ``alone`` are each rank's own, whichever tensors they are.  What
+    ``torch.func.functional_call`` puts in the place of parameters goes with that call.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
@@ -208,8 +216,34 @@ def check_same_parameters(
     """
     known = {*exchanged, *ignored}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter not in known:
+        if not parameter.requires_grad or name in alone or not isinstance(parameter, nn.Parameter):
+            continue
+        check_stepped_later(name, parameter)
+        if parameter not in known:
             raise ConfigurationError(
                 f"'{name}' trains now but was frozen or not there when the exchange was set up; ranks "
                 "would drift apart in it: set up again (for DDP: wrap again, then attach)"
             )
+
+
+def check_stepped_later(name: str, parameter: Tensor) -> None:
+    """Refuse a parameter whose optimizer steps inside ``backward()``, before anything is exchanged."""
+    if hasattr(parameter, "_in_backward_optimizers"):  # torch's mark, which it never takes back
+        raise ConfigurationError(
+            f"'{name}' is stepped inside backward(), by torch's _apply_optimizer_in_backward, before its "
+            "gradient is exchanged; build the model without it, and step an optimizer after backward()"
+        )
+
+
+def substituted(model: nn.Module) -> bool:
+    """Tell whether parameters are tensors of ``torch.func.functional_call``, for one call.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> handle = net.register_forward_pre_hook(lambda net, _: print(substituted(net)))
+        >>> out = torch.func.functional_call(net, {"bias": torch.ones(1)}, torch.ones(2))
+        True
+        >>> substituted(net)
+        False
+    """
+    return any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())

@@ -26,6 +26,7 @@ from sparsync.integrations.options import Compression, Monitoring, Options, Tran
 from sparsync.integrations.sync import Sync
 from sparsync.messages import say
 from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.units import check_stepped_later
 
 __all__ = ["attach", "check_optimizer"]
 
@@ -109,6 +110,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
+    ddp = isinstance(model, DistributedDataParallel)
+    for name, parameter in (model.module if ddp else model).named_parameters():
+        if not (ddp and name in model.parameters_to_ignore):
+            check_stepped_later(name, parameter)
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)

@@ -30,7 +30,13 @@ from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
-from sparsync.units import Slot, check_same_parameters, replicated_tensors, training
+from sparsync.units import (
+    Slot,
+    check_same_parameters,
+    replicated_tensors,
+    substituted,
+    training,
+)
 
 __all__ = ["CommHook", "DdpSync", "attach_ddp", "check_ddp"]
 
@@ -84,6 +90,26 @@ def check_ddp(model: Any) -> None:
             "this model already has a communication hook; attach once, to a freshly wrapped model "
             "(a hook cannot be removed from DDP), or close() the first handle"
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ConfigurationError(
+            "DDP(skip_all_reduce_unused_params=True) hands over some buckets only, and not always the "
+            "last, so that the end of a backward pass would never come; omit it: with "
+            "find_unused_parameters=True alone, zeros of unused parameters are hardly sent"
+        )
+    _check_not_nested(model)
+
+
+def _check_not_nested(model: DistributedDataParallel) -> None:
+    """Refuse parameters whose gradients a DDP inside the model exchanges, too."""
+    own = {parameter for parameter in model._module_parameters if parameter.requires_grad}
+    for name, inner in model.module.named_modules():
+        if isinstance(inner, DistributedDataParallel) and own & set(inner._module_parameters):
+            where = f"'{name}' of this model" if name else "the module of this DDP model"
+            raise ConfigurationError(
+                f"{where} is a DistributedDataParallel, too, and both would exchange the same gradients; "
+                "wrap once, or let the outer one ignore what the inner one has "
+                "(_set_params_and_buffers_to_ignore_for_model)"
+            )
 
 
 @final
@@ -108,7 +134,6 @@ class DdpSync(Sync):
         parts = (nodes.consensus, nodes.pieces, nodes) if nodes else ()
         super().__init__(model.module, reducer, groups, monitoring, ignored, *parts)
         self._model, self._trained = weakref.ref(model), dict(trained)
-        self._alone = {p for name, p in model.module.named_parameters() if name in ignored}
         self._place: dict[Tensor, tuple[int, Slot]] = {
             trained[slot.name]: (i, slot)
             for i, unit in enumerate(self._whole.units)
@@ -148,7 +173,9 @@ class DdpSync(Sync):
         assert model is not None
         if (seen := training(model.module)) == self._seen:
             return
-        check_same_parameters(model.module, self._trained.values(), self._alone)
+        if substituted(model.module):
+            return  # gradients go to what was given, or through it to the parameters, and are exchanged
+        check_same_parameters(model.module, self._trained.values(), alone=self._ignored)
         self._seen = seen
         if model.find_unused_parameters:
             return  # what is frozen or gone counts as unused

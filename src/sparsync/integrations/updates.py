@@ -209,8 +209,6 @@ class UpdateSync(Sync):
         super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
         self.outer, self._weights = outer, weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        frozen = set(module.parameters()) - set(weights.trained.values())
-        self._alone = {one for one in frozen if one.requires_grad}  # those that DDP ignores
         self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
         self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
@@ -378,7 +376,8 @@ class UpdateSync(Sync):
             )
         trained = self._weights.trained.values()
         if (seen := training(module)) != self._seen:
-            check_same_parameters(module, trained, self._alone)
+            alone = () if ddp is None else ddp.parameters_to_ignore
+            check_same_parameters(module, trained, alone=alone)
             self._seen = seen
         if not self._owed or self._shows or self._scaler is not None or not self.outer.optimizers:
             return

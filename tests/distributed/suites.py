@@ -30,10 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import sparsync
+from sparsync.presets import resolve
+from sparsync.wire import Packed
 
 SETTINGS: dict[str, dict[str, Any]] = {  # nothing is lost: what DDP alone would do
     "dense": {"algorithm": "dense", "density": 1.0},
-    "budgeted": {"algorithm": "budgeted", "density": 1.0},
+    "budgeted": {
+        "algorithm": resolve("budgeted", codec=Packed(values="fp32"), budget=100.0),
+        "density": 1.0,
+    },
     "alone": {},  # not attached
 }
 SCRIPTS = ("test_ops", "test_script", "test_sync")  # of Accelerate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -305,6 +307,49 @@ def test_several_optimizers(column):
 
 def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
+
+
+_LATER = "refused. Gradients would be used before they are exchanged; at `attach`, or the next forward pass."
+
+
+@practice(
+    "optimizers inside `backward()` (`_apply_optimizer_in_backward`)",
+    attach=_LATER,
+    updates=_LATER,
+    UpdateSpace="refused. As with `attach`, by `step()`.",
+)
+def test_optimizer_in_backward(column):
+    net = network()
+    if column == "UpdateSpace":
+        training = Training(column, net)
+        training.backward(0)
+        _in_backward(net)
+        with refused("'0.weight' is stepped inside backward()"):
+            training.step()
+        return
+    training = Training(column, net)
+    _in_backward(net)
+    with refused("'0.weight' is stepped inside backward()"):
+        training.backward(0)
+    training.close()
+    exchange = "gradients" if column == "attach" else "updates"
+    for model, options in ((Ddp(net), {}), (net, {"replicate": dist.group.WORLD})):
+        with refused("'0.weight' is stepped inside backward()", "after backward()"):
+            sparsync.attach(model, exchange=exchange, **options)
+
+
+def _in_backward(net):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+
+
+_TWICE = (
+    "refused. It averages weights itself. Give the inner optimizer to `attach` and to the loop. "
+    "(tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
+)
+practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 
 
 practice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -25,6 +26,7 @@ from .training import (
     added,
     assert_close,
     attached,
+    batch,
     equal_on_all_ranks,
     everywhere,
     gradients,
@@ -32,6 +34,7 @@ from .training import (
     local_gradients,
     loop,
     mean_square,
+    moved,
     network,
     same_training,
     sgd,
@@ -173,6 +176,63 @@ def test_changed_models(column):
         ddp.module = network()
         with refused("'0.weight' trains now"):
             mean_square(ddp, 0, here())
+
+
+def _ignoring(net, *names):
+    Ddp._set_params_and_buffers_to_ignore_for_model(net, names)
+    return net
+
+
+@practice(
+    "parameters that DDP ignores (`_set_params_and_buffers_to_ignore_for_model`), replaced later",
+    attach="works. They are known by name, as to DDP, and stay each rank's own.",
+    updates="works. As with `attach`.",
+)
+def test_ignored_by_name(column):
+    net = _ignoring(network(), "3.weight", "3.bias")
+    training = Training(column, net)
+    torch.manual_seed(here())
+    net[3] = nn.Linear(30, 5)
+    rest = dict(net.named_parameters())
+    own = {name: rest.pop(name) for name in ("3.weight", "3.bias")}
+    training.optimizer = sgd(net.parameters()) if column == "attach" else training.optimizer
+    for step in range(STEPS):
+        training.backward(step)
+        assert all(parameter.grad is not None for parameter in own.values())
+        training.optimizer.step()
+    training.finish()
+    training.close()
+    assert moved(network()[:3], weights(net[:3]))
+    assert equal_on_all_ranks(weights(net[:3]))
+    assert not equal_on_all_ranks(weights(net[3]))
+
+
+@practice(
+    "`torch.func.functional_call` of the wrapped model",
+    attach="works. What is made of the parameters (`p - lr * g`) hands its gradients on to them, and they "
+    "are exchanged; those of other tensors are this rank's own, as under plain DDP.",
+    updates="works. Gradients are local. Shared weights are those of the parameters.",
+)
+def test_functional_call(column):
+    with attached(network(), column=column) as (ddp, _):
+        for step in range(2):  # the first forward pass knows no other one
+            ddp.zero_grad()
+            doubled = {name: 2 * parameter for name, parameter in ddp.named_parameters()}
+            x, y = batch(step)
+            called = torch.func.functional_call(ddp, doubled, x)
+            (called - y).pow(2).mean().backward()
+            twin = network()
+            doubled = {name: 2 * parameter for name, parameter in twin.named_parameters()}
+            (torch.func.functional_call(twin, doubled, x) - y).pow(2).mean().backward()
+            mine = gradients(twin)
+            if column == "attach":
+                mine = added((1 / dist.get_world_size(), everywhere(mine)))
+            assert_close(gradients(ddp.module), mine, 1e-6, "of parameters behind others")
+        ddp.zero_grad()
+        others = {n: p.detach().clone().requires_grad_() for n, p in ddp.named_parameters()}
+        torch.func.functional_call(ddp, others, x).sum().backward()
+        assert all(other.grad is not None for other in others.values())
+        assert all(parameter.grad is None for parameter in ddp.parameters())
 
 
 @practice(
@@ -347,6 +407,49 @@ def test_bucket_view(column):
     same_training(column, ddp=options, set_to_none=False)
 
 
+@practice(
+    "`DDP(skip_all_reduce_unused_params=True)`",
+    attach="refused. DDP would hand over some buckets only, and perhaps never the last one. Omit it.",
+    updates="refused. As with `attach`; nothing is reduced in any case.",
+)
+def test_skipped_buckets(column):
+    if "skip_all_reduce_unused_params" not in inspect.signature(Ddp).parameters:
+        return  # torch before 2.13
+    ddp = Ddp(network(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with refused("skip_all_reduce_unused_params=True", "omit it"):
+        _attach(ddp, column)
+
+
+@practice(
+    "DDP around DDP",
+    attach="works. If the outer one ignores the inner one's parameters, and both are attached; that both "
+    "exchange the same ones is refused.",
+    updates="refused. If both exchange the same ones.",
+)
+def test_nested(column):
+    with refused("the module of this DDP model", "wrap once"):
+        _attach(Ddp(Ddp(network())), column)
+    net = network()
+    net[3] = Ddp(net[3])
+    with refused("'3' of this model", "wrap once"):
+        _attach(Ddp(net), column)
+    if column == "updates":
+        return
+    outer = Ddp(_ignoring(net, "3.module.weight", "3.module.bias"))
+    with attach(net[3], algorithm="dense"), attach(outer, algorithm="dense"):
+        for step in range(STEPS):
+            outer.zero_grad()
+            mean_square(outer, step, here()).backward()
+        mine = local_gradients(Case(), network(), STEPS - 1, here())
+    mean = added((1 / dist.get_world_size(), everywhere(mine)))
+    found = dict(zip(mean, gradients(net).values(), strict=True))  # one is "3.module.weight"
+    assert_close(found, mean, 1e-6, "nested")
+
+
+def _attach(model, column):
+    return attach(model, exchange="gradients" if column == "attach" else "updates")
+
+
 practice(
     "a second communication hook",
     attach="refused. DDP has room for one; its native mixed precision uses it, too. "
@@ -391,7 +494,7 @@ def test_python_reducer(column):
     finally:
         torch._dynamo.config.optimize_ddp = before
     with refused("python_reducer", "wrap again"):
-        attach(ddp, exchange="gradients" if column == "attach" else "updates")
+        _attach(ddp, column)
 
 
 class Checkpointed(nn.Module):

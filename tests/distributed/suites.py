@@ -111,9 +111,7 @@ def run(body: Body, ranks: int, setting: str) -> dict[str, Any]:
             if rank in running.values():
                 results[-1] |= {"end": "hangs", "why": log}
         ends = [result["end"] for result in results]
-        worst = next(
-            e for e in ("hangs", "died", "failed", "skipped", "passed") if e in ends
-        )
+        worst = next(e for e in ("hangs", "died", "failed", "skipped", "passed") if e in ends)
         return {
             "end": worst,
             "why": [result["why"] for result in results if result["end"] == worst],
@@ -165,8 +163,8 @@ class OnCpu(TorchFunctionMode):
 
 def _on_cpu(one: Any) -> Any:
     """Return the CPU instead of a GPU, which may be a number."""
-    gpu = type(one) is int or isinstance(one, str | torch.device) and str(one).startswith("cuda")
-    return CPU if gpu else one
+    named = isinstance(one, str | torch.device) and str(one).startswith("cuda")
+    return CPU if named or type(one) is int else one
 
 
 def _without_gpus() -> None:

@@ -13,7 +13,9 @@ from .suites import SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(600)]
 
-TORCHS = [("torch", ranks, setting) for ranks in (3, 2) for setting in SETTINGS if SETTINGS[setting]]
+TORCHS = [
+    ("torch", ranks, setting) for ranks in (3, 2) for setting in SETTINGS if SETTINGS[setting]
+]
 ACCELERATES = [("accelerate", *rest) for _, *rest in TORCHS]
 
 # Which of PyTorch's tests do not pass: why, the words of the error, and their names.

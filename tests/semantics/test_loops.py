@@ -309,7 +309,9 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-_LATER = "refused. Gradients would be used before they are exchanged; at `attach`, or the next forward pass."
+_LATER = (
+    "refused. Gradients would be used before their exchange; at `attach`, or the next forward pass."
+)
 
 
 @practice(

@@ -209,8 +209,8 @@ def test_ignored_by_name(column):
 
 @practice(
     "`torch.func.functional_call` of the wrapped model",
-    attach="works. What is made of the parameters (`p - lr * g`) hands its gradients on to them, and they "
-    "are exchanged; those of other tensors are this rank's own, as under plain DDP.",
+    attach="works. What is made of the parameters (`p - lr * g`) hands gradients on to them, which are "
+    "exchanged; those of other tensors are this rank's own, as under plain DDP.",
     updates="works. Gradients are local. Shared weights are those of the parameters.",
 )
 def test_functional_call(column):

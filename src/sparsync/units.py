@@ -205,7 +205,7 @@ def check_same_parameters(
     """Refuse a model that trains what is neither ``exchanged`` nor ``ignored``: thawed, added, replaced.
 
     Those named in ``alone`` are each rank's own, whichever tensors they are.  What
-    ``torch.func.functional_call`` puts in the place of parameters goes with that call.
+    ``torch.func.functional_call`` puts in the place of parameters is there for that call only.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
@@ -214,25 +214,28 @@ def check_same_parameters(
         ... except ConfigurationError as error: str(error).split(";")[0]
         "'bias' trains now but was frozen or not there when the exchange was set up"
     """
+    check_stepped_later(model, alone)
     known = {*exchanged, *ignored}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or name in alone or not isinstance(parameter, nn.Parameter):
+        if name in alone or parameter in known or not isinstance(parameter, nn.Parameter):
             continue
-        check_stepped_later(name, parameter)
-        if parameter not in known:
+        if parameter.requires_grad:
             raise ConfigurationError(
                 f"'{name}' trains now but was frozen or not there when the exchange was set up; ranks "
                 "would drift apart in it: set up again (for DDP: wrap again, then attach)"
             )
 
 
-def check_stepped_later(name: str, parameter: Tensor) -> None:
-    """Refuse a parameter whose optimizer steps inside ``backward()``, before anything is exchanged."""
-    if hasattr(parameter, "_in_backward_optimizers"):  # torch's mark, which it never takes back
-        raise ConfigurationError(
-            f"'{name}' is stepped inside backward(), by torch's _apply_optimizer_in_backward, before its "
-            "gradient is exchanged; build the model without it, and step an optimizer after backward()"
-        )
+def check_stepped_later(model: nn.Module, alone: Collection[str] = ()) -> None:
+    """Refuse an optimizer that steps inside ``backward()``, before anything is exchanged."""
+    for name, parameter in model.named_parameters():
+        # torch's mark, which it never takes back
+        if name not in alone and hasattr(parameter, "_in_backward_optimizers"):
+            raise ConfigurationError(
+                f"'{name}' is stepped inside backward(), by torch's _apply_optimizer_in_backward, before "
+                "its gradient is exchanged; build the model without it, and step an optimizer after "
+                "backward()"
+            )
 
 
 def substituted(model: nn.Module) -> bool:

@@ -110,10 +110,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
-    ddp = isinstance(model, DistributedDataParallel)
-    for name, parameter in (model.module if ddp else model).named_parameters():
-        if not (ddp and name in model.parameters_to_ignore):
-            check_stepped_later(name, parameter)
+    if isinstance(model, DistributedDataParallel):
+        check_stepped_later(model.module, model.parameters_to_ignore)
+    elif isinstance(model, nn.Module):
+        check_stepped_later(model)
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)

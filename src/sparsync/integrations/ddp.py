@@ -93,8 +93,8 @@ def check_ddp(model: Any) -> None:
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
             "DDP(skip_all_reduce_unused_params=True) hands over some buckets only, and not always the "
-            "last, so that the end of a backward pass would never come; omit it: with "
-            "find_unused_parameters=True alone, zeros of unused parameters are hardly sent"
+            "last, so that the end of a backward pass would never come; omit it: sparse algorithms "
+            "hardly send the zeros of what no rank has used"
         )
     _check_not_nested(model)
 

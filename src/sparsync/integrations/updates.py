@@ -62,6 +62,7 @@ from sparsync.units import (
     check_same_parameters,
     local_of,
     output_parameters,
+    substituted,
     training,
 )
 
@@ -375,7 +376,7 @@ class UpdateSync(Sync):
                 "weights were loaded after attach; load them before, or give attach the optimizer",
             )
         trained = self._weights.trained.values()
-        if (seen := training(module)) != self._seen:
+        if (seen := training(module)) != self._seen and not substituted(module):
             alone = () if ddp is None else ddp.parameters_to_ignore
             check_same_parameters(module, trained, alone=alone)
             self._seen = seen

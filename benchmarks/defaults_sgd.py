@@ -85,7 +85,12 @@ class Digits:
     clip = math.inf
 
     def __init__(self, network: Callable[[], nn.Module], batch: int = 16, every: int = 1) -> None:
-        self.network, self.batch, self.every, self.workload = network, batch, every, DigitsWorkload()
+        self.network, self.batch, self.every, self.workload = (
+            network,
+            batch,
+            every,
+            DigitsWorkload(),
+        )
 
     def make_model(self, seed: int) -> nn.Module:
         """Return the model that a seed begins with."""
@@ -178,7 +183,11 @@ TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ..
             ),
             "wide": (lambda: Digits(wide), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
             "resnet": (lambda: Digits(ResNet), 200, {0.0: (0.1, 0.3, 0.6), 0.9: (0.03, 0.1)}),
-            "vit": (lambda: Digits(lambda: VisionTransformer(64, 2)), 500, {0.0: (0.05, 0.1), 0.9: (0.005, 0.01)}),
+            "vit": (
+                lambda: Digits(lambda: VisionTransformer(64, 2)),
+                500,
+                {0.0: (0.05, 0.1), 0.9: (0.005, 0.01)},
+            ),
             "bytes-280k": (
                 lambda: Text(8, context=64, layers=2, width=96),
                 200,

@@ -137,7 +137,9 @@ def measure(
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("case", nargs="?", default="", help="part of a name: only these, and only printed")
+    parser.add_argument(
+        "case", nargs="?", default="", help="part of a name: only these, and only printed"
+    )
     wanted = parser.parse_args().case
     lines = [
         "# A training step with many small parameters, over plain DDP's",

@@ -353,8 +353,8 @@ def report(runs: Runs, seeds: Sequence[int]) -> str:
                 its = [row for row in rows if row["method"] == method and row["seed"] in dense]
                 cells.append(_over([row["loss"] / dense[row["seed"]] for row in its]))
             lines.append(
-                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} of {len(rates[momentum])} "
-                f"| {len(shown)} | "
+                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} "
+                f"| {lr:g} of {len(rates[momentum])} | {len(shown)} | "
                 f"{fmean(dense[row['seed']] for row in shown):.3g} | {' | '.join(cells)} | "
                 f"{first['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
             )

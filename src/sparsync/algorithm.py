@@ -102,8 +102,8 @@ def default_density(elements: int) -> float:
     """Return the part of a model's gradient that is exchanged where nobody says: 1 %, more of small ones.
 
     Delay costs steps, most of all where momentum or a high learning rate acts on what comes late.  Below
-    ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged: at most 46,415, which
-    is then the whole model.
+    ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, and of up to 46,415
+    all.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]

@@ -213,8 +213,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "dense": {"algorithm": "dense"},
         "default": {},
         "1 %": {"density": 0.01},
-        "1 %, corrected": {"density": 0.01, "corrects": True},
-        "1 %, 30 dense steps": {"density": 0.01, "warmup_steps": 30},
+        "10 %": {"density": 0.1},
+        "1 % corrected": {"density": 0.01, "corrects": True},
+        "1 % after 30 dense steps": {"density": 0.01, "warmup_steps": 30},
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,7 +110,8 @@ def default_density(elements: int) -> float:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
         [1.0, 0.316, 0.061, 0.01, 0.01]
     """
-    return min(1.0, USUAL_DENSITY * max(1.0, LARGE / max(elements, 1)) ** 1.5)
+    smaller = max(1.0, LARGE / max(elements, 1))
+    return min(1.0, USUAL_DENSITY * smaller * math.sqrt(smaller))
 
 
 def check_density(density: float) -> float:

@@ -47,8 +47,9 @@ def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, ent
     assert unit.dense == (entries == elements)
     assert unit.entries(options.density) == entries
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and line.endswith("(density= decides otherwise)")
-    assert ("delay costs more than bytes" in line) == (elements < LARGE)
+    assert said in line and "(density= decides otherwise)" in line
+    assert line.endswith("delay costs more than bytes") == (elements < LARGE)
+    assert line.endswith("give density=0.1") == (elements >= LARGE)
 
 
 def test_density_falls_with_size_to_the_usual_one():

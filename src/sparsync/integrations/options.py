@@ -204,10 +204,14 @@ class Options:
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
             given = replace(given, compress=given.compress or _nothing)
-        if elements < LARGE:
-            said += ": in a model this small, delay costs more than bytes"
+        lag = "in a model this small, delay costs more than bytes"
+        if elements >= LARGE:
+            lag = (
+                f"the others wait, some {1 / density:.0f} steps, which a training of a few hundred "
+                "feels: there give density=0.1"
+            )
         if says:
-            say(f"exchanges {said} (density= decides otherwise)")
+            say(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:

@@ -5,6 +5,7 @@ python benchmarks/ablations.py        (writes benchmarks/ablations.md; about hal
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -66,6 +67,7 @@ def seconds(make, world_size: int, **options) -> float:
 
 def main() -> None:
     """Measure and write the table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     lines = [
         "# Ok-Topk without one of its optimisations, over Ok-Topk",
         "",

@@ -5,8 +5,9 @@
     python benchmarks/defaults_sgd.py --report              (only writes what is there)
 
 Every finished run is a line of ``defaults_sgd/results.jsonl`` and is not made again; ``defaults_sgd.md``
-reads nothing else.  Dense SGD runs at every rate of a network first, with the first seed; the rest is at
-the best of them.  What comes out is the same on every machine with the same torch.
+reads nothing else.  Dense SGD runs at every rate of a network first, with every seed; the rest is at the
+rate whose mean is best: one seed does not tell rates apart.  What comes out is the same on every machine
+with the same torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from types import MappingProxyType
@@ -25,14 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_networks import ResNet, VisionTransformer, held_out_digits
+
 from sparsync.cli.output import progress
 from sparsync.cli.workloads import make_workload
 from sparsync.cli.workloads.base import Draw
+from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
 from sparsync.transports.sim import SimCommunicator, simulate
+from sparsync_papers.models.images import vgg16_cifar10
+from sparsync_papers.models.text import LstmLanguageModel
 
 OUT = Path(__file__).with_suffix(".md")
 RANKS = 4
@@ -45,7 +53,7 @@ LAST = 5  # evaluations, five steps apart, whose mean is a run's loss: one alone
 class Regression:
     """Learns what a network of the same inputs and outputs, drawn at random, makes of noise."""
 
-    batch = 32
+    batch, clip = 32, math.inf
 
     def __init__(self, student: Callable[[], nn.Module], teacher: Callable[[], nn.Module]) -> None:
         self.student, self.teacher = student, teacher
@@ -72,45 +80,54 @@ class Regression:
 
 
 class Digits:
-    """Learns scikit-learn's handwritten digits, 8 x 8 pixels; a fifth is held out."""
+    """Learns scikit-learn's images of handwritten digits, shifted by up to a pixel."""
 
-    batch = 8
+    clip = math.inf
 
-    def __init__(self, model: Callable[[], nn.Module]) -> None:
-        from sklearn.datasets import load_digits
-
-        found = load_digits()
-        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-        self.inputs = torch.tensor(found.images, dtype=torch.float32)[order, None] / 16 - 0.3
-        self.targets, self.model = torch.tensor(found.target)[order], model
-        self.trained = 4 * len(order) // 5
+    def __init__(self, network: Callable[[], nn.Module], batch: int = 16, every: int = 1) -> None:
+        self.network, self.batch, self.every, self.workload = (
+            network,
+            batch,
+            every,
+            DigitsWorkload(),
+        )
 
     def make_model(self, seed: int) -> nn.Module:
         """Return the model that a seed begins with."""
         torch.manual_seed(seed)
-        return self.model()
+        return self.network()
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         """Return the loss on the batch of a step and rank."""
-        draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
-        at = torch.randint(self.trained, (self.batch,), generator=draw)
-        return F.cross_entropy(model(self.inputs[at]), self.targets[at])
+        images, digits = self.workload.batch(Draw(seed, step, rank, RANKS, self.batch))
+        return F.cross_entropy(model(images), digits)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on the digits that are held out."""
-        rest = slice(self.trained, None)
-        return F.cross_entropy(model(self.inputs[rest]), self.targets[rest]).item()
+        """Return the loss on (every nth of) the images that are held out, shifted in every way."""
+        images, digits = held_out_digits()
+        return F.cross_entropy(model(images[:: self.every]), digits[:: self.every]).item()
 
 
 class Text:
-    """Trains a workload of ``sparsync train``, as ``make demo`` does."""
+    """Predicts the bytes of Python's standard library; the model is that of ``make demo``, or another."""
 
-    def __init__(self, batch: int, **settings: Any) -> None:
-        self.batch, self.workload = batch, make_workload("bytes", **settings)
+    def __init__(
+        self,
+        batch: int,
+        network: Callable[[], nn.Module] | None = None,
+        *,
+        clip: float = math.inf,
+        **settings: Any,
+    ) -> None:
+        self.batch, self.network, self.clip = batch, network, clip
+        self.workload = make_workload("bytes", **settings)
 
     def make_model(self, seed: int) -> nn.Module:
         """Return the model that a seed begins with."""
-        return self.workload.make_model(seed)
+        if self.network is None:
+            return self.workload.make_model(seed)
+        torch.manual_seed(seed)
+        return self.network()
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         """Return the loss on the batch of a step and rank."""
@@ -122,50 +139,21 @@ class Text:
         return self.workload.evaluate(model, rank=0, world_size=4).loss
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch norm, beside a shortcut."""
+class Vgg(nn.Module):
+    """The VGG-16 of ``papers/``, 18 wide, for digits: every pixel is 4 x 4 pixels of three channels."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )
-        self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features."""
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet() -> nn.Module:
-    """Return a ResNet with batch norm, of 78,186 parameters."""
-    stem = nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
-    blocks = Residual(32, 32, 1), Residual(32, 64, 2)
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
-class Vit(nn.Module):
-    """A transformer over 16 patches of 2 x 2 pixels, of 69,066 parameters."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.patches, self.head = nn.Linear(4, width), nn.Linear(width, 10)
-        self.places = nn.Parameter(0.02 * torch.randn(16, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(
-            layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False
-        )
+        self.network = vgg16_cifar10(width=18)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits `[batch, 10]`."""
-        patches = F.unfold(images, 2, stride=2).transpose(1, 2)
-        return self.head(self.body(self.patches(patches) + self.places).mean(1))
+        return self.network(F.interpolate(images, scale_factor=4).expand(-1, 3, -1, -1))
+
+
+def lstm() -> nn.Module:
+    """Return the language model of ``papers/``, 256 wide, of bytes, without dropout."""
+    return LstmLanguageModel(vocabulary=256, width=256, dropout=0.0)
 
 
 def wide() -> nn.Module:
@@ -194,17 +182,27 @@ TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ..
                 {0.0: (0.3, 1.0, 3.0), 0.9: (0.03, 0.1, 0.3)},
             ),
             "wide": (lambda: Digits(wide), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
-            "resnet": (lambda: Digits(resnet), 200, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03, 0.1)}),
-            "vit": (lambda: Digits(Vit), 200, {0.0: (0.03, 0.1, 0.3), 0.9: (0.01, 0.03)}),
+            "resnet": (lambda: Digits(ResNet), 200, {0.0: (0.1, 0.3, 0.6), 0.9: (0.03, 0.1)}),
+            "vit": (
+                lambda: Digits(lambda: VisionTransformer(64, 2)),
+                500,
+                {0.0: (0.05, 0.1), 0.9: (0.005, 0.01)},
+            ),
             "bytes-280k": (
                 lambda: Text(8, context=64, layers=2, width=96),
                 200,
-                {0.0: (1.0, 3.0), 0.9: (0.1, 0.3)},
+                {0.0: (0.5, 1.0), 0.9: (0.1, 0.3)},
             ),
             "demo": (
                 lambda: Text(4, context=None, layers=None, width=None),
-                160,
-                {0.0: (1.0,), 0.9: (0.1, 0.2)},
+                80,
+                {0.0: (0.5, 1.0), 0.9: (0.1, 0.2)},
+            ),
+            "vgg16": (lambda: Digits(Vgg, 8, 8), 100, {0.0: (0.1, 0.3), 0.9: (0.01, 0.03)}),
+            "lstm": (
+                lambda: Text(5, lstm, clip=0.25, context=35, layers=None, width=None),
+                150,
+                {0.0: (10.0, 20.0), 0.9: (1.0, 2.0)},
             ),
         }
     )
@@ -215,8 +213,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "dense": {"algorithm": "dense"},
         "default": {},
         "1 %": {"density": 0.01},
-        "1 %, corrected": {"density": 0.01, "corrects": True},
-        "1 %, 30 dense steps": {"density": 0.01, "warmup_steps": 30},
+        "10 %": {"density": 0.1},
+        "1 % corrected": {"density": 0.01, "corrects": True},
+        "1 % after 30 dense steps": {"density": 0.01, "warmup_steps": 30},
     }
 )
 
@@ -255,6 +254,7 @@ def make(run: Mapping[str, Any], bar: Callable[[int], None]) -> dict[str, Any]:
             for slot, parameter in zip(unit.slots, model.parameters(), strict=True):
                 average = flat[slot.start : slot.start + slot.size]
                 parameter.grad.copy_(average.view_as(parameter))
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
             optimizer.step()
             if comm.rank == 0:
                 bar(steps)
@@ -308,20 +308,23 @@ class Runs:
         print(f"{name}: loss {row['loss']:.4g}, {row['seconds']} s", flush=True)
         return row
 
-    def best_rate(self, task: str, momentum: float, seed: int, *, makes: bool) -> float | None:
-        """Return dense SGD's best rate, by its runs with one seed; None if none has ended well."""
+    def best_rate(
+        self, task: str, momentum: float, seeds: Sequence[int], *, makes: bool
+    ) -> float | None:
+        """Return dense SGD's best rate by the mean over seeds; None if none has ended well."""
         _, steps, rates = TASKS[task]
-        base = {"task": task, "steps": steps, "momentum": momentum}
-        found = [
-            self.get({**base, "lr": lr, "method": "dense", "seed": seed}, makes=makes)
-            for lr in rates[momentum]
-        ]
-        losses = {row["lr"]: row["loss"] for row in found if row}
-        finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-        return min(finite, key=lambda lr: finite[lr]) if finite else None
+        base = {"task": task, "steps": steps, "momentum": momentum, "method": "dense"}
+        losses: dict[float, list[float]] = {lr: [] for lr in rates[momentum]}
+        for seed in seeds:
+            found = [self.get({**base, "lr": lr, "seed": seed}, makes=makes) for lr in losses]
+            if all(found):  # a report may come before the last seeds
+                for row in found:
+                    losses[row["lr"]].append(row["loss"])
+        means = {lr: fmean(its) for lr, its in losses.items() if its and math.isfinite(sum(its))}
+        return min(means, key=lambda lr: means[lr]) if means else None
 
 
-def report(runs: Runs, first_seed: int) -> str:
+def report(runs: Runs, seeds: Sequence[int]) -> str:
     """Return the page."""
     others = [m for m in METHODS if m != "dense" and any(r["method"] == m for r in runs.done)]
     lines = [
@@ -339,23 +342,20 @@ def report(runs: Runs, first_seed: int) -> str:
     ]
     for task, (_, steps, rates) in TASKS.items():
         for momentum in rates:
-            lr = runs.best_rate(task, momentum, first_seed, makes=False)
+            lr = runs.best_rate(task, momentum, seeds, makes=False)
             cell = {"task": task, "steps": steps, "momentum": momentum, "lr": lr}
             rows = [row for row in runs.done if cell.items() <= row.items()]
             dense = {row["seed"]: row["loss"] for row in rows if row["method"] == "dense"}
             shown = [row for row in rows if row["method"] == "default" and row["seed"] in dense]
             if lr is None or not shown:
                 continue
-            base = {key: cell[key] for key in ("task", "steps", "momentum")}
-            base |= {"method": "dense", "seed": first_seed}
-            tried = sum(base.items() <= row.items() for row in runs.done)
             cells, first = [], shown[0]
             for method in others:
                 its = [row for row in rows if row["method"] == method and row["seed"] in dense]
                 cells.append(_over([row["loss"] / dense[row["seed"]] for row in its]))
             lines.append(
-                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} | {lr:g} of {tried} "
-                f"| {len(shown)} | "
+                f"| {task} | {first['parameters']:,} | {steps} | {momentum:g} "
+                f"| {lr:g} of {len(rates[momentum])} | {len(shown)} | "
                 f"{fmean(dense[row['seed']] for row in shown):.3g} | {' | '.join(cells)} | "
                 f"{first['density']:.2g} | {fmean(row['bytes'] for row in shown):.3g} |"
             )
@@ -384,13 +384,13 @@ def main() -> None:
     runs, seeds = Runs(OUT.with_suffix("") / "results.jsonl"), [int(seed) for seed in given.seeds]
     for task in [] if given.report else given.tasks:
         for momentum in map(float, given.momenta):
-            lr = runs.best_rate(task, momentum, seeds[0], makes=True)
+            lr = runs.best_rate(task, momentum, seeds, makes=True)
             cell = {"task": task, "steps": TASKS[task][1], "momentum": momentum, "lr": lr}
             for seed in seeds:
                 for method in ["dense", *given.methods]:
                     runs.get({**cell, "method": method, "seed": seed})
-            OUT.write_text(report(runs, seeds[0]))
-    OUT.write_text(report(runs, seeds[0]))
+            OUT.write_text(report(runs, seeds))
+    OUT.write_text(report(runs, seeds))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ peak is what the program asked for.  Both are measured.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import platform
@@ -116,6 +117,7 @@ def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: 
 
 def main() -> None:
     """Measure and write the table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     n = elements(WIDTH)
     lines = [
         "# Peak memory over plain DDP",

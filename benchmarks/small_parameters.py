@@ -11,9 +11,9 @@ every parameter.  A CASE (a part of its name) is printed only.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +136,11 @@ def measure(
 
 def main() -> None:
     """Measure, and write the table."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "case", nargs="?", default="", help="part of a name: only these, and only printed"
+    )
+    wanted = parser.parse_args().case
     lines = [
         "# A training step with many small parameters, over plain DDP's",
         "",

@@ -15,6 +15,7 @@ which are therefore smaller than those for a new task may be.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -325,6 +326,7 @@ def report(data: Sequence[Observation], found: Fit) -> str:
 
 def main() -> None:
     """Fit, report, and write the coefficients into the package."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     data = observations(Results(DATA).rows)
     found = fit(data)
     OUT.write_text(report(data, found), encoding="utf-8")

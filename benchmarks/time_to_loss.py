@@ -29,6 +29,7 @@ the fit has SGD's curves of a third model. (There PowerSGD's start counts on nei
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -280,6 +281,7 @@ def report(
     curves: Sequence[Row], surfaced: Sequence[Row], said: Mapping[str, Sequence[Said]]
 ) -> str:
     """Write the page."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [*curves, *surfaced]
     timed = cells(rows)
     found = list(times(rows, timed))

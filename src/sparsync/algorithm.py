@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +17,12 @@ from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
-__all__ = ["FREE_ENTRIES", "Algorithm", "check_density", "default_density"]
+__all__ = ["LARGE", "Algorithm", "check_density", "default_density"]
 
-# What a step may carry at no cost that anybody notices.  Packed, 10,000 entries of 3.1 bytes are at most
-# 16 KB to one other rank, about what TCP sends before it waits for an answer (10 segments, RFC 6928), and
-# take a millisecond or two at 100 Mbit/s, as a round of small messages does (benchmarks/transports.md).
-# 1 % of a million elements is as many, so larger models send what they would without this floor.
-FREE_ENTRIES = 10_000
+# From this many elements on 1 % is exchanged.  The steps that delay costs grow as a model shrinks, and
+# the seconds that fewer bytes save fall: below, density rises with the power of 3/2, to 1 at 46,415.
+LARGE = 1_000_000
+USUAL_DENSITY = 0.01
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,18 @@ class Algorithm:
 
 
 def default_density(elements: int) -> float:
-    """Return the part of a model's gradient that is exchanged where nobody says: 1 %, or what is free.
+    """Return the part of a model's gradient that is exchanged where nobody says: 1 %, more of small ones.
 
-    Delay costs steps, most of all where momentum or a high learning rate acts on what comes late; below
-    ``FREE_ENTRIES`` a shorter message saves nothing.
+    Delay costs steps, most of all where momentum or a high learning rate acts on what comes late.  Below
+    ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, and of up to 46,415
+    all.
 
     Example:
-        >>> [default_density(elements) for elements in (5_000, 40_000, 1_000_000, 25_000_000)]
-        [1.0, 0.25, 0.01, 0.01]
+        >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
+        [1.0, 0.316, 0.061, 0.01, 0.01]
     """
-    return max(0.01, min(1.0, FREE_ENTRIES / max(elements, 1)))
+    smaller = max(1.0, LARGE / max(elements, 1))
+    return min(1.0, USUAL_DENSITY * smaller * math.sqrt(smaller))
 
 
 def check_density(density: float) -> float:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsync
 from sparsync import Correction
+from sparsync.algorithm import default_density
 from sparsync.averaging import AdaptivePeriod
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.units import local_of
@@ -95,8 +96,8 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
 @on_ranks(4)
 def test_the_default_density_is_that_of_the_whole_model_on_every_shard():
     """Checkpoints and parts of a replica compare it; uneven shards alone would differ."""
-    mesh, wide = grid(), torch.nn.Linear(150, 201)  # 101 and 100 rows
-    for module, density in ((wide, 10_000 / (151 * 201)), (Net(), 1.0)):
+    mesh, wide = grid(), torch.nn.Linear(300, 201)  # 101 and 100 rows
+    for module, density in ((wide, default_density(301 * 201)), (Net(), 1.0)):
         net = fully_shard(module, mesh=mesh["shard"])
         with small_model.attach(net, "budgeted", replicate=mesh["replicate"], density=None) as sync:
             assert gathered(sync.reducer.plan.density) == [density] * 4

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import simulate
-from sparsync.algorithm import FREE_ENTRIES
+from sparsync.algorithm import LARGE, default_density
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
@@ -30,26 +30,33 @@ def settings(density=None, algorithm="budgeted", **compression):
 
 
 @pytest.mark.parametrize(
-    ("elements", "density", "whole", "said"),
+    ("elements", "entries", "said"),
     [
-        (520, 1.0, True, "exchanges all 520 gradient entries"),
-        (FREE_ENTRIES, 1.0, True, "exchanges all 10,000"),
-        (40_000, 0.25, False, "exchanges 25 % of 40,000"),
-        (1_000_000, 0.01, False, "exchanges 1 % of 1,000,000"),
-        (25_000_000, 0.01, False, "exchanges 1 % of 25,000,000"),
+        (520, 520, "exchanges all 520 gradient entries"),
+        (46_415, 46_415, "exchanges all 46,415"),
+        (100_000, 31_623, "exchanges 31.6 % of 100,000"),
+        (280_000, 18_898, "exchanges 6.75 % of 280,000"),
+        (LARGE, 10_000, "exchanges 1 % of 1,000,000"),
+        (25_000_000, 250_000, "exchanges 1 % of 25,000,000"),
     ],
 )
-def test_small_models_are_exchanged_whole_and_large_ones_as_before(
-    elements, density, whole, said, capsys
-):
+def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, entries, said, capsys):
     options = settings().for_size(elements, says=True)
-    assert options.density == density
+    assert options.density == default_density(elements)
     (unit,) = options.units([("w", torch.empty(elements))], nn.Linear(1, 1))
-    assert unit.dense == whole
-    assert unit.entries(density) == max(min(elements, FREE_ENTRIES), round(elements / 100))
+    assert unit.dense == (entries == elements)
+    assert unit.entries(options.density) == entries
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and line.endswith("(density= decides otherwise)")
-    assert ("fewer would cost no less" in line) == (elements <= 1_000_000)
+    assert said in line and "(density= decides otherwise)" in line
+    assert line.endswith("delay costs more than bytes") == (elements < LARGE)
+    assert line.endswith("give density=0.1") == (elements >= LARGE)
+
+
+def test_density_falls_with_size_to_the_usual_one():
+    found = [default_density(10 * 2**power) for power in range(24)]
+    assert found == sorted(found, reverse=True) and found[0] == 1.0
+    assert {default_density(size) for size in (LARGE, LARGE + 1, 10**11)} == {0.01}
+    assert default_density(LARGE - 1) == pytest.approx(0.01, rel=1e-5)  # no jump
 
 
 def test_a_density_that_was_given_is_taken_as_given(capsys):
@@ -116,11 +123,11 @@ def test_small_networks_train_as_with_dense_sgd(make_model, lr, momentum):
     assert loss <= 1.15 * dense + 1e-12 and not notices
 
 
-def test_a_network_above_what_is_free_keeps_up_with_dense_sgd():
+def test_a_network_that_is_not_exchanged_whole_keeps_up_with_dense_sgd():
     def network():
-        return nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 8))
+        return nn.Sequential(nn.Linear(64, 1_400), nn.ReLU(), nn.Linear(1_400, 8))
 
-    assert sum(p.numel() for p in network().parameters()) > 2 * FREE_ENTRIES
+    assert default_density(sum(p.numel() for p in network().parameters())) < 1 / 3
     dense, _ = train(network, 0.01, 0.9, density=1.0)
     loss, notices = train(network, 0.01, 0.9)
     assert loss <= 1.15 * dense and not notices

@@ -73,7 +73,7 @@ def attach(
             DDP measures the group, and takes dense gradients where those are sooner at a loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
             ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
-            million parameters 10,000 entries, and all of what is no larger; rank 0 says which, once.
+            million parameters more, up to all of 46,000 (``default_density``); rank 0 says it, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
             an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
             with the optimizer's steps.

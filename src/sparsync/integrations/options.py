@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsync.algorithm import FREE_ENTRIES, default_density
+from sparsync.algorithm import LARGE, default_density
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import agree_on_reducer
 from sparsync.feedback.correction import Correction
@@ -202,12 +202,16 @@ class Options:
         density, given = default_density(elements), self.compression
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
-            said = f"all {elements:,} gradient entries on every step: fewer would cost no less"
+            said = f"all {elements:,} gradient entries on every step"
             given = replace(given, compress=given.compress or _nothing)
-        elif elements * density <= FREE_ENTRIES:
-            said += ": fewer would cost no less"
+        lag = "in a model this small, delay costs more than bytes"
+        if elements >= LARGE:
+            lag = (
+                f"the others wait, some {1 / density:.0f} steps, which a training of a few hundred "
+                "feels: there give density=0.1"
+            )
         if says:
-            say(f"exchanges {said} (density= decides otherwise)")
+            say(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:

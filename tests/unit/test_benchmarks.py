@@ -1,0 +1,48 @@
+"""Every script of ``benchmarks/`` answers ``--help``, and does nothing else then."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+# one process for all: most of the time goes into importing torch
+ASK = """
+import contextlib, io, os, runpy, sys
+
+root, *scripts = sys.argv[1:]
+written = []
+
+def watch(event, given):
+    writes = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
+    if (writes or event == "os.mkdir") and str(given[0]).startswith(root):
+        written.append(given[0])
+
+sys.addaudithook(watch)
+sys.path.insert(0, root)
+for script in scripts:
+    sys.argv, said, end = [script, "--help"], io.StringIO(), "no exit"
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as error:
+            end = error.code
+    if end or "usage: " not in said.getvalue() or written:
+        print(script, "ended with", end, "said", said.getvalue()[:200], "and wrote", written)
+        written.clear()
+"""
+
+
+def test_every_script_answers_help_and_writes_nothing(tmp_path):
+    files = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+    assert len(files) > 30
+    told = subprocess.run(
+        [sys.executable, "-B", "-c", ASK, *map(str, (BENCHMARKS, *files))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert told.returncode == 0 and not told.stdout, told.stdout + told.stderr[-2000:]

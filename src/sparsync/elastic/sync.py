@@ -207,7 +207,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             self._take_over(extras, self._optimizers)
             if self._weights() != extras["weights"]:
                 raise PeerError(
-                    f"step {step}: the weights that this rank has caught up with are not those of the "
+                    f"{self.reducer.comm.ledger.place(step)}: the weights that this rank has caught up with are not those of the "
                     "others; is all that is done between backward() and the optimizer's step equal on "
                     "all ranks, and done to gradients alone?"
                 )

@@ -383,14 +383,18 @@ class OuterStep(Averager):
         await self.deliver(weights, step)
         return weights.vector
 
-    async def deliver(self, weights: Weights, step: int) -> None:
+    async def deliver(self, weights: Weights, step: int | None = None) -> None:
         """Finish the exchanges under way, then deliver all that is left, uncompressed.
+
+        Args:
+            weights: this rank's.
+            step: local steps that it has done; None: as counted by ``step()``.
 
         Raises:
             PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
         """
         await self.land(weights)
-        await self._meet(step)
+        await self._meet(self.steps if step is None else step)
         missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
         for part, its in enumerate(await self.contributions.weigh_all(reducer)):
             span = self.layout.fragments[part].span

@@ -526,7 +526,7 @@ class UpdateSync(Sync):
     def finish(self) -> None:
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
-        run(self.outer.deliver(self._weights, self.outer.steps))
+        run(self.outer.deliver(self._weights))
         self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------

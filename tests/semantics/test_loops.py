@@ -214,7 +214,7 @@ def quiet(training, column):
     return training.called.no_sync() if column == "attach" else nullcontext()
 
 
-def assert_follows(column, iteration, gradient, optimizer=sgd):
+def assert_follows(column, iteration, gradient, optimizer=sgd, after=lambda training: None):
     """Assert that an iteration is one step, by the mean over ranks of ``gradient(model, step, rank)``."""
     training, twin = Training(column, network(), 1.0, optimizer=optimizer), network()
     for step in range(STEPS):
@@ -227,6 +227,7 @@ def assert_follows(column, iteration, gradient, optimizer=sgd):
         for name, parameter in twin.named_parameters():
             parameter.grad = mean[name].to(parameter.dtype)
         sgd(twin.parameters()).step()
+    after(training)
     training.finish()
     assert_close(weights(training.net), weights(twin), 1e-5, "one process")
     training.close()
@@ -269,12 +270,14 @@ def test_a_pass_of_one_rank(column, folder):
             with quiet(training, column):
                 mean_square(training.called, 9, 0).backward()
             training.optimizer.zero_grad()
-        if step == STEPS - 1 and training.attaches:
-            sparsync.save(training.handle, folder)
-            sparsync.load(training.handle, folder)
         mean_square(training.called, step, here()).backward()
 
-    assert_follows(column, iteration, gradient_of)
+    def resume(training):
+        if training.attaches:
+            sparsync.save(training.handle, folder)
+            sparsync.load(training.handle, folder)
+
+    assert_follows(column, iteration, gradient_of, after=resume)
 
 
 @practice(

@@ -436,7 +436,7 @@ def test_update_space_adam_keeps_replicas_equal(moment):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is published, but for what it perturbs: every second input of two layers."""
+    """Sharpness-aware minimisation as it is published, but for what it perturbs: every second input."""
 
     def __init__(self, parameters):
         self.base_optimizer = torch.optim.AdamW(parameters, lr=0.01)

@@ -266,7 +266,9 @@ def test_dropped_gradients(column):
 )
 def test_a_pass_of_one_rank(column, folder):
     def iteration(training, step):
-        if step == STEPS - 1 and here() == 0:  # DDP makes its buckets anew in the second pass of all
+        if (
+            step == STEPS - 1 and here() == 0
+        ):  # DDP makes its buckets anew in the second pass of all
             with quiet(training, column):
                 mean_square(training.called, 9, 0).backward()
             training.optimizer.zero_grad()
@@ -295,7 +297,7 @@ def test_a_micro_batch_without_a_loss(column):
 
 practice(
     "an iteration that some ranks leave out (`continue` without a batch, or where a loss is NaN)",
-    attach="refused. The others wait for its `backward()`, and raise at their deadline, as plain DDP does. "
+    attach="refused. The others wait for its `backward()`, and raise at their deadline, as plain DDP's. "
     "(tests/distributed/test_faults.py::test_a_frozen_rank_is_named_at_the_deadline)",
     updates="refused. `finish()` and `save` name both counts of local steps. Call `sync.step()` instead. "
     "(tests/distributed/test_updates.py"
@@ -412,7 +414,7 @@ def _adamw(parameters):
 @practice(
     "sharpness-aware minimisation (SAM): two passes, and one step of the optimizer inside",
     attach="works. With the first pass within `no_sync()`, as its authors do.",
-    updates="works. Give `attach` the wrapper or the optimizer inside. All exchanges begin on weights that "
+    updates="works. Give `attach` the wrapper or the optimizer inside. Exchanges begin on weights that "
     "are not perturbed. (tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
     local="works. Both passes are local; call `step()` once per iteration.",
 )
@@ -465,7 +467,6 @@ def test_subclasses_of_optimizers(column):
 
     sgd(network().parameters())
     assert_follows(column, iteration, gradient_of, lambda given: Outer(given, lr=RATE))
-
 
 
 @practice(

@@ -107,7 +107,7 @@ def test_what_a_scaler_skips_counts_once(wrap, told, make):
 
 
 def test_a_skipped_step_is_not_measured():
-    """Gradients that a fused optimizer did not take have the scale still: others' noise drowns in them."""
+    """Gradients that a fused optimizer did not take have the scale still: noise drowns in them."""
     model, scaler = net(), torch.amp.GradScaler("cpu")
     optimizer = fused(model.parameters())
     with sparsync.attach(model, optimizer) as sync:

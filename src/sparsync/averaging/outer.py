@@ -444,7 +444,7 @@ class OuterStep(Averager):
     # ---- applied to a model -----------------------------------------------------------------------
 
     def _close_books(self, comm: Communicator) -> None:
-        """The reducer does, after every exchange."""
+        """Leave it to the reducer, which does so after every exchange."""
 
     @property
     def reducer(self) -> Reducer:

@@ -188,8 +188,9 @@ class Attendance:
         members, reached = self.members, self.reducer.step
         while not members.left:
             if self.reducer.step < reached:
+                place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
-                    f"{self.reducer.comm.ledger.place(reached - 1)}: the others do it again without this rank, which has applied it "
+                    f"{place}: the others do it again without this rank, which has applied it "
                     "alone; take the weights from one of them"
                 )
             try:

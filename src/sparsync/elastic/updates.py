@@ -297,8 +297,9 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             if done in catch_up.log:
                 outer.repeat(*catch_up.log[done])
         if self._shared_weights() != extras["weights"]:
+            place = self.reducer.comm.ledger.place(step)
             raise PeerError(
-                f"{self.reducer.comm.ledger.place(step)}: the shared weights that this rank has caught up with are not those of the "
+                f"{place}: the shared weights that this rank has caught up with are not those of the "
                 "others; has one of them another processor, or another build of torch?"
             )
         if (noise := self._weights.noise) is not None:  # its random signs must be the others'

@@ -407,7 +407,7 @@ class UpdateSync(Sync):
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
-        """A node's ranks average in every local step."""
+        """Count the local steps of a node's ranks, which average in every one."""
         if (node := self._weights.node) is not None:
             node.comm.ledger.begin_step(self.outer.steps)
 

@@ -96,7 +96,7 @@ def unequal_steps(least: int, most: int, here: int) -> str:
     """Return in words that ranks have done different numbers of local steps, and what to do."""
     return (
         f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
-        "on some ranks (no batch, no loss), call sync.step() there, as often as the others' optimizers step"
+        "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
     )
 
 

@@ -420,6 +420,8 @@ class UpdateSync(Sync):
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
 
+        Call it yourself in place of an iteration that this rank leaves out and others do not.
+
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             CommunicationError: a peer is gone, or took longer than the timeout.

@@ -103,7 +103,8 @@ class Monitor:
         sparse = [v.values for v in selected if not isinstance(v, DenseVector) and v.nnz]
         if sparse:
             values["threshold"] = min(float(entries.abs().min()) for entries in sparse)
-        self._pending.append((step, values))
+        local = self._ledger.local_step
+        self._pending.append((step if local is None else local, values))
 
     def write(self) -> None:
         """Hand on what was recorded, in the order of steps.

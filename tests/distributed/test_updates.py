@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import sparsync
 from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
-from sparsync.errors import PeerError
+from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations import soonest
 from sparsync.integrations.updates import UpdateSync
@@ -141,9 +142,9 @@ def test_transports_agree_with_the_simulator(settings):
 
 @on_ranks(2)
 def test_a_step_that_only_one_rank_skips_still_counts():
-    """As a GradScaler skips it: under DDP also if nobody told us of the scaler."""
-    for told in (True, False):
-        net = ddp_model()
+    """As a GradScaler skips it, also if nobody told us of the scaler."""
+    for told, wrap in itertools.product((True, False), (ddp_model, model)):
+        net = wrap()
         optimizer, scaler = (
             torch.optim.AdamW(net.parameters(), lr=0.01),
             torch.amp.GradScaler("cpu"),
@@ -159,8 +160,7 @@ def test_a_step_that_only_one_rank_skips_still_counts():
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            net(batch(0)[0])  # where nobody told us, the next forward pass counts
-            assert sync.stats()["local_steps"] == 7
+                assert sync.stats()["local_steps"] == step + 1
             assert flat(net).isfinite().all()
             sync.finish()
             assert same_everywhere(flat(net))
@@ -435,27 +435,109 @@ def test_update_space_adam_keeps_replicas_equal(moment):
 # ---- practices that write to the weights between steps -----------------------------------------------
 
 
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it is published, but for what it perturbs: every second input."""
+
+    def __init__(self, parameters):
+        self.base_optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        super().__init__(self.base_optimizer.param_groups, {})
+        self.param_groups = self.base_optimizer.param_groups
+        (self.perturbed,) = (group["params"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def first_step(self):
+        self.old = [p.data.clone() for p in self.perturbed]
+        for p in self.perturbed:
+            if p.dim() == 2 and p.shape[1] == 30:
+                p[:, 1::2].add_(p.grad[:, 1::2], alpha=0.05 / float(p.grad.norm()))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, its in zip(self.perturbed, self.old, strict=True):
+            p.data = its
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        closure()
+        self.first_step()
+        closure()
+        self.second_step()
+
+
 @on_ranks(2)
-def test_sam_steps_once_per_iteration():
-    """Its second pass is from weights that it has perturbed itself, on each rank by its own gradients."""
-    net = ddp_model()
-    optimizer = adam(net)
-    with sparsync.attach(net, optimizer) as sync:
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(net, step)
-            with torch.no_grad():
-                before = [p.detach().clone() for p in net.parameters()]
-                for p in net.parameters():
-                    p.add_(p.grad, alpha=0.05 / float(p.grad.norm()))
-            optimizer.zero_grad()
-            backward(net, step)
-            for p, its in zip(net.parameters(), before, strict=True):
-                p.data.copy_(its)
-            optimizer.step()
-        assert sync.stats()["local_steps"] == 4
+@pytest.mark.parametrize("wrap", [ddp_model, model])
+@pytest.mark.parametrize("closure", [False, True])
+def test_sam_steps_once_per_iteration(wrap, closure):
+    """Its second pass is from weights that it has perturbed itself, on each rank by its own gradients.
+
+    A look at a few of the weights need not notice that, as where norms alone are perturbed.  At a period
+    of 3 every exchange begins on weights that are not perturbed.
+    """
+    net = wrap()
+    optimizer = Sam(net.parameters())
+    outer = OuterStep(algorithm="dense", density=1.0, period=3, residual="weights")
+    with sparsync.attach(net, optimizer, outer, exchange="updates") as sync:
+        for step in range(7):
+            if closure:
+                optimizer.step(lambda step=step: backward(net, step))
+            else:
+                backward(net, step)
+                optimizer.first_step()
+                backward(net, step)
+                optimizer.second_step()
+            assert sync.stats()["local_steps"] == step + 1
+            assert same_everywhere(flat(net)) == (step % 3 == 2)
         sync.finish()
         assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
+    """And in an exchange that others do not take part in: with both counts, exchanges by that word."""
+    net, rank = model(), dist.get_rank()
+    optimizer, carried = adam(net), sparsync.Transport(transport, timeout=20.0)
+    outer = OuterStep(algorithm="dense", density=1.0, period=4, residual="weights")
+    sync = sparsync.attach(net, optimizer, outer, exchange="updates", transport=carried)
+    for step in range(5):
+        step_of(net, optimizer, step)
+    both, more = "ranks have done 5 to 6 local steps, this one", "call sync.step() there"
+    if rank == 0:
+        sync.step()
+    before = flat(net)
+    with refused(f"finish(): {both} {6 - rank}", more, error=PeerError):
+        sync.finish()
+    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+        sparsync.save(sync, folder / "run")
+    assert torch.equal(flat(net), before) and not list(folder.glob("run/*step*"))
+    if rank == 1:
+        sync.step()
+    assert sparsync.save(sync, folder / "run").name == "000001-step-00000006"
+    if transport == "torch":  # whose messages have no headers: they wait for the deadline
+        sync.close()
+        return
+    here, there = ("exchange 1, local step 7", "exchange 1, local step 6")[:: 1 - 2 * rank]
+    with refused(f"rank {rank}, {here}: ", f"rank {1 - rank} sent one of {there}", error=PeerError):
+        if rank == 0:
+            sync.step()
+            sync.step()  # the period closes
+        else:
+            sync.finish()
+    sync.close()
+
+
+@on_ranks(2)
+def test_finish_is_named_where_another_rank_exchanges(folder):
+    net, rank = model(), dist.get_rank()
+    outer = OuterStep(algorithm="dense", density=1.0, period=2, fragments=2, residual="weights")
+    sync = sparsync.attach(net, adam(net), outer, transport=sparsync.Transport(timeout=20.0))
+    with refused("in phase 'finish'" if rank else "phase 'finish'", error=PeerError):
+        sync.finish() if rank else sync.step()
+    sync.close()
 
 
 @on_ranks(2)

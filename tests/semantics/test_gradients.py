@@ -13,6 +13,7 @@ from tests.on_ranks import refused
 from .models import Odd, Words
 from .practice import section
 from .training import (
+    RATE,
     SPARSE,
     Training,
     added,
@@ -225,9 +226,9 @@ _OWN_SCALE = "works. Every rank has a scale of its own;"
     "AMP: `GradScaler`, with an overflow on one rank",
     attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
     "residuals are unchanged.",
-    updates=f"{_OWN_SCALE} a step that one rank skips counts there, too: at `scaler.update()` with "
-    "`Monitoring(scaler=...)`; without, under DDP, at the next forward pass, before which gradients are "
-    "set to zero. (tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
+    updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips counts there, too, whether or not "
+    "`Monitoring(scaler=...)` is given. "
+    "(tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
     UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "
     "no scaler.",
     averaging=f"{_OWN_SCALE} a rank that skips its step averages its previous model.",
@@ -236,8 +237,13 @@ def test_scaler(column):
     if column == "UpdateSpace":
         _update_space_takes_no_scaler()
         return
+    _scaled(column, sgd)
+
+
+def _scaled(column, optimizer):
     attach = column == "attach"
-    training = Training(column, network(), **({"nonfinite": "propagate"} if attach else {}))
+    settings = {"nonfinite": "propagate"} if attach else {}
+    training = Training(column, network(), optimizer=optimizer, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         training.optimizer.zero_grad()
@@ -274,6 +280,17 @@ def _update_space_takes_no_scaler():
         scaler.step(training.optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(training.optimizer)
     assert equal_on_all_ranks(weights(training.net))
+
+
+@practice(
+    "AMP: `GradScaler` with a fused optimizer, which is called for a step that it is to skip",
+    attach="works. As without `fused=True`.",
+    updates="works. A step that is skipped moves no weight, and counts. "
+    "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
+    averaging="works. As without `fused=True`.",
+)
+def test_fused_scaler(column):
+    _scaled(column, lambda parameters: torch.optim.SGD(parameters, lr=RATE, fused=True))
 
 
 @practice(

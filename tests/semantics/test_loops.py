@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from .practice import section
 from .training import (
     RATE,
     SPARSE,
+    STEPS,
     Training,
     added,
     assert_close,
@@ -203,6 +205,107 @@ def test_failing_forward(column):
     same_training(column, before=fail_on_one_rank)
 
 
+def counted(training):
+    """Return the steps that sparsync has counted."""
+    handle = training.handle
+    return handle.steps if hasattr(handle, "steps") else handle.reducer.step
+
+
+def quiet(training, column):
+    return training.called.no_sync() if column == "attach" else nullcontext()
+
+
+def assert_follows(column, iteration, gradient, optimizer=sgd, after=lambda training: None):
+    """Assert that an iteration is one step, by the mean over ranks of ``gradient(model, step, rank)``."""
+    training, twin = Training(column, network(), 1.0, optimizer=optimizer), network()
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        iteration(training, step)
+        training.step()
+        assert counted(training) == step + 1
+        ranks = dist.get_world_size()
+        mean = added(*((1 / ranks, gradient(twin, step, rank)) for rank in range(ranks)))
+        for name, parameter in twin.named_parameters():
+            parameter.grad = mean[name].to(parameter.dtype)
+        sgd(twin.parameters()).step()
+    after(training)
+    training.finish()
+    assert_close(weights(training.net), weights(twin), 1e-5, "one process")
+    training.close()
+
+
+def gradient_of(model, step, rank):
+    model.zero_grad()
+    mean_square(model, step, rank).backward()
+    return gradients(model)
+
+
+_COUNTED = "works. Gradients are local, so they are dropped; only the optimizer's step counts."
+_QUIET = "Within `no_sync()`, or by `torch.autograd.grad`;"
+
+
+@practice(
+    "a backward pass whose gradients are dropped: adversarial inputs (FGSM), a GAN's other player",
+    attach=f"works. {_QUIET} else it is exchanged as any other, as by plain DDP, and what is not "
+    "delivered of it comes with the next.",
+    local=_COUNTED,
+)
+def test_dropped_gradients(column):
+    def iteration(training, step):
+        with quiet(training, column):
+            mean_square(training.called, step + 9, here()).backward()
+        training.optimizer.zero_grad()
+        mean_square(training.called, step, here()).backward()
+
+    assert_follows(column, iteration, gradient_of)
+
+
+@practice(
+    "a pass that one rank does alone (`find_executable_batch_size`)",
+    attach="works. Within `no_sync()`; else it waits for the other ranks, as under plain DDP.",
+    local=_COUNTED,
+)
+def test_a_pass_of_one_rank(column, folder):
+    def iteration(training, step):
+        if (
+            step == STEPS - 1 and here() == 0
+        ):  # DDP makes its buckets anew in the second pass of all
+            with quiet(training, column):
+                mean_square(training.called, 9, 0).backward()
+            training.optimizer.zero_grad()
+        mean_square(training.called, step, here()).backward()
+
+    def resume(training):
+        if training.attaches:
+            sparsync.save(training.handle, folder)
+            sparsync.load(training.handle, folder)
+
+    assert_follows(column, iteration, gradient_of, after=resume)
+
+
+@practice(
+    "accumulation without `no_sync()`, a micro-batch without a loss on one rank",
+    attach="works. That rank's part of its exchange is zero.",
+    local="works. Gradients are local; the optimizer's step counts, whatever is in them.",
+)
+def test_a_micro_batch_without_a_loss(column):
+    def loss(model, number, rank):
+        value = mean_square(model, number, rank)
+        return value * 0.0 if rank == 1 and number % 2 == 0 else value
+
+    same_training(column, micro=2, no_sync=False, loss=loss)
+
+
+practice(
+    "an iteration that some ranks leave out (`continue` without a batch, or where a loss is NaN)",
+    attach="refused. The others wait for its `backward()`, and raise at their deadline, as plain DDP's. "
+    "(tests/distributed/test_faults.py::test_a_frozen_rank_is_named_at_the_deadline)",
+    updates="refused. `finish()` and `save` name both counts of local steps. Call `sync.step()` instead. "
+    "(tests/distributed/test_updates.py"
+    "::test_other_numbers_of_steps_are_told_by_finish_and_save)",
+)
+
+
 practice = section(__name__, "Optimizers")
 
 
@@ -352,6 +455,93 @@ _TWICE = (
     "(tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
 )
 practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
+
+
+@practice(
+    "sharpness-aware minimisation (SAM): two passes, and one step of the optimizer inside",
+    attach="works. With the first pass within `no_sync()`, as its authors do.",
+    updates="works. Give `attach` the wrapper or the optimizer inside. Exchanges begin on weights that "
+    "are not perturbed. (tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
+    local="works. Both passes are local; call `step()` once per iteration.",
+)
+def test_sam(column):
+    def climb(model):
+        before = [parameter.data.clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad, alpha=0.1)
+        model.zero_grad()
+        return before
+
+    def descend(model, before):
+        for parameter, its in zip(model.parameters(), before, strict=True):
+            parameter.data = its
+
+    def iteration(training, step):
+        with quiet(training, column):
+            mean_square(training.called, step, here()).backward()
+        before = climb(training.net)
+        mean_square(training.called, step, here()).backward()
+        descend(training.net, before)
+
+    def gradient(model, step, rank):
+        gradient_of(model, step, rank)
+        before = climb(model)
+        found = gradient_of(model, step, rank)
+        descend(model, before)
+        return found
+
+    assert_follows(column, iteration, gradient)
+
+
+class Outer(torch.optim.SGD):
+    """Its base's ``step`` has hooks, too, once there was an SGD."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@practice(
+    "a subclass of an optimizer, whose `step` calls its base's",
+    attach="works. Steps are those of `backward()`.",
+    updates="works. The outermost call counts, once.",
+    averaging="works. `step()` follows it.",
+)
+def test_subclasses_of_optimizers(column):
+    def iteration(training, step):
+        mean_square(training.called, step, here()).backward()
+
+    sgd(network().parameters())
+    assert_follows(column, iteration, gradient_of, lambda given: Outer(given, lr=RATE))
+
+
+@practice(
+    "LBFGS",
+    attach="works. Let the closure return the loss averaged over ranks, which decides how often it is "
+    "called: the same is needed under plain DDP.",
+    updates="refused. It compares gradients at the places of its last steps, which averages move.",
+)
+def test_lbfgs(column):
+    net, start = network(), weights(network())
+    if column == "updates":
+        with refused("LBFGS compares gradients"):
+            Training(column, net, optimizer=torch.optim.LBFGS)
+        return
+    with attached(net) as (ddp, sync):
+        optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = mean_square(ddp, 0, here())
+            loss.backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            return mean / dist.get_world_size()
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+        assert equal_on_all_ranks(weights(net)) and moved(net, start)
+        assert sync.steps > STEPS  # of every call of the closure
 
 
 practice(

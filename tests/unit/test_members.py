@@ -108,7 +108,9 @@ def test_the_furthest_step_of_the_latest_group_with_whole_weights_holds(
     [[Entry(5, 3, 0, 1, 0, 1)], [Entry(5, 3, 0, 1, 0, 1), FRESH], [FRESH._replace(behind=1)]],
 )
 def test_fresh_weights_do_not_take_the_place_of_lost_ones(entries):
-    with pytest.raises(CheckpointError, match=r"the ranks that had the weights of step . are gone"):
+    with pytest.raises(
+        CheckpointError, match=r"the ranks that had the weights of exchange . are gone"
+    ):
         judge(entries)
 
 

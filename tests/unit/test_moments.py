@@ -174,3 +174,19 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
     assert told.agreement is None
     told.load_state_dict(state)
     assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
+
+
+def test_a_fused_step_that_a_scaler_skips_is_not_corrected():
+    """The first one has moments without bias nowhere: torch counts it back."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(3, 5))
+    optimizer = torch.optim.AdamW([parameter], **GROUP, fused=True)
+    optimizer.register_step_post_hook(lambda one, *_: correct(one, {parameter: 0.25}, 4))
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(4):
+        scaler.scale(parameter.square().sum() * (torch.inf if step % 2 == 0 else 1.0)).backward()
+        before = parameter.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(parameter.detach(), before) == (step % 2 == 0)

@@ -78,7 +78,7 @@ def compare(world_size, change, policy="raise"):
     async def program(comm):
         tensors = {"a": torch.arange(5.0), "b": torch.ones(2, 3), "count": torch.tensor(7)}
         change(comm.rank, tensors)
-        await check_replicas(Sentinel(policy=policy), comm, tensors, step=99)
+        await check_replicas(Sentinel(policy=policy), comm, tensors, place="step 99")
         return {name: tensor.tolist() for name, tensor in tensors.items()}
 
     return simulate(program, world_size).results
@@ -116,7 +116,7 @@ def test_the_tensor_and_the_ranks_are_named(world_size, change, words):
 def test_many_tensors_are_counted():
     async def program(comm):
         tensors = {f"t{i}": torch.full((2,), float(comm.rank == 1)) for i in range(8)}
-        await check_replicas(Sentinel(), comm, tensors, step=0)
+        await check_replicas(Sentinel(), comm, tensors, place="step 0")
 
     with pytest.raises(
         PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 tensors more"
@@ -169,7 +169,7 @@ def compare_parts(policy, *torn):
         flip("a", *torn)(comm.rank, tensors)
         try:
             sentinel, rank = Sentinel(policy=policy), 10 + comm.rank
-            await check_replicas(sentinel, peers, tensors, 99, parts, rank=rank)
+            await check_replicas(sentinel, peers, tensors, "step 99", parts, rank=rank)
         except PeerError as error:
             return str(error)
         return tensors["a"].tolist()
@@ -197,7 +197,7 @@ def test_what_one_part_warns_of_all_parts_say():
     async def program(comm):
         peers, parts = groups_of(comm)
         await check_replicas(
-            Sentinel(policy="warn"), peers, {"a": torch.ones(1) * (comm.rank == 3)}, 0, parts
+            Sentinel(policy="warn"), peers, {"a": torch.ones(1) * (comm.rank == 3)}, "step 0", parts
         )
 
     with warnings.catch_warnings(record=True) as said:
@@ -271,7 +271,7 @@ def test_the_optimizer_is_compared_too():
         "momentum_buffer of weight",
         "momentum_buffer of bias",
     ]
-    run(check_replicas(sentinel, SoloCommunicator(), sentinel.tensors(model), 0))
+    run(check_replicas(sentinel, SoloCommunicator(), sentinel.tensors(model), "step 0"))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_contract_holds_with_encryption(keys):
 
 
 def forged(comm, source):
-    header = Header(0, source, comm.mesh.job, 0, zlib.crc32(b"p"), 0, 0, 1)
+    header = Header(0, source, comm.mesh.job, 0, zlib.crc32(b"p"), 0, -1, 0, 1)
     return header.pack() + b"!"
 
 

@@ -19,7 +19,7 @@ from .zmq_group import RAW, exchange, fails, meet, message, together
 def header(flags=0, source=1, job=None, tag=0, sequence=0, length=1, comm=None):
     number = zlib.crc32(b"p")
     job = comm.mesh.job if job is None else job
-    return Header(flags, source, job, tag, number, 0, sequence, length).pack()
+    return Header(flags, source, job, tag, number, 0, -1, sequence, length).pack()
 
 
 HOSTILE = {
@@ -113,17 +113,17 @@ def test_a_lost_message_is_noticed():
     together(program, 2)
 
 
-@pytest.mark.parametrize("broken", [b"", b"sz", b"XX" + bytes(46), b"sz\x02" + bytes(45)])
+@pytest.mark.parametrize("broken", [b"", b"sz", b"XX" + bytes(54), b"sz\x01" + bytes(53)])
 def test_a_header_of_another_kind_is_refused(broken):
-    with pytest.raises(ValueError, match=r"not our message|not with 737a and version 1"):
+    with pytest.raises(ValueError, match=r"not our message|not with 737a and version 2"):
         Header.parse(broken)
 
 
 def test_the_header_is_these_bytes():
-    header = Header(APART, 3, 0x0102030405060708, 9, 0xAABBCCDD, 5, 6, 16)
+    header = Header(APART, 3, 0x0102030405060708, 9, 0xAABBCCDD, 5, 7, 6, 16)
     raw = header.pack()
     assert raw.hex(" ", 4) == (
-        "737a0102 03000000 08070605 04030201 09000000 ddccbbaa "
-        "05000000 00000000 06000000 00000000 10000000 00000000"
+        "737a0202 03000000 08070605 04030201 09000000 ddccbbaa "
+        "05000000 00000000 07000000 00000000 06000000 00000000 10000000 00000000"
     )
     assert Header.parse(raw) == header

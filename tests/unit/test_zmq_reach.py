@@ -225,7 +225,7 @@ def test_early_messages_are_counted_once_and_bounded(monkeypatch):
         )  # they came over no connection
         most = 100_000 // (mesh.PER_MESSAGE + 48)
         for job in range(1, 2000):
-            header = Header(0, 1, comm.mesh.job ^ job, 0, 0, 0, 0, 0).pack()
+            header = Header(0, 1, comm.mesh.job ^ job, 0, 0, 0, -1, 0, 0).pack()
             comm.mesh._take([zmq.Frame(header)])
         assert len(comm.mesh._early) == most
         assert comm.mesh._early_bytes == sum(size for size, _ in comm.mesh._early) <= 100_000

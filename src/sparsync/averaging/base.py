@@ -123,7 +123,10 @@ class Averager(Stateful):
                 binding.write_(averaged)
                 binding.reset_moments()
         self.steps = max(self.steps + 1, self.resume_at)
-        binding.comm.ledger.begin_step(self.steps)
+        self._close_books(binding.comm)
+
+    def _close_books(self, comm: Communicator) -> None:
+        comm.ledger.begin_step(self.steps)
 
     def finish(self) -> None:
         """Leave all replicas equal; training may go on."""
@@ -283,7 +286,7 @@ class Companion(Actor):
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
         """Return the error of a wait for a peer that is gone."""
-        where = f"rank {self.host.rank}, step {step}, phase 'average'"
+        where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 
 
@@ -315,7 +318,7 @@ class Accompanied(Averager):
             raise ConfigurationError(
                 f"{type(self).__name__}: call begin() before average() and conclude()"
             )
-        where = f"rank {self._comm.rank}, step {step}: phase 'average'"
+        where = f"rank {self._comm.rank}, local step {step}: phase 'average'"
         result, traffic = await self._host.ask(function, lambda: where)
         self._comm.ledger.take(traffic)
         return result

@@ -240,7 +240,7 @@ class Weights:
         """Name what of this rank's weights is not finite, if that is known."""
         return ""
 
-    def refused(self, step: float) -> NonFiniteGradientError:
+    def refused(self, step: int | None) -> NonFiniteGradientError:
         """Return the error of a second exchange in a row that held NaN or Inf."""
         name = self.broken()
         here = f" (on this rank '{name}' does)" if name else ""

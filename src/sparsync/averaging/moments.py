@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "correct",
     "corrects",
     "drop_broken",
+    "found_inf",
     "noise_of",
     "with_moments",
 ]
@@ -89,24 +90,28 @@ class GradientNoise:
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
     @torch.no_grad()
-    def sample(self, step: int) -> None:
-        """Sum the gradients of a local step with signs that are random, new, and alike on all ranks."""
+    def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
+        """Sum the gradients of a local step with signs that are random, new, and alike on all ranks.
+
+        Parameters that a GradScaler has ``skipped`` take no part: some hold Inf here, or the scale.
+        """
         self._squares.mul_(self._memory ** (step - self._step))
         self._step = step
+        left_out = set(skipped)
         draw = torch.Generator()  # on the CPU: the same on every device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
             # are whole on all of them and must be stepped alike
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
-            gradient = _gradient_of(parameter)
+            gradient = None if parameter in left_out else _gradient_of(parameter)
             if gradient is not None and gradient.numel():
                 row[:-2] = _projected(gradient, draw)
         self.values[:, -2] = self.values.square().sum(1)
         if self._measured % 2:
             self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
-        # A rank whose GradScaler skips this step has Inf here, which must not refuse an exchange of
-        # weights that are finite: it takes no part in this measurement.
+        # Inf of a step that somebody else has skipped must not refuse an exchange of weights that are
+        # finite
         finite = torch.isfinite(self.values).all(1, keepdim=True)
         self.values.copy_(torch.where(finite, self.values, 0.0))
         self._last.copy_(self.values)
@@ -254,10 +259,12 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     where both moments are without bias.  They stay Adam's own, and nothing is divided by the rate: any
     schedule will do.
 
+    A step that the optimizer was told to skip is none, and is not corrected.
+
     Cost: one pass, which reads three tensors and writes one; where steps are counted on a device
     (``fused``, ``capturable``), the host waits for them once.
     """
-    found = with_moments(optimizer) if shares and ranks > 1 else ()
+    found = with_moments(optimizer) if shares and ranks > 1 and not found_inf(optimizer) else ()
     stepped = [its for its in found if its[0].grad is not None and shares.get(its[0], 1.0) < 1]
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
@@ -267,6 +274,11 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
     _pass_over(jobs)
+
+
+def found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a GradScaler has told a fused optimizer, whose step this is, to do nothing."""
+    return bool(getattr(optimizer, "found_inf", False))
 
 
 def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:

@@ -18,7 +18,7 @@ from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights,
 from sparsync.averaging.moments import common_rate, drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
 from sparsync.averaging.saved import outer_kinds
-from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
+from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
@@ -29,12 +29,14 @@ from sparsync.feedback.state import (
     restore_reducer,
     take_state,
 )
-from sparsync.feedback.step import Proposal
+from sparsync.feedback.step import Proposal, Use
 from sparsync.fields import Kind
 from sparsync.presets import Algorithm, check_density, resolve
 from sparsync.sparse import DenseVector
-from sparsync.transports.agree import agree
+from sparsync.transports.agree import agree, unequal_steps
 from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import together
+from sparsync.transports.ledger import Ledger
 from sparsync.units import Slot, Unit, output_parameters
 
 __all__ = ["OuterState", "OuterStep"]
@@ -191,6 +193,7 @@ class OuterStep(Averager):
         self.layout = Layout(torch.zeros(0), {}, 1)
         self._under_way: list[Exchange] = []
         self._rooms = Rooms()
+        self.ledgers: list[Ledger] = []  # which know the local step: of all that exchange
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -254,10 +257,17 @@ class OuterStep(Averager):
             f"{shared.numel()}; load it into the model that it was saved with",
         )
         self._reducer = reducer
+        self.ledgers.append(reducer.comm.ledger)
+        self._note(self.steps)
         self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
         self.contributions.plan(len(self.layout.fragments))
         if saved is not None:
             await restore_reducer(reducer, saved)
+
+    def _note(self, step: int) -> None:
+        """Let errors name a local step, not only the exchange."""
+        for ledger in self.ledgers:
+            ledger.local_step = step
 
     def begin_again(self, shared: Tensor) -> None:
         """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
@@ -351,7 +361,7 @@ class OuterStep(Averager):
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self.on_any_part)
         if self.state.refused > 1:
-            raise weights.refused(step)
+            raise weights.refused(self.reducer.comm.ledger.local_step)
         self.restart(weights)
 
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
@@ -370,12 +380,21 @@ class OuterStep(Averager):
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
         weights = Weights(vector)
-        await self.deliver(weights)
+        await self.deliver(weights, step)
         return weights.vector
 
-    async def deliver(self, weights: Weights) -> None:
-        """Finish the exchanges under way, then deliver all that is left, uncompressed."""
+    async def deliver(self, weights: Weights, step: int | None = None) -> None:
+        """Finish the exchanges under way, then deliver all that is left, uncompressed.
+
+        Args:
+            weights: this rank's.
+            step: local steps that it has done; None: as counted by ``step()``.
+
+        Raises:
+            PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
+        """
         await self.land(weights)
+        await self._meet(self.steps if step is None else step)
         missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
         for part, its in enumerate(await self.contributions.weigh_all(reducer)):
             span = self.layout.fragments[part].span
@@ -390,7 +409,9 @@ class OuterStep(Averager):
             reducer.fail()
             raise
         whole = Unit((Slot("the model", 0, average.numel()),), average.dtype, average.device)
-        proposal = Proposal(reducer.comm.rank, reducer.step, [whole], [DenseVector(average)])
+        proposal = Proposal(
+            reducer.comm.rank, reducer.step, reducer.place, [whole], [DenseVector(average)]
+        )
         if reducer.consensus(proposal) is None:  # all ranks decide alike
             for residual in reducer.residuals:
                 residual.load(None)
@@ -398,7 +419,32 @@ class OuterStep(Averager):
         for fragment in self.layout.fragments:
             weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
+    async def _meet(self, step: int) -> None:
+        """Refuse to finish after different numbers of local steps.
+
+        On every channel on which a rank may wait that is in an exchange instead: then it is told at once.
+        """
+        self._note(step)
+        reducer = self.reducer
+        uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
+        if self.contributions.weighs is not False:
+            uses.append("contributions")
+        done = torch.tensor([step])
+        try:
+            asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
+            everyone, *_ = await together(asked) or [[done]]
+        except BaseException:
+            reducer.fail()
+            raise
+        counts = [int(theirs) for theirs in everyone]
+        if len(set(counts)) > 1:
+            reducer.fail()
+            raise PeerError(f"finish(): {unequal_steps(min(counts), max(counts), step)}")
+
     # ---- applied to a model -----------------------------------------------------------------------
+
+    def _close_books(self, comm: Communicator) -> None:
+        """Leave it to the reducer, which does so after every exchange."""
 
     @property
     def reducer(self) -> Reducer:
@@ -462,6 +508,7 @@ class OuterStep(Averager):
         self._sent = list(state["sent"])
         self.contributions.load_state_dict(state["contributions"])
         self.period = state.get("present_period", self.period)
+        self._note(self.steps)
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -481,6 +528,7 @@ class OuterStep(Averager):
         """Exchange how far a fragment has moved; the model itself is not changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
+        self._note(exchange.lands - self.delay if exchange.late else exchange.lands)
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         distance = (

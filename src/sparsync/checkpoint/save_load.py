@@ -33,7 +33,7 @@ from sparsync.errors import (
     require,
 )
 from sparsync.feedback.reducer import Reducer
-from sparsync.transports.agree import greatest, on_all_or_none
+from sparsync.transports.agree import greatest, on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
@@ -120,11 +120,12 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         The folder of this checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, if any of them could not write, or does not see the others'
-            files; the checkpoints of before are untouched, and training may go on.
+        CheckpointError: on all ranks, if any of them could not write, does not see the others' files, or
+            has done another number of local steps; the checkpoints of before are untouched, and training
+            may go on.
         ConfigurationError: ``keep`` or ``folder`` is none.
 
-    Cost: writes n elements per rank, and waits until they are on the disk; four messages of 8 bytes.
+    Cost: writes n elements per rank, and waits until they are on the disk; six messages of 8 bytes.
 
     Example:
         >>> import tempfile, torch
@@ -143,7 +144,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         )
     folder, seat = _named(folder), seat_of(sync)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
-    target = folder / f"{1 + _greatest(sync, last):06d}-step-{sync.reducer.step:08d}"
+    target = folder / f"{1 + _greatest(sync, last):06d}-step-{_same_steps(sync):08d}"
 
     def write() -> None:
         state = sync.state_dict()
@@ -394,6 +395,19 @@ def seat_of(sync: Saveable) -> Seat:
 def _greatest(sync: Saveable, number: int) -> int:
     """Return the greatest of all ranks' numbers."""
     return run(greatest(_communicators(sync), number, "checkpoint"))
+
+
+def _same_steps(sync: Saveable) -> int:
+    """Return the number of local steps that all ranks have done.
+
+    Raises:
+        CheckpointError: ranks have done different numbers.
+    """
+    here = getattr(sync, "steps", sync.reducer.step)
+    least, most = -_greatest(sync, -here), _greatest(sync, here)
+    if least != most:
+        raise CheckpointError(f"nothing is saved: {unequal_steps(least, most, here)}")
+    return int(here)
 
 
 def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:

@@ -188,8 +188,9 @@ class Attendance:
         members, reached = self.members, self.reducer.step
         while not members.left:
             if self.reducer.step < reached:
+                place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
-                    f"step {reached - 1}: the others do it again without this rank, which has applied it "
+                    f"{place}: the others do it again without this rank, which has applied it "
                     "alone; take the weights from one of them"
                 )
             try:
@@ -239,13 +240,13 @@ class Attendance:
                 self.manager._quorum_future = None  # else the error comes back for ever
             if time.monotonic() > until:
                 raise DeadlineError(
-                    f"step {self.reducer.step}: there was no quorum for {_PATIENCE:g} s ({reason}); is "
+                    f"{self.reducer.place}: there was no quorum for {_PATIENCE:g} s ({reason}); is "
                     "the lighthouse there, and are as many ranks as it wants?"
                 )
             if not said:
                 said = True
                 say(
-                    f"step {self.reducer.step}: no quorum yet ({reason}); training waits, and "
+                    f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
             # not after a long wait: a quorum may be made that counts on this rank
@@ -331,7 +332,7 @@ class Attendance:
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
         _, its_rates, its_lr, its_weights, _ = told[first]
-        place = f"rank {me}, step {self.reducer.step}"
+        place = f"rank {me}, {self.reducer.place}"
         if rates != its_rates:
             raise ConfigurationError(
                 f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "

@@ -124,7 +124,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     furthest = max(entry.step for entry in entries)
     if chosen is None or reached < furthest - 1:
         raise CheckpointError(
-            f"the ranks that had the weights of step {furthest} are gone, and those that are left "
+            f"the ranks that had the weights of exchange {furthest} are gone, and those that are left "
             f"({len(entries)}) do not have them; load a checkpoint"
         )
     return chosen

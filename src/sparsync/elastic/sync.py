@@ -206,8 +206,9 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             repeat(catch_up, step, extras["rates"], model, self._optimizers)
             self._take_over(extras, self._optimizers)
             if self._weights() != extras["weights"]:
+                place = self.reducer.comm.ledger.place(step)
                 raise PeerError(
-                    f"step {step}: the weights that this rank has caught up with are not those of the "
+                    f"{place}: the weights that this rank has caught up with are not those of the "
                     "others; is all that is done between backward() and the optimizer's step equal on "
                     "all ranks, and done to gradients alone?"
                 )

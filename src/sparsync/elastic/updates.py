@@ -139,11 +139,6 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
         )
 
-    @property
-    def steps(self) -> int:
-        """Local steps that are done; a rank that joins others goes on with their number."""
-        return self.outer.steps
-
     # ---- on the training thread --------------------------------------------------------------------
 
     def _before_forward(self) -> None:
@@ -280,7 +275,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         members, reducer = self.attendance.members, self.reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
-            raise PeerError(f"step {reducer.step}: the others have ended while this rank was away")
+            raise PeerError(f"{reducer.place}: the others have ended while this rank was away")
         if reducer.plan.everything != (phase == _LAST):
             reducer.plan.everything = phase == _LAST
             reducer.open()
@@ -302,8 +297,9 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             if done in catch_up.log:
                 outer.repeat(*catch_up.log[done])
         if self._shared_weights() != extras["weights"]:
+            place = self.reducer.comm.ledger.place(step)
             raise PeerError(
-                f"step {step}: the shared weights that this rank has caught up with are not those of the "
+                f"{place}: the shared weights that this rank has caught up with are not those of the "
                 "others; has one of them another processor, or another build of torch?"
             )
         if (noise := self._weights.noise) is not None:  # its random signs must be the others'

@@ -91,6 +91,11 @@ class Reducer:
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
+    @property
+    def place(self) -> str:
+        """The open step, as errors say it: an exchange and a local step where these differ."""
+        return self.comm.ledger.place(self.step)
+
     def channel(self, use: int | Use) -> Communicator:
         """Return the channel of a unit, or of another exchange of a step."""
         return channel_of(self.comm, len(self.units), use)
@@ -158,7 +163,7 @@ class Reducer:
         reduced = {unit: self.reduced[unit] for unit in chosen}
         totals = [result.total for result in reduced.values()]
         parts = [self.units[unit] for unit in chosen]
-        proposal = Proposal(self.comm.rank, self.step, parts, totals)
+        proposal = Proposal(self.comm.rank, self.step, self.place, parts, totals)
         if broken := self.consensus(proposal):
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
@@ -279,7 +284,7 @@ class Reducer:
         if not (self.correction and self.correction.momentum):
             cure += ", or where there is momentum correction=sparsync.Correction(momentum=...)"
         self.notice = (
-            f"step {self.step}: what waits to be exchanged has grown fourfold within "
+            f"{self.place}: what waits to be exchanged has grown fourfold within "
             f"{8 / density:,.0f} steps: it arrives too late for this learning rate, and training may "
             f"diverge. Give attach {cure}, or lower the rate"
         )

@@ -216,13 +216,14 @@ async def _agree(
 ) -> None:
     """Refuse states of different steps: among replicas, and among the parts of this one."""
     failure: CommunicationError | None = None
+    what = "step" if comm.ledger.local_step is None else "exchange"
     try:
-        await agree(comm, {"the step of the saved state": step, **common})
+        await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
         failure = error  # the other parts wait for an answer
     if parts is not None:
         told = {
-            "the step of the saved states of a replica's parts": step,
+            f"the {what} of the saved states of a replica's parts": step,
             "whether the replicas of a part fit together": failure is None,
         }
         try:

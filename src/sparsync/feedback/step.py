@@ -143,6 +143,7 @@ class Proposal:
 
     rank: int  # this one, among those that exchange with each other
     step: int
+    place: str  # that, in words
     units: Sequence[Unit]
     totals: Sequence[Vector]  # of every unit, the same on all those ranks
 
@@ -157,7 +158,7 @@ class Proposal:
     def refusal(self, broken: str) -> NonFiniteGradientError:
         """Return the error of a step that nobody applies."""
         return NonFiniteGradientError(
-            f"step {self.step}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
+            f"{self.place}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
             "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
             "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
         )

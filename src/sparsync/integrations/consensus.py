@@ -77,7 +77,7 @@ class PartsConsensus:
         outcomes = answers[:, 0].tolist()
         if _FAILED in outcomes:
             raise PeerError(
-                f"rank {proposal.rank}, step {proposal.step}: the exchange of part "
+                f"rank {proposal.rank}, {proposal.place}: the exchange of part "
                 f"{outcomes.index(_FAILED)} of this replica failed, its own error says why; no part "
                 "applied the step"
             )

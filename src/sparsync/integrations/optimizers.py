@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsync.averaging.moments import corrects
 from sparsync.errors import ConfigurationError
 
-__all__ = ["check_stepped", "held_by", "plain_optimizers", "treatment_of"]
+__all__ = ["chain_of", "check_stepped", "held_by", "plain_optimizers", "treatment_of"]
 
 _ALIKE: Final = "exchange='gradients', which all ranks then have alike, suits it"
 
@@ -29,7 +29,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             not initialised as one.
     """
     found: dict[Optimizer, None] = {}
-    for one, inner in _chain(given):
+    for one, inner in chain_of(given):
         name = type(one).__name__
         if callable(getattr(getattr(one, "averager", None), "average_parameters", None)):
             raise ConfigurationError(
@@ -66,7 +66,7 @@ def _held(one: Any) -> list[Optimizer]:
     return [value for value in found.values() if value is not one]
 
 
-def _chain(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
+def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
     """Yield what was given, with the optimizers inside it, and these in turn.
 
     An optimizer may know what it is ``around``, as a wrapper's inner one its owner.
@@ -74,7 +74,7 @@ def _chain(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[O
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]
         yield one, inner
-        yield from _chain(inner, (*around, one))
+        yield from chain_of(inner, (*around, one))
 
 
 def check_stepped(given: Any) -> None:
@@ -85,7 +85,7 @@ def check_stepped(given: Any) -> None:
             evaluate from memory of its own (schedule-free), or searches along gradients of several
             places (LBFGS).
     """
-    for one, inner in _chain(given):
+    for one, inner in chain_of(given):
         name = type(one).__name__
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:

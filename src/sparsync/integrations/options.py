@@ -144,7 +144,8 @@ class Monitoring:
         sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
         log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
             ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
-            of OpenTelemetry, or a function of (step, values).
+            of OpenTelemetry, or a function of (step, values).  Where updates are exchanged, the step
+            is the local one after which an exchange began.
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
     """
 

@@ -103,7 +103,7 @@ async def check_replicas(
     sentinel: Sentinel,
     comm: Communicator,
     tensors: Mapping[str, Tensor],
-    step: int,
+    place: str,
     parts: Communicator | None = None,
     rank: int | None = None,
 ) -> None:
@@ -113,7 +113,7 @@ async def check_replicas(
         sentinel: how.
         comm: the replicas; for FSDP those of this shard.
         tensors: by name, plain tensors (of a DTensor its local one).
-        step: for the message.
+        place: for the message, such as "step 65".
         parts: ranks that compare with other peers; all of them act on what any of them finds.
         rank: what messages call this rank; None: its number in ``comm``.
 
@@ -122,7 +122,7 @@ async def check_replicas(
     """
     said, failure = "", None
     try:
-        said = await _compare(sentinel, comm, tensors, step, comm.rank if rank is None else rank)
+        said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
     except CommunicationError as error:
         failure = error
     try:
@@ -140,14 +140,14 @@ async def check_replicas(
 
 
 async def _compare(
-    sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], step: int, rank: int
+    sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], place: str, rank: int
 ) -> str:
     """Return what is to be said of these replicas, nothing if they are equal."""
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
-    found = _named(torn, called, step)
+    found = _named(torn, called, place)
     if sentinel.policy == "raise":
         raise PeerError(
             f"{found}: replicas are no longer equal; restart from the last checkpoint, or "
@@ -158,21 +158,21 @@ async def _compare(
     hopeless = [each for each in torn if not each.majority]
     if hopeless:
         raise PeerError(
-            f"{_named(hopeless, called, step)}: nobody can tell which is right; restart from the "
+            f"{_named(hopeless, called, place)}: nobody can tell which is right; restart from the "
             "last checkpoint"
         )
     await heal_(comm, tensors, torn)
     return f"{found}: healed from the majority"
 
 
-def _named(torn: Sequence[Divergence], called: Sequence[int], step: int) -> str:
+def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
     """Name the first tensors that differ, and where; ``called`` has the names of the ranks."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))
         for each in torn[:_NAMED]
     )
-    return f"step {step}: {shown}" + (f"; and {more} tensors more" if more > 0 else "")
+    return f"{place}: {shown}" + (f"; and {more} tensors more" if more > 0 else "")
 
 
 async def _told(

@@ -124,7 +124,7 @@ class Sync(ABC):
 
     @property
     def steps(self) -> int:
-        """Exchanges that are done; a rank that joins others begins with their number."""
+        """Steps that are done: here exchanges.  A rank that joins others begins with their number."""
         return self.reducer.step
 
     @property
@@ -232,6 +232,7 @@ class Sync(ABC):
             take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
             raise
         self._opened, self._before = (-1, 0), None
+        self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -325,7 +326,7 @@ class Sync(ABC):
                 run(agree(reducer.channel("retry"), {"the step that is begun again": reducer.step}))
             except CommunicationError as error:
                 raise type(error)(
-                    f"rank {dist.get_rank()} begins step {reducer.step} again, which broke off after its "
+                    f"rank {dist.get_rank()} begins {reducer.place} again, which broke off after its "
                     f"exchange had begun, but other ranks do not: {error}; when backward() raises on "
                     "some ranks only, restart all of them"
                 ) from error
@@ -420,15 +421,16 @@ class Sync(ABC):
         if sentinel is None or model is None or not sentinel.due(done):
             return
         tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
+        place = self.reducer.comm.ledger.place(done)
         units, parts = len(self.reducer.units), None
         if self._inner is not None:
             parts = channel_of(self._inner, units, "weights")
 
         async def compare() -> None:
             replicas = self.reducer.channel("weights")
-            await check_replicas(sentinel, replicas, tensors, done, parts, rank)
+            await check_replicas(sentinel, replicas, tensors, place, parts, rank)
             if alike and parts is not None:  # after the others: then all nodes find the same
-                await check_replicas(sentinel, parts, tensors, done, None, rank)
+                await check_replicas(sentinel, parts, tensors, place, None, rank)
             self._wait_for_gpu()
 
         self._engine.submit(compare()).result()

@@ -44,6 +44,7 @@ from sparsync.integrations.own import (
     own_state,
 )
 from sparsync.integrations.sentinel import check_replicas
+from sparsync.integrations.stepping import follow
 from sparsync.integrations.sync import Hook, Sync, call_after_backward, weakly
 from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.messages import say
@@ -212,12 +213,14 @@ class UpdateSync(Sync):
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
-        self._owed = False  # a backward pass of DDP has ended, and no optimizer step has come since
+        self._skipped = set[Tensor]()  # parameters of which a GradScaler skips the present step
         self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before the first step here; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self.advises, self._started = False, time.perf_counter()
         self._warned = False  # that ranks hardly agree
+        if consensus is not None:
+            outer.ledgers.append(consensus.parts.ledger)
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         if self._countable:
@@ -239,6 +242,11 @@ class UpdateSync(Sync):
             return time.perf_counter() - begin
 
         return _Carried(self._engine.submit(job), self)
+
+    @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others goes on with their number."""
+        return self.outer.steps
 
     def book(self, busy: float, waited: float) -> None:
         """Count the seconds of an exchange, and those that the training thread waited for it."""
@@ -262,39 +270,19 @@ class UpdateSync(Sync):
         before = Hook(self._forward)  # this one keeps the handle, as DDP's does
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
-        handles += [one.register_step_pre_hook(weakly(self._before_step)) for one in optimizers]
-        handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
+        for one in optimizers:
+            handles += follow(one, weakly(self._before_step), weakly(self._after_step))
         for handle in handles:
             self.on_close.callback(handle.remove)
-        if self._scaler is not None:
-            self._count_skipped(self._scaler)
-
-    def _count_skipped(self, scaler: Any) -> None:
-        """Count the steps that this rank's GradScaler skips: other ranks may not skip them."""
-        me, update = weakref.ref(self), scaler.update
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            result, sync = update(*args, **kwargs), me()
-            if sync is not None and sync._unscaled == sync.outer.steps:
-                sync.step()
-            if sync is not None:
-                sync._unscaled = sync.outer.steps
-            return result
-
-        self._unscaled = self.outer.steps
-        scaler.update = counted
-        self.on_close.callback(delattr, scaler, "update")
 
     # ---- DDP, on autograd's thread -----------------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Hand a bucket back as it is, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
-        if bucket.is_last():
-            self._owed = True
-            if node is not None:
-                call_after_backward(node.check)
         if node is not None:
+            if bucket.is_last():
+                call_after_backward(node.check)
             return node.average_(buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -302,7 +290,7 @@ class UpdateSync(Sync):
         future.set_result(buffer)
         return future
 
-    def _before_step(self, *_step: Any) -> None:
+    def _before_step(self, _optimizer: torch.optim.Optimizer) -> None:
         self._check_start()
         require(
             not self._changes.replaced(),
@@ -338,10 +326,11 @@ class UpdateSync(Sync):
     def _begin_together(self, loaded: bool, own: Tensor) -> bool:
         return begin_together(self.communicators, loaded, own)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
-        if (noise := self._weights.noise) is not None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
+        elif (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
-        self._owed = False
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
@@ -380,13 +369,6 @@ class UpdateSync(Sync):
             alone = () if ddp is None else ddp.parameters_to_ignore
             check_same_parameters(module, trained, alone=alone)
             self._seen = seen
-        if not self._owed or self._shows or self._scaler is not None or not self.outer.optimizers:
-            return
-        if not any(p.grad is not None and bool(p.grad.norm()) for p in trained):  # else they add up
-            # the optimizer was not called, as by a GradScaler on overflow: other ranks' may have been
-            self._owed = False
-            if not self._changes.differ():  # else it is SAM's second pass, from perturbed weights
-                self.step()
 
     # ---- a step ------------------------------------------------------------------------------------
 
@@ -424,6 +406,11 @@ class UpdateSync(Sync):
             )
         self.outer.contributions.add(seen, tokens, samples)
 
+    def _count_for_node(self) -> None:
+        """Count the local steps of a node's ranks, which average in every one."""
+        if (node := self._weights.node) is not None:
+            node.comm.ledger.begin_step(self.outer.steps)
+
     def _count_ranks(self) -> None:
         """Let steps be corrected for as many ranks as average noise away."""
         counted = self.outer.contributions
@@ -432,6 +419,8 @@ class UpdateSync(Sync):
 
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
+
+        Call it yourself in place of an iteration that this rank leaves out and others do not.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
@@ -446,12 +435,14 @@ class UpdateSync(Sync):
             self._started = time.perf_counter()
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
-                self._weights.noise.sample(outer.steps)
+                self._weights.noise.sample(outer.steps, self._skipped)
             self._weights.average_buffers()
             run(outer.advance(self._weights, outer.steps))
         finally:
             outer.steps += 1
+            self._skipped.clear()
             self._changes.remember()
+            self._count_for_node()
         self._count_ranks()
         self._look_at_agreement()
         if self.reducer.monitor is not None:
@@ -460,11 +451,11 @@ class UpdateSync(Sync):
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
             tensors = {"the shared weights": outer.memory["shared"]}
-            comm = self.reducer.channel("weights")
-            run(check_replicas(sentinel, comm, tensors, outer.steps - 1, self._inner))
+            comm, place = self.reducer.channel("weights"), f"local step {outer.steps - 1}"
+            run(check_replicas(sentinel, comm, tensors, place, self._inner))
             if self._weights.node is not None and self._inner is not None:
                 own = {name: local_of(p) for name, p in self._weights.trained.items()}
-                run(check_replicas(sentinel, self._inner, own, outer.steps - 1))
+                run(check_replicas(sentinel, self._inner, own, place))
         if self.advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
 
@@ -636,6 +627,7 @@ class UpdateSync(Sync):
         # What may still fail comes first: optimizers, of which anybody may have written one.
         self._load_optimizers(comms, state)
         self._take(state, parsed)
+        self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
         """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
@@ -670,11 +662,10 @@ class UpdateSync(Sync):
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
         self._count_ranks()
-        self._owed, self._before = False, None
+        self._before = None
+        self._count_for_node()
         self._begins = self._resumed = True
         self._changes.remember()
-        if self._scaler is not None:
-            self._unscaled = self.outer.steps
 
 
 @final

@@ -27,6 +27,7 @@ __all__ = [
     "on_all_or_none",
     "tell",
     "texts_of",
+    "unequal_steps",
 ]
 
 _TEXT_BYTES = 1 << 16  # of a value that others are told
@@ -89,6 +90,14 @@ def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # there was no error
+
+
+def unequal_steps(least: int, most: int, here: int) -> str:
+    """Return in words that ranks have done different numbers of local steps, and what to do."""
+    return (
+        f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
+        "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
+    )
 
 
 # ---- facts -----------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class _Call(Operation):
         start: Callable[[Any], Any],
         finish: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self._where = f"rank {comm.rank}, step {comm.ledger.step}: {where}"
+        self._where = f"rank {comm.rank}, {comm.ledger.place()}: {where}"
         comm.check_open()
         self._timeout, self._finish = comm.timeout, finish
         self._work = self._named(lambda: start(comm.group.met()))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsync.errors import WireFormatError
 
-__all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic"]
+__all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", "place"]
 
 STAGES = ("accumulate", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
 
@@ -129,8 +129,26 @@ class Traffic:
         return asdict(self)
 
 
+def place(step: int, local_step: int | None = None) -> str:
+    """Return where training is, as errors say it.
+
+    Args:
+        step: of the ledger: an exchange.
+        local_step: the last one before it, where an optimizer takes several between two exchanges.
+
+    Example:
+        >>> place(65), place(32, 65)
+        ('step 65', 'exchange 32, local step 65')
+    """
+    return f"step {step}" if local_step is None else f"exchange {step}, local step {local_step}"
+
+
 class Ledger:
-    """Counts the traffic of one communicator.
+    """Counts the traffic of one communicator, and knows at which step that is.
+
+    Attributes:
+        step: of the open books; where local steps lie between exchanges, an exchange.
+        local_step: the last one before the present exchange; None: each step is an exchange.
 
     Example:
         >>> ledger = Ledger()
@@ -141,6 +159,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.step = 0
+        self.local_step: int | None = None
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
@@ -158,6 +177,10 @@ class Ledger:
             self.received_max = max(self.received_max, self.last_step.received)
             self._finished, self.phases = self.by_phase(), {}
         self.step = step
+
+    def place(self, step: int | None = None) -> str:
+        """Return where training is, or was at ``step``, for errors: see ``place``."""
+        return place(self.step if step is None else step, self.local_step)
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
         """Record what this rank sent."""

@@ -160,7 +160,7 @@ class MpiCommunicator(Communicator):
             length = status.Get_count(self.mpi.BYTE)
             if length != capacity and not framing.variable:
                 raise PeerError(
-                    f"rank {self.rank}, step {self.ledger.step}: message from rank {source} in phase "
+                    f"rank {self.rank}, {self.ledger.place()}: message from rank {source} in phase "
                     f"'{phase}' has {length} bytes where {capacity} were expected; do the ranks "
                     "disagree on size or k?"
                 )
@@ -351,4 +351,4 @@ class _Request(Operation):
 
     @property
     def _place(self) -> str:
-        return f"rank {self.comm.rank}, step {self.comm.ledger.step}: {self.where}"
+        return f"rank {self.comm.rank}, {self.comm.ledger.place()}: {self.where}"

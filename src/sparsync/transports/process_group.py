@@ -255,7 +255,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
         comm.check_open()  # nobody is to blame then
         seconds = time.monotonic() - started
         first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
-        place = f"rank {comm.rank}, step {comm.ledger.step}: {where}"
+        place = f"rank {comm.rank}, {comm.ledger.place()}: {where}"
         alive, gone = "is that rank alive?", "the peer is gone or broke off"
         if among_all:
             gone = comm.roll.missing()

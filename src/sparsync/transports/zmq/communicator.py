@@ -25,7 +25,7 @@ from sparsync.transports.zmq import links as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
 from sparsync.transports.zmq.links import Link, Parcel, resolved
 from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.messages import APART, TAGS, Claim, Header
+from sparsync.transports.zmq.messages import APART, NO_LOCAL_STEP, TAGS, Claim, Header
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
@@ -180,7 +180,8 @@ class ZmqCommunicator(Communicator):
 
     def _send_all(self, payloads: Mapping[int, Tensor], phase: str) -> list[Operation]:
         """Send each rank its payload; return the operations that are not done at once."""
-        mesh, step, sending = self.mesh, self.ledger.step, list[Operation]()
+        mesh, ledger, sending = self.mesh, self.ledger, list[Operation]()
+        local = NO_LOCAL_STEP if ledger.local_step is None else ledger.local_step
         number = mesh.mailboxes.phase_number(phase)
         last: tuple[bytes, Tensor, Parcel] | None = None
         for dest, payload in payloads.items():
@@ -193,14 +194,14 @@ class ZmqCommunicator(Communicator):
             link = mesh.links[dest]
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
-            facts = self.rank, mesh.job, self.tag, number, step, sequence, length
+            facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])  # often all ranks get the same
             link.send(parcel)
             if not parcel.done or link.lost:
-                where = f"step {step}: send to rank {dest} in phase '{phase}'"
+                where = f"{ledger.place()}: send to rank {dest} in phase '{phase}'"
                 sending.append(_Send(mesh, link, parcel, where, self.timeout))
         return sending
 
@@ -225,9 +226,9 @@ class ZmqCommunicator(Communicator):
     def _receive(self, capacities: Mapping[Any, int], phase: str, framing: Framing) -> Receive:
         """Post a receive for each source."""
         self.mesh.check_open()
-        step, exact = self.ledger.step, not framing.variable
+        exact, step, local = not framing.variable, self.ledger.step, self.ledger.local_step
         claims = [
-            Claim(self.rank, source, self.tag, step, phase, capacity, exact)
+            Claim(self.rank, source, self.tag, step, phase, capacity, exact, local)
             for source, capacity in capacities.items()
         ]
         return Receive(claims, self.mesh, self.ledger, self.timeout)

@@ -217,7 +217,7 @@ class Mesh:
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
-        header = Header(flag, self.rank, self.job, 0, 0, 0, 0, 0).pack()
+        header = Header(flag, self.rank, self.job, 0, 0, 0, 0, 0, 0).pack()
         nothing = torch.empty(0, dtype=torch.uint8)
         for link in self.links.values():
             link.send(Parcel(header, nothing))

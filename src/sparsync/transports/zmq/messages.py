@@ -1,4 +1,4 @@
-"""Messages between ranks: their 48-byte header, and where they meet the receives that wait for them."""
+"""Messages between ranks: their 56-byte header, and where they meet the receives that wait for them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from typing import Final, NamedTuple, final
 from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError, WireFormatError
+from sparsync.transports.ledger import place
 
-__all__ = ["HEADER_BYTES", "TAGS", "Claim", "Header", "Mailboxes"]
+__all__ = ["HEADER_BYTES", "NO_LOCAL_STEP", "TAGS", "Claim", "Header", "Mailboxes"]
 
 MAGIC: Final = b"sz"
-VERSION: Final = 1
-# magic, version, flags, source, job, tag, phase, step, sequence, length
-LAYOUT: Final = struct.Struct("<2sBBIQIIqQQ")
+VERSION: Final = 2
+# magic, version, flags, source, job, tag, phase, step, local step, sequence, length
+LAYOUT: Final = struct.Struct("<2sBBIQIIqqQQ")
 HEADER_BYTES: Final = LAYOUT.size
 
 HELLO: Final = 1  # flag: a link was opened; nothing follows
 APART: Final = 2  # flag: the payload is a frame of its own
 GIVE_UP: Final = 4  # flag: the sender waits for nobody any more; nothing follows
 TAGS: Final = 2**32  # channels are u32
+NO_LOCAL_STEP: Final = -1
+
+# where ranks may be while others are in an exchange: names for errors, as messages carry numbers
+_ELSEWHERE: Final = (
+    *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
+    *("max", "min", "settle"),
+)
 
 
 class Header(NamedTuple):
     """The facts about a message that a receiver reads before the payload.
 
     Example:
-        >>> raw = Header(0, 3, 7, 1, 9, 5, 0, 16).pack()
+        >>> raw = Header(0, 3, 7, 1, 9, 5, -1, 0, 16).pack()
         >>> len(raw), Header.parse(raw).source, Header.parse(raw).length
-        (48, 3, 16)
+        (56, 3, 16)
     """
 
     flags: int  # ``HELLO``, ``GIVE_UP``, ``APART`` or 0: the payload follows in the same frame
@@ -41,6 +49,7 @@ class Header(NamedTuple):
     tag: int  # channel
     phase: int  # CRC-32 of the phase's name
     step: int  # the sender's ``ledger.step``
+    local_step: int  # and ``ledger.local_step``, for errors; or ``NO_LOCAL_STEP``
     sequence: int  # number of this message among those of its source and tag, from 0
     length: int  # bytes of payload
 
@@ -80,13 +89,15 @@ class Claim:
     phase: str
     capacity: int  # bytes
     exact: bool  # neither more nor less
+    local_step: int | None = None  # for errors
     sender: int | None = None
     payload: Tensor | None = None
     error: CommunicationError | None = None
 
     def __str__(self) -> str:
         sender = "any rank" if self.source is None else f"rank {self.source}"
-        return f"rank {self.rank}, step {self.step}: message from {sender} in phase '{self.phase}'"
+        where = f"rank {self.rank}, {place(self.step, self.local_step)}"
+        return f"{where}: message from {sender} in phase '{self.phase}'"
 
 
 @final
@@ -98,7 +109,9 @@ class Mailboxes:
         self.unclaimed = 0  # bytes
         self.handed = 0  # messages that met a receive that waited
         self.broken = ""  # why nothing more is waited for, from whomever
-        self._phases: dict[int, str] = {}  # names that this rank has used, for errors
+        self._phases: dict[int, str] = {}  # their names, for errors
+        for name in _ELSEWHERE:
+            self.phase_number(name)
         self._arrived: dict[tuple[int, int], deque[tuple[int, Header, Tensor]]] = {}
         self._waiting: dict[tuple[int | None, int], deque[Claim]] = {}
         self._expected: dict[tuple[int, int], int] = {}
@@ -169,8 +182,9 @@ class Mailboxes:
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)
             phase = f"number {header.phase:#x}" if name is None else f"'{name}'"
+            local = None if header.local_step == NO_LOCAL_STEP else header.local_step
             claim.error = PeerError(
-                f"{claim}: rank {header.source} sent one of step {header.step}, phase {phase}; "
+                f"{claim}: rank {header.source} sent one of {place(header.step, local)}, phase {phase}; "
                 "the ranks are not in the same call"
             )
         elif nbytes > claim.capacity or (claim.exact and nbytes < claim.capacity):

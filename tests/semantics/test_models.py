@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.checkpoint import checkpoint
 
+import sparsync
 from sparsync import Correction, attach
 from tests.on_ranks import refused
 
@@ -32,6 +33,7 @@ from .training import (
     local_gradients,
     loop,
     mean_square,
+    moved,
     network,
     same_training,
     sgd,
@@ -360,12 +362,39 @@ def compiled(model):
 
 @practice(
     "`torch.compile` of the wrapped model",
-    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts.",
+    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts. Either may "
+    "be attached: the compiled model or the DDP model inside it.",
     updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
 )
 def test_compiled(column):
     same_training(column, wrap=compiled)
+    if column == "updates":  # DDP exchanges nothing: gradients are each rank's own
+        with attached(network(), column=column, wrap=compiled) as (model, _):
+            mean_square(model, 0, here()).backward()
+            assert not equal_on_all_ranks(gradients(model))
+
+
+@practice(
+    "a container around a DDP model, or the module inside it",
+    attach="refused. DDP would go on exchanging all gradients. `attach` refuses a container; with "
+    "`replicate=`, the first forward pass inside DDP is refused.",
+    updates="refused. As with `attach`; the module inside at the first forward pass of DDP, compiled or not.",
+)
+def test_around_ddp(column):
+    exchange = "gradients" if column == "attach" else "updates"
+    inside = {"replicate": dist.group.WORLD} if column == "attach" else {}
+    for container in (nn.Sequential(Ddp(network())), nn.ModuleDict({"net": Ddp(network())})):
+        with refused(" is around a DistributedDataParallel ('", "give attach that one"):
+            sparsync.attach(container, sgd(container.parameters()), exchange=exchange)
+    for wrap in (lambda ddp: ddp, compiled):
+        net = network()
+        called = wrap(Ddp(net))
+        start, optimizer = weights(net), sgd(net.parameters())
+        with sparsync.attach(net, optimizer, exchange=exchange, **inside):
+            with refused("runs inside a DistributedDataParallel", "attach the DDP model"):
+                called(torch.zeros(4, 20))
+        assert not moved(net, start)
 
 
 @practice(

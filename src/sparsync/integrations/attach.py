@@ -21,6 +21,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.ddp import attach_ddp
+from sparsync.integrations.exclusive import check_outermost, check_unattached
 from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.integrations.sync import Sync
@@ -61,7 +62,7 @@ def attach(
     (``docs/optimizers.md``).
 
     Args:
-        model: a ``DistributedDataParallel`` module without a communication hook; with ``replicate`` any
+        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with ``replicate`` any
             other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).  For updates
             also a plain module, equal on all ranks.
         optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
@@ -91,8 +92,9 @@ def attach(
         closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
-        ConfigurationError: neither DDP nor ``replicate``, a second attach, unknown algorithm, bad
-            density, an optimizer whose updates cannot be averaged (``docs/optimizers.md``).
+        ConfigurationError: neither DDP nor ``replicate``, a model around DDP or inside it, a second attach,
+            unknown algorithm, bad density, an optimizer whose updates cannot be averaged
+            (``docs/optimizers.md``); later: an optimizer that was not given steps the parameters.
         PeerError: ranks disagree on any of it, or a rank is gone.
         DeadlineError: a rank does not attach; it is named.
 
@@ -109,6 +111,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
+    if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = inner  # of torch.compile: the same parameters and hooks
+    check_outermost(model)
+    check_unattached(model)
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)

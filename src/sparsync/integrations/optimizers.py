@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsync.averaging.moments import corrects
 from sparsync.errors import ConfigurationError
 
-__all__ = ["check_stepped", "held_by", "plain_optimizers", "treatment_of"]
+__all__ = ["check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
 
 _ALIKE: Final = "exchange='gradients', which all ranks then have alike, suits it"
 
@@ -75,6 +75,12 @@ def _chain(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[O
         inner = [held for held in _held(one) if all(held is not other for other in around)]
         yield one, inner
         yield from _chain(inner, (*around, one))
+
+
+def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
+    """Tell whether any of these optimizers is inside one that was given, as inside a wrapper."""
+    inside = (held for _, inner in _chain(given) for held in inner)
+    return any(held is one for held in inside for one in optimizers)
 
 
 def check_stepped(given: Any) -> None:

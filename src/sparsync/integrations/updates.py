@@ -33,6 +33,7 @@ from sparsync.feedback.step import Proposal
 from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.integrations.changes import Changes, begin_together
 from sparsync.integrations.ddp import CommHook, check_ddp
+from sparsync.integrations.exclusive import Guard, check_outside_ddp
 from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
@@ -225,6 +226,16 @@ class UpdateSync(Sync):
             outer.contributions.weighs = None  # it turns out in the first exchange
         weights.carrier = weakref.WeakMethod(self._carry)
 
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters whose updates are exchanged, by name."""
+        return self._weights.trained
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers after whose steps they are exchanged; none: ``step`` is called."""
+        return self.outer.optimizers
+
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         """Queue an exchange on the engine's thread.
 
@@ -265,6 +276,7 @@ class UpdateSync(Sync):
         self._weights.ranks = self.reducer.comm.world_size
         handles += [one.register_step_pre_hook(weakly(self._before_step)) for one in optimizers]
         handles += [one.register_step_post_hook(weakly(self._after_step)) for one in optimizers]
+        handles += [Guard(self)] if optimizers else []
         for handle in handles:
             self.on_close.callback(handle.remove)
         if self._scaler is not None:
@@ -363,6 +375,8 @@ class UpdateSync(Sync):
                     "a rank that is out of batches, as often as the others' optimizers step"
                 )
         assert module is not None
+        if ddp is None:
+            check_outside_ddp(module)
         self._weights.reshard()
         if self.outer.optimizers:
             # before a batch is seen: SAM, and layers that begin with it, change weights themselves; but

@@ -144,8 +144,8 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
     with attach(net, density=0.5, transport="torch") as again, again.shared():  # the model's own
         net(torch.ones(3, 4)).sum().backward()
         again.finish()
-    assert again.stats()["steps"] == 1
-    assert sync.stats()["steps"] >= 1
+    assert again.stats()["exchanges"] == 1
+    assert sync.stats()["exchanges"] >= 1
 
 
 def hooks_of(model):
@@ -176,7 +176,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
         twin(torch.ones(3, 4)).sum().backward()
         with attach(twin, density=0.5, transport="torch", **where) as sync:
             twin(torch.ones(3, 4)).sum().backward()
-            assert sync.stats()["steps"] == 1  # DDP calls its hook
+            assert sync.stats()["exchanges"] == 1  # DDP calls its hook
 
 
 class TwoLosses(torch.nn.Module):
@@ -201,5 +201,5 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
         for _ in range(2):
             net(lambda: net, torch.ones(1, 600))
             net.require_backward_grad_sync = True
-        assert sync.stats()["steps"] == 4
+        assert sync.stats()["exchanges"] == 4
     assert both.first.bias.grad.tolist() == [2.0] * 600

@@ -427,9 +427,9 @@ class OuterStep(Averager):
         return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
-        here = {"period": self.period, "drift": self.drift, "local_steps": self.steps}
-        return {**reducer_stats(self.reducer), **here}
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        here = {"period": self.period, "drift": self.drift}
+        return {**reducer_stats(self.reducer, self.steps), **here}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""

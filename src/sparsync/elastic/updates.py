@@ -139,11 +139,6 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
         )
 
-    @property
-    def steps(self) -> int:
-        """Local steps that are done; a rank that joins others goes on with their number."""
-        return self.outer.steps
-
     # ---- on the training thread --------------------------------------------------------------------
 
     def _before_forward(self) -> None:
@@ -194,10 +189,11 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._check_own("finish()")
         run(self.outer.land(self._weights))
         self._after_exchange()
-        if not self.left and self._phase == _LOCAL:
-            self._conclude()
-        self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
-        taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
+        with self.reducer.comm.ledger.outside_steps():
+            if not self.left and self._phase == _LOCAL:
+                self._conclude()
+            self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
+            taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
             state = unpacked(taken)
             self.outer.memory = dict(state["memory"])

@@ -227,6 +227,11 @@ class UpdateSync(Sync):
         weights.carrier = weakref.WeakMethod(self._carry)
 
     @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others goes on with their number."""
+        return self.outer.steps
+
+    @property
     def trained(self) -> Mapping[str, Tensor]:
         """The parameters whose updates are exchanged, by name."""
         return self._weights.trained
@@ -456,7 +461,7 @@ class UpdateSync(Sync):
         if outer.optimizers:  # else this is after the step
             self._check_start()
         if self._before is None:
-            self._before = outer.steps, self.reducer.comm.ledger.total()
+            self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
@@ -551,13 +556,15 @@ class UpdateSync(Sync):
     def finish(self) -> None:
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
-        run(self.outer.deliver(self._weights))
+        run(self.outer.settle())  # what is under way belongs to steps
+        with self.reducer.comm.ledger.outside_steps():
+            run(self.outer.deliver(self._weights))
         self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: exchanges (as steps), local steps, bytes, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
         outer, node = self.outer, self._weights.node
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
@@ -566,7 +573,6 @@ class UpdateSync(Sync):
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
             **({"choices": [self.decided]} if self.decided else {}),
             "exchange": "updates",
-            "local_steps": outer.steps,
             "exchange_seconds": self._busy,
             "waited_seconds": self._waited,
             **outer.settings(),

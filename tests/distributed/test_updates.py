@@ -196,6 +196,27 @@ def test_nan_on_one_rank_brings_all_back():
 
 
 @on_ranks(2)
+def test_nan_a_second_time_is_named_where_it_is():
+    """Whatever the rate: nothing is divided by it, and no advice blames it."""
+    for name, where in (("0.weight", "0.weight'"), ("seen", "seen' (persistent=False")):
+        net = model()
+        net.register_buffer("seen", torch.zeros(2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-38)
+        with sparsync.attach(net, optimizer) as sync:
+            with pytest.raises(sparsync.errors.NonFiniteGradientError) as caught:
+                for step in range(9):
+                    optimizer.zero_grad()
+                    backward(net, step)
+                    if step >= 2 and dist.get_rank() == 1:
+                        net.state_dict()[name][0].fill_(torch.nan)
+                    optimizer.step()
+            assert sync.steps < 9
+            assert "in a row holds NaN or Inf" in str(caught.value), caught.value
+            assert (f"here in '{where}" in str(caught.value)) == (dist.get_rank() == 1), caught.value
+            assert "rate" not in str(caught.value) and "optimizer=" not in str(caught.value)
+
+
+@on_ranks(2)
 def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
     torch.manual_seed(0)
     net = torch.nn.ModuleDict(

@@ -217,7 +217,12 @@ class Weights:
     """Weights as a vector, of which fragments are read and written; and who carries exchanges.
 
     This one is a tensor that is copied when it is written to; a model overrides all of it.
+
+    Attributes:
+        cure: what else helps where NaN or Inf was exchanged twice.
     """
+
+    cure = "; give optimizer= if you have not: then its broken moments are dropped"
 
     def __init__(self, vector: Tensor) -> None:
         self.vector, self._own = vector, False
@@ -243,11 +248,10 @@ class Weights:
     def refused(self, step: float) -> NonFiniteGradientError:
         """Return the error of a second exchange in a row that held NaN or Inf."""
         name = self.broken()
-        here = f" (on this rank '{name}' does)" if name else ""
+        here = f", here in {name}" if name else ""
         return NonFiniteGradientError(
-            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, "
-            "look for what makes it in the loss of that step, lower the learning rate, or give "
-            "optimizer=, whose broken moments are dropped"
+            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, and "
+            f"look for the cause in the loss and gradients since the last exchange{self.cure}"
         )
 
     def landed(self, span: slice, shared: Tensor) -> None:

@@ -50,6 +50,8 @@ class ModelWeights(Weights):
     to write, all ranks of the node call together and gather each other's.
     """
 
+    cure = ""  # its optimizers are known
+
     def __init__(
         self,
         module: nn.Module,
@@ -133,7 +135,8 @@ class ModelWeights(Weights):
         named = [*self.trained, *self.buffers]
         for name, tensor in zip(named, self._tensors(), strict=False):
             if not bool(torch.isfinite(tensor).all()):
-                return name
+                left_out = " (persistent=False would leave it out)" if name in self.buffers else ""
+                return f"'{name}'{left_out}"
         return ""
 
     def landed(self, span: slice, shared: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsync
 from sparsync import Correction, attach
-from tests.on_ranks import refused
+from tests.on_ranks import gathered, refused
 
 from .models import Branches, channels_last, normed, tied
 from .practice import section
@@ -218,6 +218,39 @@ def test_masks(column):
         return net
 
     same_training(column, masked)
+
+
+@practice(
+    "buffers that no step changes: tables of positions, finite masks",
+    attach="works. They are not exchanged; DDP broadcasts those of rank 0, as it does without sparsync.",
+    updates="works. They are not exchanged, only a flag for each; one that begins to change, on whichever "
+    "rank, is averaged from that exchange on.",
+    UpdateSpace="works. They stay local.",
+    averaging="works. They travel with the model, unless `persistent=False`; `OuterStep` does as `updates`.",
+)
+def test_still_buffers(column):
+    sent = []
+    for size in (1, 10_000):
+        net = network()
+        net.register_buffer("table", torch.arange(size).float())
+        net.register_buffer("seen", torch.zeros(3))
+        training = Training(column, net, 1.0)
+        try:
+            for step in range(5):
+                net.seen += here()  # as a statistic of what this rank has seen
+                if step == 4 and here() == 1:
+                    net.table += 1.0
+                training.backward(step)
+                training.step()
+                if step == 3 and column in DDP_COLUMNS:
+                    sent.append(training.handle.stats()["bytes_sent_last_exchange"])
+            tables = gathered(net.table)
+        finally:
+            training.close()
+        local = {"attach": [0.0, 0.0], "UpdateSpace": [0.0, 1.0]}
+        assert [float(table[0]) for table in tables] == local.get(column, [0.5, 0.5])
+        assert all(torch.equal(t[1:] - t[:1], torch.arange(1.0, size)) for t in tables)
+    assert len(set(sent)) <= 1, "what never changes was sent"
 
 
 practice(

@@ -139,7 +139,7 @@ def divided(**options):
     averager = OuterStep(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
     plan = averager.plan
 
-    def by_three(vector, parameters, output=()):
+    def by_three(vector, parameters, output=(), rest=None):
         return plan(vector, dict(zip("abc", vector.split([10, 10, 20]), strict=True)), output)
 
     averager.plan = by_three

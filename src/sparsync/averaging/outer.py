@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.contributions import Contributions, shown_of
-from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights, rotate_
+from sparsync.averaging.fragments import Exchange, Layout, Rooms, Weights, rotate_
 from sparsync.averaging.moments import common_rate, drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
 from sparsync.averaging.saved import outer_kinds
+from sparsync.collectives import Changing
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -156,7 +157,7 @@ class OuterStep(Averager):
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
-        self.chosen = replace(resolve(algorithm), average=True)
+        self.chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         if fragments > 1:  # their units are selected from at different times
             self.chosen = replace(self.chosen, shared=False)
         self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
@@ -188,7 +189,7 @@ class OuterStep(Averager):
         self.contributions = Contributions()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
-        self.layout = Layout(torch.zeros(0), {}, 1)
+        self.layout = Layout({}, {}, 1)
         self._under_way: list[Exchange] = []
         self._rooms = Rooms()
         self._sent: list[int] = []  # the last step after which each fragment was exchanged
@@ -222,13 +223,19 @@ class OuterStep(Averager):
         parameters: Mapping[str, Tensor],
         output: Collection[str] = (),
         kinds: Mapping[str, str] | None = None,
+        rest: Mapping[str, int] | None = None,
     ) -> list[Unit]:
-        """Divide the vector of these parameters into fragments, and these into units: see ``Layout``."""
+        """Divide the vector into fragments, and these into units: see ``Layout``.
+
+        It holds these parameters, and then the ``rest``, by name and size.
+        """
         chosen, kinds = self.chosen, kinds or {}
-        self.layout = Layout(vector, parameters, self.fragments)
+        self.layout = Layout(parameters, rest or {}, self.fragments)
 
         def compress(name: str, tensor: Tensor) -> bool:
-            return name != REST and (chosen.compress is None or chosen.compress(name, tensor))
+            if name not in parameters:
+                return False
+            return chosen.compress is None or chosen.compress(name, tensor)
 
         return self.layout.plan(vector, chosen.unit_bytes, compress, output, kinds)
 
@@ -237,7 +244,7 @@ class OuterStep(Averager):
         bound = self._binding
         trained = {"model": vector} if bound is None else bound.trained
         output = output_parameters(bound.model) if self.chosen.output and bound else ()
-        units = self.plan(vector, trained, output)
+        units = self.plan(vector, trained, output, rest=bound.rest if bound else {})
         if bound and self.sign:
             await agree(comm, {"the learning rate of a step by signs": self._lr()})
         reducer = Reducer(comm, units, await self.chosen.on(comm), self.density)

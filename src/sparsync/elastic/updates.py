@@ -71,7 +71,7 @@ def attach_elastic_updates(
     noise = noise_of(optimizers if outer.noise_correction else (), trained)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
-    units = outer.plan(weights.read(_EVERYTHING), trained, output)
+    units = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)
     log = options.monitoring.log
     reducer = Reducer(
         group.comm,

@@ -148,7 +148,7 @@ def attach_updates(
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
             if (compress := outer.chosen.compress) is not None:
                 outer.adapt(lambda name, _run: compress(name, trained[name]))
-        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds)
+        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds, weights.rest)
         if consensus is not None and consensus.parts.world_size > 1:
             facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
             run(agree(consensus.parts, facts))
@@ -594,7 +594,6 @@ class UpdateSync(Sync):
         return {
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
-            "averaged": list(self._weights.buffers),
             **own_state(module, self._weights.trained, self.outer.optimizers),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
@@ -609,7 +608,6 @@ class UpdateSync(Sync):
         return {
             **outer.kinds(state),
             **{name: Exactly(value) for name, value in outer.layout.extents().items()},
-            "averaged": Exactly(self._weights.buffers),
             **own_kinds(
                 module,
                 self._weights.trained,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from sparsync.integrations.hierarchy import Node
 from sparsync.units import local_of, unflatten
 
 __all__ = ["ModelWeights", "trained_of"]
+
+_SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
 
 
 def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -76,6 +78,13 @@ class ModelWeights(Weights):
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
         own = [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
         return own if self.noise is None else [*own, self.noise.values]
+
+    @property
+    def rest(self) -> dict[str, int]:
+        """The sizes of buffers and samples, which follow the trained parameters."""
+        tensors = self._tensors()[len(self.trained) :]
+        named = zip((*self.buffers, _SAMPLES), tensors, strict=False)
+        return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
     def reshard(self) -> None:
         """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""

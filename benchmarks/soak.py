@@ -142,7 +142,9 @@ class Trainee:
         self.optimizer.zero_grad()
         (self.ddp(x) - y).pow(2).mean().backward()
         if overflows:
-            assert self.sync.stats()["refused_exchanges"] == skipped + 1, "an overflow was not refused"
+            assert self.sync.stats()["refused_exchanges"] == skipped + 1, (
+                "an overflow was not refused"
+            )
             assert before is not None and torch.equal(before, self.residual())
             self.counts["overflows refused"] += 1
         elif before is not None:

@@ -92,7 +92,7 @@ class Algorithm:
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
-        return replace(await self.prepare(comm), options=self.options)
+        return replace(await self.prepare(comm), options=self.options, make_dense=self.make_dense)
 
     def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
         """Build the selector and the collective of one unit."""

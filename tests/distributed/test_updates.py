@@ -212,8 +212,27 @@ def test_nan_a_second_time_is_named_where_it_is():
                     optimizer.step()
             assert sync.steps < 9
             assert "in a row holds NaN or Inf" in str(caught.value), caught.value
-            assert (f"here in '{where}" in str(caught.value)) == (dist.get_rank() == 1), caught.value
+            assert (f"here in '{where}" in str(caught.value)) == (dist.get_rank() == 1), (
+                caught.value
+            )
             assert "rate" not in str(caught.value) and "optimizer=" not in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_statistic_that_began_with_inf_is_named_once():
+    """As the extremes of torch's observers: the ranks' own, for they were left out with the masks."""
+    net, said = model(), io.StringIO()
+    net.register_buffer("lowest", torch.full((3,), torch.inf))
+    net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    optimizer = adam(net)
+    with contextlib.redirect_stderr(said), sparsync.attach(net, optimizer):
+        for step in range(6):
+            step_of(net, optimizer, step)
+            net.mask.mul_(1.0)
+            if step == 3:
+                net.lowest = torch.ones(3) * dist.get_rank()
+    lines = [line for line in said.getvalue().splitlines() if "held NaN or Inf" in line]
+    assert len(lines) == 1 and f"rank {dist.get_rank()}: buffer 'lowest'" in lines[0], lines
 
 
 @on_ranks(2)

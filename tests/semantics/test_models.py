@@ -223,10 +223,11 @@ def test_masks(column):
 @practice(
     "buffers that no step changes: tables of positions, finite masks",
     attach="works. They are not exchanged; DDP broadcasts those of rank 0, as it does without sparsync.",
-    updates="works. They are not exchanged, only a flag for each; one that begins to change, on whichever "
+    updates="works. They are not exchanged, only a flag for each; one that begins to change, on any "
     "rank, is averaged from that exchange on.",
     UpdateSpace="works. They stay local.",
-    averaging="works. They travel with the model, unless `persistent=False`; `OuterStep` does as `updates`.",
+    averaging="works. They travel with the model, unless `persistent=False`; `OuterStep` is like "
+    "`updates`.",
 )
 def test_still_buffers(column):
     sent = []
@@ -395,8 +396,8 @@ def compiled(model):
 
 @practice(
     "`torch.compile` of the wrapped model",
-    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts. Either may "
-    "be attached: the compiled model or the DDP model inside it.",
+    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts. The "
+    "compiled model may be attached, or the DDP model inside it.",
     updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
 )
@@ -412,7 +413,7 @@ def test_compiled(column):
     "a container around a DDP model, or the module inside it",
     attach="refused. DDP would go on exchanging all gradients. `attach` refuses a container; with "
     "`replicate=`, the first forward pass inside DDP is refused.",
-    updates="refused. As with `attach`; the module inside at the first forward pass of DDP, compiled or not.",
+    updates="refused. As with `attach`; the module inside at DDP's first forward pass.",
 )
 def test_around_ddp(column):
     exchange = "gradients" if column == "attach" else "updates"
@@ -424,9 +425,9 @@ def test_around_ddp(column):
         net = network()
         called = wrap(Ddp(net))
         start, optimizer = weights(net), sgd(net.parameters())
-        with sparsync.attach(net, optimizer, exchange=exchange, **inside):
-            with refused("runs inside a DistributedDataParallel", "attach the DDP model"):
-                called(torch.zeros(4, 20))
+        handle = sparsync.attach(net, optimizer, exchange=exchange, **inside)
+        with handle, refused("runs inside a DistributedDataParallel", "attach the DDP model"):
+            called(torch.zeros(4, 20))
         assert not moved(net, start)
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -253,8 +253,8 @@ class Weights:
         name = self.broken()
         here = f", here in {name}" if name else ""
         return NonFiniteGradientError(
-            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, and "
-            f"look for the cause in the loss and gradients since the last exchange{self.cure}"
+            f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, "
+            f"and look for the cause in the loss and gradients since the last exchange{self.cure}"
         )
 
     def landed(self, span: slice, shared: Tensor) -> None:

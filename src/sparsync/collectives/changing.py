@@ -76,7 +76,9 @@ class Changing(Collective):
             changed = torch.cat(first[: len(still)]).tolist()
             begin = [i for i, flag in zip(still, changed, strict=True) if flag]
             if begin:
-                for i, values in zip(begin, await _sum(comm, [parts[i] for i in begin]), strict=True):
+                for i, values in zip(
+                    begin, await _sum(comm, [parts[i] for i in begin]), strict=True
+                ):
                     sums[i].copy_(values)
                 self.state = ChangingState(tuple(sorted((*moving, *begin))))
         return Reduced(DenseVector(total), selected)

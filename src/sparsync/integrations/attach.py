@@ -62,9 +62,9 @@ def attach(
     (``docs/optimizers.md``).
 
     Args:
-        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with ``replicate`` any
-            other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).  For updates
-            also a plain module, equal on all ranks.
+        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with
+            ``replicate`` any other: FSDP2's, a stage of a pipeline, tensor-parallel, plain
+            (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
         optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
         algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
@@ -92,9 +92,10 @@ def attach(
         closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
-        ConfigurationError: neither DDP nor ``replicate``, a model around DDP or inside it, a second attach,
+        ConfigurationError: neither DDP nor ``replicate``, a container around DDP, a second attach,
             unknown algorithm, bad density, an optimizer whose updates cannot be averaged
-            (``docs/optimizers.md``); later: an optimizer that was not given steps the parameters.
+            (``docs/optimizers.md``).  Later: the module runs inside DDP, an optimizer that was not given
+            steps parameters whose updates are exchanged.
         PeerError: ranks disagree on any of it, or a rank is gone.
         DeadlineError: a rank does not attach; it is named.
 

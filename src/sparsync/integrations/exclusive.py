@@ -38,7 +38,7 @@ class Guard:
     It is also by these hooks that a second ``attach`` finds the first: parameters carry no mark, which
     copies and saved models would carry along.
 
-    Cost: of the handle's own optimizers nothing; of others a look at every parameter, 10 us for a hundred.
+    Cost: of the handle's own optimizers nothing; of others a look at every parameter.
     """
 
     def __init__(self, sync: _Guarded) -> None:
@@ -59,9 +59,9 @@ class Guard:
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
         raise ConfigurationError(
             f"{type(optimizer).__name__} is about to step '{names[id(stepped[0])]}' ({len(stepped)} of "
-            f"{len(names)} parameters), but attach was given another optimizer ({known}), and updates are "
-            "exchanged after the steps of that one: give attach all optimizers; after replacing one, call "
-            "finish() and close(), and attach again, on all ranks"
+            f"{len(names)} parameters), but attach was given another optimizer ({known}), and updates "
+            "are exchanged after the steps of that one: give attach all optimizers; after replacing one, "
+            "call finish() and close(), and attach again, on all ranks"
         )
 
 
@@ -76,8 +76,8 @@ def check_outermost(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(
-                f"{type(model).__name__} is around a DistributedDataParallel ('{name}'), which would go on "
-                "exchanging all gradients; give attach that one"
+                f"{type(model).__name__} is around a DistributedDataParallel ('{name}'), which would go "
+                "on exchanging all gradients; give attach that one"
             )
 
 

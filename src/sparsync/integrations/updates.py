@@ -473,6 +473,12 @@ class UpdateSync(Sync):
             self._changes.remember()
         self._count_ranks()
         self._look_at_agreement()
+        if name := self._weights.strayed():
+            say(
+                f"rank {self.reducer.comm.rank}: buffer '{name}' held NaN or Inf when the model was "
+                "attached, so it is not averaged, and it has become finite since: every rank has its "
+                "own; make it finite before attach if ranks are to share it"
+            )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel

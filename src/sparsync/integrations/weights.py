@@ -8,7 +8,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import averaged_buffers
+from sparsync.averaging.binding import averaged_buffers, saved_buffers
 from sparsync.averaging.fragments import Begin, Weights
 from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import ConfigurationError
@@ -44,6 +44,11 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
     return trained
 
 
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    """Return what is another one when a buffer is written to, or replaced."""
+    return id(buffer), buffer._version
+
+
 @final
 class ModelWeights(Weights):
     """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
@@ -66,6 +71,11 @@ class ModelWeights(Weights):
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
         self.buffers = averaged_buffers(module) if buffers else []
+        floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
+        # held NaN or Inf: constants, it is hoped
+        self._left_out = {
+            n: _mark(b) for n, b in floating.items() if n not in self.buffers and buffers
+        }
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -146,6 +156,20 @@ class ModelWeights(Weights):
             if not bool(torch.isfinite(tensor).all()):
                 left_out = " (persistent=False would leave it out)" if name in self.buffers else ""
                 return f"'{name}'{left_out}"
+        return ""
+
+    def strayed(self) -> str:
+        """Name a buffer that was left out because it held NaN or Inf, and is finite now; empty: none.
+
+        Each is named once.  Cost: a look at those that were written to.
+        """
+        now = dict(self._module.named_buffers()) if self._left_out else {}
+        for name, mark in list(self._left_out.items()):
+            if name in now and (written := _mark(now[name])) != mark:
+                self._left_out[name] = written
+                if bool(torch.isfinite(now[name]).all()):
+                    del self._left_out[name]
+                    return name
         return ""
 
     def landed(self, span: slice, shared: Tensor) -> None:

@@ -61,33 +61,30 @@ class Changing(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Sum the layers that change on any rank; all of this rank's vector is delivered."""
-        own = selected.to_dense()
-        parts = torch.split(own, self._sizes or [own.numel()])
-        total = torch.zeros_like(own)
-        sums = torch.split(total, self._sizes or [own.numel()])
-        moving = [i for i in range(len(parts)) if i in self.state.moving]
-        still = [i for i in range(len(parts)) if i not in self.state.moving]
+        own, moved = selected.to_dense(), set(self.state.moving)
+        numbers = range(len(self._sizes))
+        still = [i for i in numbers if i not in moved]
+        if not still:
+            return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
+        total = torch.zeros_like(own)  # of its own: with ``elastic=`` the step may be done again
+        parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
         # NaN counts as a change: it must reach all ranks, which refuse it
-        flags = [parts[i].any().to(own.dtype).view(1) for i in still]
-        first = await _sum(comm, [*flags, *(parts[i] for i in moving)])
-        for i, values in zip(moving, first[len(still) :], strict=True):
-            sums[i].copy_(values)
-        if still:
-            changed = torch.cat(first[: len(still)]).tolist()
-            begin = [i for i, flag in zip(still, changed, strict=True) if flag]
-            if begin:
-                for i, values in zip(
-                    begin, await _sum(comm, [parts[i] for i in begin]), strict=True
-                ):
-                    sums[i].copy_(values)
-                self.state = ChangingState(tuple(sorted((*moving, *begin))))
+        flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
+        moving = [i for i in numbers if i in moved]
+        changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])
+        begun = [i for i, flag in zip(still, changed.tolist(), strict=True) if flag]
+        if begun:
+            values += await _sum(comm, [parts[i] for i in begun])
+            self.state = ChangingState(tuple(sorted((*moving, *begun))))
+        for i, summed in zip((*moving, *begun), values, strict=True):
+            sums[i].copy_(summed)
         return Reduced(DenseVector(total), selected)
 
 
-async def _sum(comm: Communicator, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+async def _sum(comm: Communicator, parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Sum vectors over ranks in one allreduce.
 
     Cost: that of the allreduce of all of them.
     """
-    flat = await comm.allreduce(torch.cat(list(parts)), "dense", in_place=True)
+    flat = await comm.allreduce(torch.cat(parts), "dense", in_place=True)
     return torch.split(flat, [part.numel() for part in parts])

@@ -86,7 +86,7 @@ def check_outside_ddp(module: nn.Module) -> None:
 
     A module does not know whether DDP is around it before that.
     """
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = DistributedDataParallel._active_ddp_module  # while its forward pass runs
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(
             "the module that was attached runs inside a DistributedDataParallel, which exchanges all its "

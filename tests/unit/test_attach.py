@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
@@ -177,6 +178,24 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
         with attach(twin, density=0.5, transport="torch", **where) as sync:
             twin(torch.ones(3, 4)).sum().backward()
             assert sync.stats()["exchanges"] == 1  # DDP calls its hook
+
+
+def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
+    """The hook that refuses steps of other optimizers is one of all optimizers of the process."""
+    before = len(torch.optim.optimizer._global_optimizer_pre_hooks)
+    for close in (True, False):
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(net.parameters())
+        sync = sparsync.attach(net, optimizer, transport=sparsync.Transport("torch"))
+        net(torch.ones(3, 4)).sum().backward()
+        with pytest.raises(ConfigurationError, match="AdamW is about to step 'weight'"):
+            torch.optim.AdamW(net.parameters()).step()
+        optimizer.step()
+        if close:
+            sync.close()
+        del sync, net, optimizer
+        gc.collect()
+        assert len(torch.optim.optimizer._global_optimizer_pre_hooks) == before
 
 
 class TwoLosses(torch.nn.Module):

@@ -455,7 +455,7 @@ def test_layers_that_never_change_are_not_sent():
 
     everyone = simulate(program, world_size=4).results
     for step, ranks in enumerate(zip(*everyone, strict=True)):
-        total, sent, moving = ranks[0]
+        total, sent, _ = ranks[0]
         assert all(torch.equal(total, t) or step == 4 for t, _, _ in ranks)
         assert {m for _, _, m in ranks} == {[(0,), (0,), (0, 1), (0, 1), (0, 1, 2)][step]}
         assert total[:3].tolist() == [10.0] * 3 and float(total[10]) == (7.0 if step == 2 else 0.0)

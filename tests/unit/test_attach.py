@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sparsync
 from sparsync.errors import ConfigurationError
@@ -182,7 +183,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
 
 def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
     """The hook that refuses steps of other optimizers is one of all optimizers of the process."""
-    before = len(torch.optim.optimizer._global_optimizer_pre_hooks)
+    before = len(_global_optimizer_pre_hooks)
     for close in (True, False):
         net = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(net.parameters())
@@ -195,7 +196,7 @@ def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
             sync.close()
         del sync, net, optimizer
         gc.collect()
-        assert len(torch.optim.optimizer._global_optimizer_pre_hooks) == before
+        assert len(_global_optimizer_pre_hooks) == before
 
 
 class TwoLosses(torch.nn.Module):

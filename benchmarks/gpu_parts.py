@@ -194,11 +194,11 @@ def _of_exchange(sync: Any, device: torch.device) -> Row:
         check_device(device, **{"the shared weights": sync.outer.memory["shared"]})
         busy, waited = stats["exchange_seconds"], stats["waited_seconds"]
     else:
-        spans, wait = stats["exchanges_last_step"], stats["waited_last_step"]
+        spans, wait = stats["spans_last_exchange"], stats["waited_last_exchange"]
         busy = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
         waited = wait[1] - wait[0]
     overlap = max(0.0, 1 - waited / busy) if busy else None
-    return {"MB sent per step": stats["bytes_sent_per_step_mean"] / 1e6, "not waited for": overlap}
+    return {"MB sent per step": stats["bytes_sent_per_local_step"] / 1e6, "not waited for": overlap}
 
 
 def attach_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:

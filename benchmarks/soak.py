@@ -87,7 +87,7 @@ class Trainee:
         )
         if whole_checkpoints(self.folder):
             sparsync.load(self.sync, self.folder, model=self.net, optimizer=self.optimizer)
-        self.step = int(self.sync.stats()["steps"])
+        self.step = int(self.sync.stats()["exchanges"])
 
     def restart(self) -> None:
         """Save, end everything, begin anew; the state must be the same, bit for bit."""
@@ -138,11 +138,13 @@ class Trainee:
         if overflows and rank == unlucky:
             x[0, 0] = torch.inf
         before = self.residual() if overflows or checked else None
-        skipped = self.sync.stats()["skipped_steps"]
+        skipped = self.sync.stats()["refused_exchanges"]
         self.optimizer.zero_grad()
         (self.ddp(x) - y).pow(2).mean().backward()
         if overflows:
-            assert self.sync.stats()["skipped_steps"] == skipped + 1, "an overflow was not refused"
+            assert self.sync.stats()["refused_exchanges"] == skipped + 1, (
+                "an overflow was not refused"
+            )
             assert before is not None and torch.equal(before, self.residual())
             self.counts["overflows refused"] += 1
         elif before is not None:

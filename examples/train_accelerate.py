@@ -51,7 +51,7 @@ for step, batch in zip(range(first, STEPS), loader, strict=False):
     optimizer.zero_grad()
     if step + 1 == STEPS // 2:
         accelerator.save_state(options.folder)
-sent = sync.stats()["bytes_sent_per_step_mean"] / sum(p.numel() for p in model.parameters())
+sent = sync.stats()["bytes_sent_per_local_step"] / sum(p.numel() for p in model.parameters())
 sync.finish()  # exchanges the rest: from here on weights are equal
 after = nn.functional.cross_entropy(model(held_out[:, :-1]), held_out[:, -1])
 accelerator.print(f"loss {before:.3f} -> {after:.6f}, {sent:.3f} bytes per parameter and step")

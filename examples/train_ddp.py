@@ -92,7 +92,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     equal, stats = same_on_all_ranks(model), sync.stats()
     if rank == 0:
-        sent = stats["bytes_sent_per_step_max"]
+        sent = stats["bytes_sent_per_exchange_max"]
         print(
             f"{world_size} ranks, {options.steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
             f"at most {sent:,} bytes sent per step, replicas equal: {equal}",

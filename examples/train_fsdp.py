@@ -113,7 +113,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     equal, stats = same_on_all_ranks(model), sync.stats()
     if rank == 0:
-        sent = stats["bytes_sent_per_step_max"]
+        sent = stats["bytes_sent_per_exchange_max"]
         print(
             f"{replicas} replicas x {options.shards} shards, {options.steps} steps: loss "
             f"{losses[0]:.3f} -> {losses[-1]:.3f}, at most {sent:,} bytes sent to other replicas per "

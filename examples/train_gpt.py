@@ -54,7 +54,7 @@ for step in range(first, STEPS):
     optimizer.zero_grad()
     if step + 1 == 40:
         sparsync.save(sync, options.folder, step=step + 1, **saved)
-sent = sync.stats()["bytes_sent_per_step_mean"] / sum(p.numel() for p in model.parameters())
+sent = sync.stats()["bytes_sent_per_local_step"] / sum(p.numel() for p in model.parameters())
 sync.finish()  # exchanges the rest: from here on weights are equal
 if distributed.get_rank() == 0:
     print(f"loss {before:.3f} -> {model.module(held_out):.6f}, {sent:.3f} bytes/parameter/step")

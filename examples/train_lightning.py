@@ -56,5 +56,5 @@ trainer.fit(model, training, held_out, ckpt_path=start)
 after = trainer.validate(model, held_out, verbose=False)[0]["loss"]
 size = sum(p.numel() for p in model.parameters())
 if trainer.is_global_zero:
-    sent = sparse.sync.stats()["bytes_sent_per_step_mean"] / size  # that of the end included
+    sent = sparse.sync.stats()["bytes_sent_per_local_step"] / size
     print(f"loss {before:.3f} -> {after:.6f}, {sent:.3f} bytes per parameter and step")

@@ -108,7 +108,7 @@ def train(options: argparse.Namespace, world_size: int) -> None:
             means.append(float(torch.stack(losses).detach().mean()))
             if replica == 0 and step % 20 == 0:
                 print(f"step {step}: loss {means[-1]:.3f}", flush=True)
-    equal, sent = same_on_all_replicas(layers, mesh), sync.stats()["bytes_sent_per_step_max"]
+    equal, sent = same_on_all_replicas(layers, mesh), sync.stats()["bytes_sent_per_exchange_max"]
     if last and replica == 0:
         print(
             f"{shape[0]} replicas x {options.stages} stages, {options.steps} steps: loss "

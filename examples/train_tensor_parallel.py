@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
         losses.append(mean(loss))
         if rank == 0 and step % 20 == 0:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
-    equal, sent = same_on_all_ranks(model), sync.stats()["bytes_sent_per_step_max"]
+    equal, sent = same_on_all_ranks(model), sync.stats()["bytes_sent_per_exchange_max"]
     if rank == 0:
         print(
             f"{shape[0]} replicas x {options.tensor} tensor-parallel ranks, {options.steps} steps: "

@@ -50,7 +50,7 @@ before = trainer.evaluate()["eval_loss"]
 trainer.train(resume_from_checkpoint=options.folder / "checkpoint-20" if options.resume else None)
 after = trainer.evaluate()["eval_loss"]
 sent = (
-    sparse.sync.stats()["bytes_sent_per_step_mean"] / model.num_parameters()
+    sparse.sync.stats()["bytes_sent_per_local_step"] / model.num_parameters()
 )  # that of the end, too
 sparse.close()
 if trainer.is_world_process_zero():

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync.collectives.base import Collective
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Selector
+from sparsync.selection.base import Everything, Selector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
@@ -41,6 +41,7 @@ class Algorithm:
         compress: which parameters are exchanged sparsely where the user does not say; None: all.
         bits: of an element, where every element is exchanged; None: entries are, or whole numbers.
         output: what the output layer is exchanged with, where that differs.
+        make_dense: builds what dense units are exchanged with, once per unit; None: ``Dense``.
         prepare: measures on the group what the algorithm needs to know of it, before the first step;
             returns the algorithm for this group.  None: nothing.
         calls: for the planner: how many times, and for which job, the collective is called in a step in
@@ -58,6 +59,7 @@ class Algorithm:
     compress: Callable[[str, Tensor], bool] | None = None
     bits: float | None = None
     output: Algorithm | None = None
+    make_dense: Callable[[], Collective] | None = None
     prepare: Callable[[Communicator], Coroutine[Any, Any, Algorithm]] | None = None
     calls: Callable[[Job], tuple[int, Job]] = lambda job: (1, job)
 
@@ -90,10 +92,12 @@ class Algorithm:
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
-        return replace(await self.prepare(comm), options=self.options)
+        return replace(await self.prepare(comm), options=self.options, make_dense=self.make_dense)
 
     def for_unit(self, unit: Unit) -> tuple[Selector, Collective]:
         """Build the selector and the collective of one unit."""
+        if unit.dense and self.make_dense is not None:
+            return Everything(), self.make_dense().for_layers(unit.layers)
         chosen = self.output if unit.output and self.output else self
         selector, collective = chosen.make_selector(), chosen.make_collective()
         return selector.for_layers(unit.layers), collective.for_layers(unit.layers)

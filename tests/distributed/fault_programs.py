@@ -345,7 +345,7 @@ def resume(member, folder):
             sparsync.load(sync, folder, model=ddp.module)
         else:
             train(ddp, range(AT))
-        steps = sync.stats()["steps"]
+        steps = sync.stats()["exchanges"]
         train(ddp, range(AT, 2 * AT))
         ends.append(flat(ddp))
         sync.close()

@@ -104,7 +104,7 @@ def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: An
     c.load_state_dict(state)
     train(second, range(3, 8))
     assert torch.equal(flat(second), flat(through))
-    assert c.stats()["steps"] == 8
+    assert c.stats()["exchanges"] == 8
     for sync in (a, b, c):
         sync.close()
     return state
@@ -160,7 +160,7 @@ def all_refuse_what_is_not_finite(
             assert not flat_gradient(net).isfinite().any()
             optimizer.zero_grad()
         assert all(map(torch.equal, before, residuals(sync))), policy
-        assert sync.stats()["skipped_steps"] == 1
+        assert sync.stats()["refused_exchanges"] == 1
         train(net, range(3, 5), optimizer, backward)
         assert same_everywhere(flat(net)) and flat(net).isfinite().all(), policy
         sync.close()
@@ -227,7 +227,7 @@ def nan_on_one_rank_brings_all_back(
     hook = optimizer.register_step_pre_hook(spoil)
     train(net, range(3, 4), optimizer, backward)
     assert torch.equal(local_flat(net), before)
-    assert sync.stats()["skipped_steps"] == 1
+    assert sync.stats()["refused_exchanges"] == 1
     hook.remove()
     train(net, range(4, 6), optimizer, backward)
     assert not torch.equal(local_flat(net), before)

@@ -82,7 +82,7 @@ def test_joined_gradients_train_as_each_alone(correction):
                 loss = ddp(batch(step)[0])
                 (loss * (torch.nan if step == 3 and dist.get_rank() else 1)).backward()
                 optimizer.step()
-            assert sync.stats()["skipped_steps"] == 1
+            assert sync.stats()["refused_exchanges"] == 1
         ends.append(flat(ddp))
         assert torch.equal(ends[-1], ends[0]), (small, view)
     runs._SMALL = usual
@@ -140,7 +140,7 @@ def test_the_planner_chooses_alike_on_all_ranks():
         assert len(choices) > 1 and all("measured over predicted" in text for text in choices)
         sync.load_state_dict(state)
         train(ddp, range(7, 9))
-        assert same_everywhere(flat(ddp)) and sync.stats()["steps"] == 9
+        assert same_everywhere(flat(ddp)) and sync.stats()["exchanges"] == 9
 
 
 @on_ranks(3)

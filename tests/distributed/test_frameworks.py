@@ -145,8 +145,8 @@ def accelerate_run(steps, save=None, load=None, adam=False):
     if adam:
         assert stats["local_steps"] == (steps.stop // 2)
         # at first every step exchanges, and the first one asks whether ranks count what they see
-        last = stats["bytes_sent_last_step"]
-        assert stats["bytes_sent_per_step_mean"] == pytest.approx(last, rel=0.1)
+        last = stats["bytes_sent_last_exchange"]
+        assert stats["bytes_sent_per_local_step"] == pytest.approx(last, rel=0.1)
     sync.close()
     return flat(net)
 
@@ -280,20 +280,20 @@ def test_lightning_resumes_exactly(folder):
     elsewhere = folder / "elsewhere"
     callback, trainer, through = lightning_run(folder, 4, save_top_k=-1, save_last="link")
     assert files(folder / "epoch=1.ckpt.sparsync") == BOTH_RANKS
-    assert callback.sync.stats()["steps"] == 16
+    assert callback.sync.stats()["exchanges"] == 16
     *_, again = lightning_run(elsewhere, 4, folder / "epoch=1.ckpt", save_top_k=1)
     assert torch.equal(through, again)
     # earlier states are removed with their checkpoints
     assert files(elsewhere) == ["epoch=3.ckpt", "epoch=3.ckpt.sparsync"]
     linked, *_ = lightning_run(elsewhere, 5, folder / "last.ckpt", save_weights_only=True)
-    assert linked.sync.stats()["steps"] == 20
+    assert linked.sync.stats()["exchanges"] == 20
     assert "epoch=4.ckpt.sparsync" not in files(elsewhere)
     trainer.save_checkpoint(folder / "by-hand.ckpt")
     assert files(folder / "by-hand.ckpt.sparsync") == BOTH_RANKS
     wrapped = trainer.strategy.save_checkpoint
     trainer.fit_loop.max_epochs = 5
     trainer.fit(trainer.lightning_module, batches())
-    assert trainer.global_step == callback.sync.stats()["steps"] == 20
+    assert trainer.global_step == callback.sync.stats()["exchanges"] == 20
     assert trainer.strategy.save_checkpoint is wrapped
     callback.close()
     assert "save_checkpoint" not in vars(trainer.strategy)
@@ -375,7 +375,7 @@ def test_lightning_with_two_optimizers(folder, kind):
         enable_checkpointing=False,
     )
     trainer.fit(module, batches())
-    steps = callback.sync.stats()["steps" if kind == "SGD" else "local_steps"]
+    steps = callback.sync.stats()["local_steps"]
     assert steps == (
         2 * 8 if kind == "SGD" else 8
     )  # one of 4 x 2 batches per backward pass; or both
@@ -440,7 +440,7 @@ def test_transformers_resumes_exactly(folder):
     assert files(elsewhere) == ["checkpoint-8"]
     callback.close()
     callback, *_ = transformers_run(elsewhere, True, max_steps=12, save_only_model=True)
-    assert callback.sync.stats()["steps"] == 12
+    assert callback.sync.stats()["exchanges"] == 12
     assert files(elsewhere / "checkpoint-12" / "sparsync") == []
     callback.close()
     on_rank_0((early / "sparsync").rename, folder / "away")
@@ -453,7 +453,7 @@ def test_transformers_resumes_exactly(folder):
         transformers_run(elsewhere, str(late))
     trainer.args.max_steps = 10
     trainer.train()
-    assert first.sync.stats()["steps"] == 18
+    assert first.sync.stats()["exchanges"] == 18
     with refused("close() that one"):
         type(first)(trainer)
     first.close()

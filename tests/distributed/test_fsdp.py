@@ -155,7 +155,7 @@ def test_gradients_accumulate(how, steps):
         switch(True)
         net.set_is_last_backward(True)
         backward(net, 1)
-    assert sync.stats()["steps"] == steps
+    assert sync.stats()["exchanges"] == steps
     assert torch.allclose(flat_gradient(net), flat_gradient(reference), atol=1e-6)
     sync.close()
 
@@ -451,11 +451,11 @@ def test_reentrant_checkpoints_are_refused(parts):
     sync = small_model.attach(net, replicate=dist.group.WORLD, **EVERYTHING)
     with refused("inside another", "use_reentrant=False"):
         step_of(net, 0)
-    assert sync.stats()["steps"] == 0
+    assert sync.stats()["exchanges"] == 0
     net.parts = ""
     net.zero_grad()
     step_of(net, 1)
-    assert sync.stats()["steps"] == 1
+    assert sync.stats()["exchanges"] == 1
     assert same_everywhere(flat_gradient(net))
     sync.close()
 
@@ -510,7 +510,7 @@ def test_copies_of_a_plain_model_are_not_attached():
     step_of(net, 0)
     average.update_parameters(net)
     assert same_everywhere(flat_gradient(net))
-    assert sync.stats()["steps"] == 1
+    assert sync.stats()["exchanges"] == 1
     sync.close()
 
 

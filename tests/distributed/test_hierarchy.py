@@ -104,7 +104,7 @@ def test_bytes_are_booked():
     train(ddp, range(3))
     stats, size, part = sync.stats(), flat(ddp).numel(), dist.get_rank() % 2
     assert stats["units"][0]["size"] == (size + 1 - part) // 2
-    assert 0 < stats["bytes_sent_per_step_max"] < 0.1 * size * 8
+    assert 0 < stats["bytes_sent_per_exchange_max"] < 0.1 * size * 8
     for phase in ("node reduce-scatter", "node allgather"):
         assert stats["inner"][phase]["sent"] == 3 * 4 * ((size + 1) // 2)
     assert not any("node" in phase for phase in stats["phases"])
@@ -236,7 +236,7 @@ def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each()
     group = mesh["nodes"].get_group()
     small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
     assert same_everywhere(flat(net))
-    sent, size = sum(gathered(sync.stats()["bytes_sent_per_step_mean"])) / 2, flat(net).numel()
+    sent, size = sum(gathered(sync.stats()["bytes_sent_per_local_step"])) / 2, flat(net).numel()
     # 2 bits up and 2 down for half of the elements, and scales; finish(): as many in 32 bits
     assert size / 4 < sent < size * (1 / 3 + 4 / 5)
     inner = sync.stats()["inner"]
@@ -253,7 +253,7 @@ def test_nan_on_one_rank_of_a_node_brings_all_back():
     before = flat(net)
     train(net, range(1), optimizer)
     hook.remove()
-    assert torch.equal(flat(net), before) and sync.stats()["skipped_steps"] == 1
+    assert torch.equal(flat(net), before) and sync.stats()["refused_exchanges"] == 1
     sync.close()
     net, optimizer, sync = updating(algorithm="quantised")
     first = net.module[0].weight
@@ -346,7 +346,7 @@ def test_a_part_that_fails_is_heard_of(make):
     sync.reducer.exchange = exchange
     assert all(map(torch.equal, before, residuals(sync)))
     train(net, range(4, 6))
-    assert same_everywhere(flat(net)) and sync.stats()["steps"] == 5
+    assert same_everywhere(flat(net)) and sync.stats()["exchanges"] == 5
     sync.close()
 
 
@@ -459,7 +459,7 @@ def test_states_of_different_steps_are_refused_on_all_ranks():
         sync.load_state_dict(states[dist.get_rank() % 2])
     with refused("ranks disagree on", error=PeerError):
         sync.load_state_dict(states[dist.get_rank() == 3])  # not as rank 1, of its part
-    assert sync.stats()["steps"] == 3
+    assert sync.stats()["exchanges"] == 3
     sync.close()
 
 

@@ -57,7 +57,7 @@ def test_a_grad_scaler_skips_and_recovers_on_all_ranks():
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         with attached(ddp, "budgeted", **options) as sync:
             runs.append(weights_of_every_step(ddp, optimizer, options.get("scaler")))
-            assert sync.stats()["skipped_steps"] == len(OVERFLOWS)
+            assert sync.stats()["refused_exchanges"] == len(OVERFLOWS)
             scale = sync.state_dict()["scale"]
     assert scaler.get_scale() == 2.0**11 and scale > 1
     assert all(map(torch.equal, *runs))
@@ -265,6 +265,6 @@ def test_ddp_and_fsdp_exchange_their_residuals(folder):
         for name in before:
             assert torch.allclose(owed(states, name), owed(whole, name), atol=1e-6)
     train(net, range(3, 5))
-    assert divided.stats()["steps"] == 5
+    assert divided.stats()["exchanges"] == 5
     divided.close()
     sync.close()

@@ -86,7 +86,14 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
                 assert same_everywhere(shared_of(sync, net))
             assert not same_everywhere(flat(net))
             stats = sync.stats()
-            assert stats["exchange"] == "updates" and stats["local_steps"] == 9
+            assert stats["exchange"] == "updates" and sync.steps == stats["local_steps"] == 9
+            assert (stats["exchanges"], stats["refused_exchanges"]) == (4, 0)
+            # the first exchange has a round more, which tells whether ranks are weighed
+            first = stats["bytes_sent_per_exchange_max"]
+            each = stats["bytes_sent_last_exchange"]
+            sent = first + 3 * each
+            assert each < first and stats["bytes_sent_per_local_step"] == pytest.approx(sent / 9)
+            assert stats["bytes_sent_by_finish"] == 0
             own = flat(net)
             with sync.shared():
                 for needs_own in (sync.state_dict, sync.finish, sync.step):
@@ -95,6 +102,10 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
             assert torch.equal(flat(net), own)
             sync.finish()
             assert same_everywhere(flat(net))
+            after = sync.stats()
+            assert after["bytes_sent_by_finish"] > each
+            for name in ("last_exchange", "per_exchange_max", "per_local_step"):
+                assert after[f"bytes_sent_{name}"] == stats[f"bytes_sent_{name}"]
         ends.append(flat(net))
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[1], ends[2])
 
@@ -178,10 +189,50 @@ def test_nan_on_one_rank_brings_all_back():
                 next(net.parameters()).grad.fill_(torch.nan)
             optimizer.step()
             assert shared_of(sync, net).isfinite().all()
-        assert flat(net).isfinite().all() and sync.stats()["skipped_steps"] >= 1
+        assert flat(net).isfinite().all() and sync.stats()["refused_exchanges"] >= 1
         assert all(
             value.isfinite().all() for state in optimizer.state.values() for value in state.values()
         )
+
+
+@on_ranks(2)
+def test_nan_a_second_time_is_named_where_it_is():
+    """Whatever the rate: nothing is divided by it, and no advice blames it."""
+    for name, where in (("0.weight", "0.weight'"), ("seen", "seen' (persistent=False")):
+        net = model()
+        net.register_buffer("seen", torch.zeros(2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-38)
+        with sparsync.attach(net, optimizer) as sync:
+            with pytest.raises(sparsync.errors.NonFiniteGradientError) as caught:
+                for step in range(9):
+                    optimizer.zero_grad()
+                    backward(net, step)
+                    if step >= 2 and dist.get_rank() == 1:
+                        net.state_dict()[name][0].fill_(torch.nan)
+                    optimizer.step()
+            assert sync.steps < 9
+            assert "in a row holds NaN or Inf" in str(caught.value), caught.value
+            assert (f"here in '{where}" in str(caught.value)) == (dist.get_rank() == 1), (
+                caught.value
+            )
+            assert "rate" not in str(caught.value) and "optimizer=" not in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_statistic_that_began_with_inf_is_named_once():
+    """As the extremes of torch's observers: the ranks' own, for they were left out with the masks."""
+    net, said = model(), io.StringIO()
+    net.register_buffer("lowest", torch.full((3,), torch.inf))
+    net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    optimizer = adam(net)
+    with contextlib.redirect_stderr(said), sparsync.attach(net, optimizer):
+        for step in range(6):
+            step_of(net, optimizer, step)
+            net.mask.mul_(1.0)
+            if step == 3:
+                net.lowest = torch.ones(3) * dist.get_rank()
+    lines = [line for line in said.getvalue().splitlines() if "held NaN or Inf" in line]
+    assert len(lines) == 1 and f"rank {dist.get_rank()}: buffer 'lowest'" in lines[0], lines
 
 
 @on_ranks(2)
@@ -387,7 +438,7 @@ def test_auto_says_where_dense_wins(transport):
             with sparsync.attach(net, optimizer, exchange=exchange, transport=carried) as sync:
                 for step in range(40):
                     step_of(net, optimizer, step)
-                per_step.add(sync.stats()["bytes_sent_per_step_mean"])
+                per_step.add(sync.stats()["bytes_sent_per_local_step"])
         lines = [line for line in said.getvalue().splitlines() if "dense wins" in line]
         assert len(lines) == (says if dist.get_rank() == 0 else 0)
         assert all("plain DDP loses nothing" in line for line in lines)

@@ -152,7 +152,7 @@ def test_join_and_overflow(column):
                 loss = mean_square(ddp, step, here())
                 (loss * float("nan") if step == 4 else loss).backward()
                 ddp.zero_grad()
-        assert sync.stats()["skipped_steps"] == 1
+        assert sync.stats()["refused_exchanges"] == 1
 
 
 @practice(
@@ -406,6 +406,78 @@ class Several:
 )
 def test_several_optimizers(column):
     same_training(column, optimizer=Several)
+
+
+@practice(
+    "an optimizer that is not the one that was attached: replaced later, or one of several",
+    attach="works. `attach` needs none of them.",
+    updates="refused. Its steps would never be exchanged; it is refused before its first one. After "
+    "replacing one (staged unfreezing), `finish()`, `close()` and attach again on all ranks.",
+    averaging="works. `step()` follows whichever it is called after.",
+)
+def test_other_optimizers(column):
+    net = network()
+    training = Training(column, net, 1.0)
+    first, second = net.parameters(), list(net.parameters())[:1]
+    try:
+        for optimizer in (training.optimizer, sgd(first), sgd(second)):
+            start = weights(net)
+            training.backward(0)
+            if column != "updates" or optimizer is training.optimizer:
+                optimizer.step()
+                assert moved(net, start)
+                continue
+            with refused("SGD is about to step '0.weight' (", "attach was given another optimizer"):
+                optimizer.step()
+            assert not moved(net, start)
+    finally:
+        training.close()
+    optimizer.step()  # nothing is attached any more
+    # other parameters, and wrappers whose inner optimizer was attached, are no concern of it
+    if column == "updates":
+        one, other = network(), network()
+        inner = sgd(one.parameters())
+        with sparsync.attach(one, inner, exchange="updates") as sync:
+            for optimizer in (sgd(other.parameters()), Wrapper(inner)):
+                mean_square(other, 0, here()).backward()
+                mean_square(one, 0, here()).backward()
+                optimizer.step()
+            assert sync.stats()["local_steps"] == 1
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, whose parameters it shows as its own."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+
+
+@practice(
+    "a second `attach` of the same parameters",
+    attach="refused. They would be exchanged twice. After `close()` they may be attached again.",
+    updates="refused. As with `attach`: the whole model, a part of it, or what contains it.",
+)
+def test_attached_twice(column):
+    exchange = "gradients" if column == "attach" else "updates"
+    inside = {"replicate": dist.group.WORLD} if column == "attach" else {}
+    net, other = network(), network()
+    around = torch.nn.ModuleList([net, other])
+
+    def attach(model, how=exchange, where=inside):
+        return sparsync.attach(model, sgd(model.parameters()), exchange=how, **where)
+
+    with attach(net):
+        for model in (net, net[0], around):
+            with refused("weight' is exchanged already", "close() the first handle"):
+                attach(model)
+            with refused("weight' is exchanged already"):
+                attach(model, "updates", {})
+        attach(other).close()
+    attach(net[0]).close()
 
 
 def _adamw(parameters):

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.checkpoint import checkpoint
 
+import sparsync
 from sparsync import Correction, attach
-from tests.on_ranks import refused
+from tests.on_ranks import gathered, refused
 
 from .models import Branches, channels_last, normed, tied
 from .practice import section
@@ -278,6 +279,40 @@ def test_masks(column):
     same_training(column, masked)
 
 
+@practice(
+    "buffers that no step changes: tables of positions, finite masks",
+    attach="works. They are not exchanged; DDP broadcasts those of rank 0, as it does without sparsync.",
+    updates="works. They are not exchanged, only a flag for each; one that begins to change, on any "
+    "rank, is averaged from that exchange on.",
+    UpdateSpace="works. They stay local.",
+    averaging="works. They travel with the model, unless `persistent=False`; `OuterStep` is like "
+    "`updates`.",
+)
+def test_still_buffers(column):
+    sent = []
+    for size in (1, 10_000):
+        net = network()
+        net.register_buffer("table", torch.arange(size).float())
+        net.register_buffer("seen", torch.zeros(3))
+        training = Training(column, net, 1.0)
+        try:
+            for step in range(5):
+                net.seen += here()  # as a statistic of what this rank has seen
+                if step == 4 and here() == 1:
+                    net.table += 1.0
+                training.backward(step)
+                training.step()
+                if step == 3 and column in DDP_COLUMNS:
+                    sent.append(training.handle.stats()["bytes_sent_last_exchange"])
+            tables = gathered(net.table)
+        finally:
+            training.close()
+        local = {"attach": [0.0, 0.0], "UpdateSpace": [0.0, 1.0]}
+        assert [float(table[0]) for table in tables] == local.get(column, [0.5, 0.5])
+        assert all(torch.equal(t[1:] - t[:1], torch.arange(1.0, size)) for t in tables)
+    assert len(set(sent)) <= 1, "what never changes was sent"
+
+
 practice(
     "weights that are loaded after the start",
     attach="untested. All ranks must load the same; residuals are of the former weights.",
@@ -463,12 +498,39 @@ def compiled(model):
 
 @practice(
     "`torch.compile` of the wrapped model",
-    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts.",
+    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts. The "
+    "compiled model may be attached, or the DDP model inside it.",
     updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
 )
 def test_compiled(column):
     same_training(column, wrap=compiled)
+    if column == "updates":  # DDP exchanges nothing: gradients are each rank's own
+        with attached(network(), column=column, wrap=compiled) as (model, _):
+            mean_square(model, 0, here()).backward()
+            assert not equal_on_all_ranks(gradients(model))
+
+
+@practice(
+    "a container around a DDP model, or the module inside it",
+    attach="refused. DDP would go on exchanging all gradients. `attach` refuses a container; with "
+    "`replicate=`, the first forward pass inside DDP is refused.",
+    updates="refused. As with `attach`; the module inside at DDP's first forward pass.",
+)
+def test_around_ddp(column):
+    exchange = "gradients" if column == "attach" else "updates"
+    inside = {"replicate": dist.group.WORLD} if column == "attach" else {}
+    for container in (nn.Sequential(Ddp(network())), nn.ModuleDict({"net": Ddp(network())})):
+        with refused(" is around a DistributedDataParallel ('", "give attach that one"):
+            sparsync.attach(container, sgd(container.parameters()), exchange=exchange)
+    for wrap in (lambda ddp: ddp, compiled):
+        net = network()
+        called = wrap(Ddp(net))
+        start, optimizer = weights(net), sgd(net.parameters())
+        handle = sparsync.attach(net, optimizer, exchange=exchange, **inside)
+        with handle, refused("runs inside a DistributedDataParallel", "attach the DDP model"):
+            called(torch.zeros(4, 20))
+        assert not moved(net, start)
 
 
 @practice(

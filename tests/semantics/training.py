@@ -87,14 +87,14 @@ class Training:
         self.handle: Any
         self._before: Named | None = None  # weights between an optimizer's step and the exchange
         if column == "attach":
-            self.handle = attaching.attach(model, timeout=20.0, **sparse, **settings)
+            self.handle = attaching.attach(self.called, timeout=20.0, **sparse, **settings)
         elif column == "updates":
             given = getattr(self.optimizer, "parts", [self.optimizer])
             given[-1].register_step_post_hook(self._note)
             outer = OuterStep(residual="weights", period=period, **sparse)
             carried = sparsync.Transport(timeout=20.0)
             self.handle = sparsync.attach(
-                model, given, outer, exchange="updates", transport=carried
+                self.called, given, outer, exchange="updates", transport=carried
             )
         elif column == "averaging":
             self.handle = LocalSgd(self.net, period=period)

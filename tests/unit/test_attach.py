@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sparsync
 from sparsync.errors import ConfigurationError
@@ -144,8 +146,8 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
     with attach(net, density=0.5, transport="torch") as again, again.shared():  # the model's own
         net(torch.ones(3, 4)).sum().backward()
         again.finish()
-    assert again.stats()["steps"] == 1
-    assert sync.stats()["steps"] >= 1
+    assert again.stats()["exchanges"] == 1
+    assert sync.stats()["exchanges"] >= 1
 
 
 def hooks_of(model):
@@ -176,7 +178,25 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
         twin(torch.ones(3, 4)).sum().backward()
         with attach(twin, density=0.5, transport="torch", **where) as sync:
             twin(torch.ones(3, 4)).sum().backward()
-            assert sync.stats()["steps"] == 1  # DDP calls its hook
+            assert sync.stats()["exchanges"] == 1  # DDP calls its hook
+
+
+def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
+    """The hook that refuses steps of other optimizers is one of all optimizers of the process."""
+    before = len(_global_optimizer_pre_hooks)
+    for close in (True, False):
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(net.parameters())
+        sync = sparsync.attach(net, optimizer, transport=sparsync.Transport("torch"))
+        net(torch.ones(3, 4)).sum().backward()
+        with pytest.raises(ConfigurationError, match="AdamW is about to step 'weight'"):
+            torch.optim.AdamW(net.parameters()).step()
+        optimizer.step()
+        if close:
+            sync.close()
+        del sync, net, optimizer
+        gc.collect()
+        assert len(_global_optimizer_pre_hooks) == before
 
 
 class TwoLosses(torch.nn.Module):
@@ -201,5 +221,5 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
         for _ in range(2):
             net(lambda: net, torch.ones(1, 600))
             net.require_backward_grad_sync = True
-        assert sync.stats()["steps"] == 4
+        assert sync.stats()["exchanges"] == 4
     assert both.first.bias.grad.tolist() == [2.0] * 600

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.collectives.allgather import Allgather
+from sparsync.collectives.changing import Changing
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.quantised import Quantised
 from sparsync.collectives.sparcml import Dynamic, Ring
@@ -430,3 +431,34 @@ def test_vectors_that_stay_in_messages_are_what_these_say(bits, broken):
     tensors[1][100] = torch.nan
     for result in reduce_all(partial(Quantised, bits, 64), [*map(DenseVector, tensors)]).results:
         assert result.total.first_nonfinite() == broken
+
+
+def test_layers_that_never_change_are_not_sent():
+    """One that begins to change on one rank alone is delivered in that exchange, and from then on."""
+    table = [3, 400, 2]
+
+    async def program(comm):
+        collective, told = Changing().for_layers(table), []
+        for step in range(5):
+            mine = torch.zeros(sum(table))
+            mine[:3] = comm.rank + 1
+            if step == 2 and comm.rank == 1:
+                mine[10] = 7.0
+            if step == 4 and comm.rank == 0:
+                mine[404] = torch.nan
+            before = comm.ledger.total().sent
+            reduced = await collective.reduce(comm, DenseVector(mine), 0, step)
+            assert reduced.delivered.to_dense() is mine
+            sent = comm.ledger.total().sent - before
+            told.append((reduced.total.to_dense(), sent, collective.state.moving))
+        return told
+
+    everyone = simulate(program, world_size=4).results
+    for step, ranks in enumerate(zip(*everyone, strict=True)):
+        total, sent, _ = ranks[0]
+        assert all(torch.equal(total, t) or step == 4 for t, _, _ in ranks)
+        assert {m for _, _, m in ranks} == {[(0,), (0,), (0, 1), (0, 1), (0, 1, 2)][step]}
+        assert total[:3].tolist() == [10.0] * 3 and float(total[10]) == (7.0 if step == 2 else 0.0)
+        assert bool(total[404].isnan()) == (step == 4)
+        # flags and what moves; of everything, a rank sends 2 n (P - 1) / P elements of 4 bytes
+        assert (sent < 100) == (step < 2) and sent < 2600

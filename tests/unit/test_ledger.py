@@ -36,6 +36,22 @@ def test_books_of_two_steps():
     assert ledger.total() == Traffic(42, 106, 2, 4, Parts(18, 8, 8, 8))
 
 
+def test_what_is_sent_outside_of_steps_counts_for_none():
+    ledger = Ledger()
+    ledger.sent("agreement", 100, Parts(control=100))
+    assert ledger.set_up().sent == 100
+    ledger.sent("split", 24, Parts(value=24))
+    with ledger.outside_steps():
+        ledger.sent("average", 1000, Parts(value=1000))
+        ledger.received("average", 500)
+    ledger.sent("split", 6, Parts(value=6))
+    ledger.begin_step(1)
+    assert (ledger.last_step.sent, ledger.sent_max, ledger.received_max) == (30, 30, 0)
+    assert ledger.of_steps() == Traffic(130, 0, 3, 0, Parts(value=30, control=100))
+    assert ledger.outside == Traffic(1000, 500, 1, 1, Parts(value=1000))
+    assert ledger.total().sent == 1130 and ledger.by_phase()["average"].sent == 1000
+
+
 def test_traffic_as_plain_numbers():
     assert Traffic(3, 4, 1, 2, Parts(1, 0, 2)).as_dict() == {
         "sent": 3,

@@ -35,7 +35,7 @@ LINE
 for inputs, targets in loader:
     ddp_model.zero_grad()
     loss_function(ddp_model(inputs), targets).backward()
-assert sync.stats()["steps"] == 2
+assert sync.stats()["exchanges"] == 2
 sync.close()
 """
 AVERAGED = """

@@ -131,10 +131,11 @@ class Averager(Stateful):
     def finish(self) -> None:
         """Leave all replicas equal; training may go on."""
         binding = self._bound()
-        vector = binding.read()
-        binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
-        binding.reset_moments()
-        run(binding.settle(self.survivors(binding.comm)))
+        with binding.comm.ledger.outside_steps():
+            vector = binding.read()
+            binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
+            binding.reset_moments()
+            run(binding.settle(self.survivors(binding.comm)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""

@@ -216,6 +216,12 @@ class Binding:
     def _layout(self) -> dict[str, torch.Size]:
         return self._shapes | {name: p.shape for name, (p, _) in self._known_moments.items()}
 
+    @property
+    def rest(self) -> dict[str, int]:
+        """The sizes of buffers and moments, which follow the trained parameters."""
+        named = self._layout().items()
+        return {n: shape.numel() for n, shape in named if n not in self.trained and shape.numel()}
+
     def _sizes(self) -> list[int]:
         return [shape.numel() for shape in self._layout().values()]
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from sparsync.errors import NonFiniteGradientError
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["REST", "Begin", "Exchange", "Fragment", "Layout", "Rooms", "Weights", "rotate_"]
+__all__ = ["Begin", "Exchange", "Fragment", "Layout", "Rooms", "Weights", "rotate_"]
 
-REST: Final = "(buffers and moments)"  # parentheses: no parameter has this name
 Begin = Callable[[], Coroutine[Operation, None, None]]
 
 
@@ -32,28 +31,32 @@ class Fragment(NamedTuple):
 class Layout:
     """Divides the vector of parameters into fragments: runs of whole parameters of about equal size.
 
-    What the vector has beyond them belongs to the last fragment.
+    The ``rest`` of the vector, buffers and moments, belongs to the last fragment.
 
     Attributes:
         end: of the parameters.
     """
 
-    def __init__(self, vector: Tensor, parameters: Mapping[str, Tensor], count: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], rest: Mapping[str, int], count: int
+    ) -> None:
         self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0
         for name, shape in self._shapes.items():
             start, self.end = self.end, self.end + shape.numel()
             self._spans[name] = slice(start, self.end)
-        if self.end < vector.numel():
-            self._spans[REST] = slice(self.end, vector.numel())
+        start = self.end
+        for name, size in rest.items():
+            self._spans[name] = slice(start, start + size)
+            start += size
         self.fragments: list[Fragment] = []
         self._units: list[Unit] = []
         # of whole parameters, not of shards: all parts of a replica divide alike
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
-        self._number = {REST: count - 1} | {
+        self._number = dict.fromkeys(rest, count - 1) | {
             name: min(middle * count // total, count - 1)
             for name, middle in zip(parameters, middles, strict=True)
         }
@@ -217,7 +220,12 @@ class Weights:
     """Weights as a vector, of which fragments are read and written; and who carries exchanges.
 
     This one is a tensor that is copied when it is written to; a model overrides all of it.
+
+    Attributes:
+        cure: what else helps where NaN or Inf was exchanged twice.
     """
+
+    cure = "; give optimizer= if you have not: then its broken moments are dropped"
 
     def __init__(self, vector: Tensor) -> None:
         self.vector, self._own = vector, False
@@ -243,11 +251,10 @@ class Weights:
     def refused(self, step: int | None) -> NonFiniteGradientError:
         """Return the error of a second exchange in a row that held NaN or Inf."""
         name = self.broken()
-        here = f" (on this rank '{name}' does)" if name else ""
+        here = f", here in {name}" if name else ""
         return NonFiniteGradientError(
             f"local step {step}: a second exchange in a row holds NaN or Inf{here}; load a checkpoint, "
-            "look for what makes it in the loss of that step, lower the learning rate, or give "
-            "optimizer=, whose broken moments are dropped"
+            f"and look for the cause in the loss and gradients since the last exchange{self.cure}"
         )
 
     def landed(self, span: slice, shared: Tensor) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from sparsync.averaging.base import Averager, mean
 from sparsync.averaging.contributions import Contributions, shown_of
-from sparsync.averaging.fragments import REST, Exchange, Layout, Rooms, Weights, rotate_
+from sparsync.averaging.fragments import Exchange, Layout, Rooms, Weights, rotate_
 from sparsync.averaging.moments import common_rate, drop_broken
 from sparsync.averaging.period import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
 from sparsync.averaging.saved import outer_kinds
+from sparsync.collectives import Changing
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -158,7 +159,7 @@ class OuterStep(Averager):
         ):
             require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
-        self.chosen = replace(resolve(algorithm), average=True)
+        self.chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         if fragments > 1:  # their units are selected from at different times
             self.chosen = replace(self.chosen, shared=False)
         self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
@@ -190,7 +191,7 @@ class OuterStep(Averager):
         self.contributions = Contributions()
         self._reducer: Reducer | None = None
         self._saved: Mapping[str, Any] | None = None
-        self.layout = Layout(torch.zeros(0), {}, 1)
+        self.layout = Layout({}, {}, 1)
         self._under_way: list[Exchange] = []
         self._rooms = Rooms()
         self.ledgers: list[Ledger] = []  # which know the local step: of all that exchange
@@ -225,13 +226,19 @@ class OuterStep(Averager):
         parameters: Mapping[str, Tensor],
         output: Collection[str] = (),
         kinds: Mapping[str, str] | None = None,
+        rest: Mapping[str, int] | None = None,
     ) -> list[Unit]:
-        """Divide the vector of these parameters into fragments, and these into units: see ``Layout``."""
+        """Divide the vector into fragments, and these into units: see ``Layout``.
+
+        It holds these parameters, and then the ``rest``, by name and size.
+        """
         chosen, kinds = self.chosen, kinds or {}
-        self.layout = Layout(vector, parameters, self.fragments)
+        self.layout = Layout(parameters, rest or {}, self.fragments)
 
         def compress(name: str, tensor: Tensor) -> bool:
-            return name != REST and (chosen.compress is None or chosen.compress(name, tensor))
+            if name not in parameters:
+                return False
+            return chosen.compress is None or chosen.compress(name, tensor)
 
         return self.layout.plan(vector, chosen.unit_bytes, compress, output, kinds)
 
@@ -240,7 +247,7 @@ class OuterStep(Averager):
         bound = self._binding
         trained = {"model": vector} if bound is None else bound.trained
         output = output_parameters(bound.model) if self.chosen.output and bound else ()
-        units = self.plan(vector, trained, output)
+        units = self.plan(vector, trained, output, rest=bound.rest if bound else {})
         if bound and self.sign:
             await agree(comm, {"the learning rate of a step by signs": self._lr()})
         reducer = Reducer(comm, units, await self.chosen.on(comm), self.density)
@@ -473,9 +480,9 @@ class OuterStep(Averager):
         return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: exchanges (as steps), bytes per exchange and phase, residual norms."""
-        here = {"period": self.period, "drift": self.drift, "local_steps": self.steps}
-        return {**reducer_stats(self.reducer), **here}
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        here = {"period": self.period, "drift": self.drift}
+        return {**reducer_stats(self.reducer, self.steps), **here}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""

@@ -198,8 +198,7 @@ def _by_name(state: State) -> dict[str, Any]:
     """Return a reducer's state whose residual is all that was not delivered; and vectors by name."""
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
-    order = [name for name in sizes if name in state["parameters"]] + state["averaged"]
-    vectors = [state["parameters"][name] for name in order]
+    vectors = [state["parameters"][name] for name in sizes if name in state["parameters"]]
     if (noise := state["noise"]) is not None:
         vectors.append(noise["values"])
     own = torch.cat([vector.flatten().to(shared.dtype) for vector in vectors])

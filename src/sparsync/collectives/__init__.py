@@ -3,6 +3,7 @@
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.base import Collective, Reduced
 from sparsync.collectives.budgeted import Budgeted
+from sparsync.collectives.changing import Changing, ChangingState
 from sparsync.collectives.dense import Dense
 from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.halving import Halving
@@ -20,6 +21,8 @@ from sparsync.collectives.sparcml import (
 __all__ = [
     "Allgather",
     "Budgeted",
+    "Changing",
+    "ChangingState",
     "Collective",
     "Dense",
     "Dynamic",

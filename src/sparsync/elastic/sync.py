@@ -129,7 +129,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         def copy() -> memoryview:
             return make_copy(model, self._optimizers)
 
-        taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
+        with self.reducer.comm.ledger.outside_steps():
+            taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
         if taken is not None:
             load_copy(taken, model, self._optimizers)
 
@@ -139,7 +140,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         """Wait for the quorum before the first gradient is accumulated."""
         self._check_here()
         if self._before is None:
-            self._before = self.reducer.step, self.reducer.comm.ledger.total()
+            self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
         self._engine.submit(self.attendance.ready).result()
         if self._scaler is not None:
             rescale_(self.reducer, self._scaler.get_scale())

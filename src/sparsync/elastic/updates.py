@@ -71,7 +71,7 @@ def attach_elastic_updates(
     noise = noise_of(optimizers if outer.noise_correction else (), trained)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
-    units = outer.plan(weights.read(_EVERYTHING), trained, output)
+    units = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)
     log = options.monitoring.log
     reducer = Reducer(
         group.comm,
@@ -189,10 +189,11 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._check_own("finish()")
         run(self.outer.land(self._weights))
         self._after_exchange()
-        if not self.left and self._phase == _LOCAL:
-            self._conclude()
-        self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
-        taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
+        with self.reducer.comm.ledger.outside_steps():
+            if not self.left and self._phase == _LOCAL:
+                self._conclude()
+            self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
+            taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
             state = unpacked(taken)
             self.outer.memory = dict(state["memory"])

@@ -76,28 +76,33 @@ def reducer_stats(
 ) -> dict[str, Any]:
     """Return plain numbers about the run so far: steps, bytes per phase, residual norms.
 
-    Means are over ``steps`` of the optimizer, the reducer's by default; those ``before`` this process
-    are left out, and what was sent before its first one.
+    An exchange follows one or more local steps of an optimizer: ``steps``, by default as many as
+    exchanges.  Means over local steps leave out those ``before`` this process, what was sent before its
+    first one, and what was sent outside of steps: by ``finish``.
     """
     ledger = reducer.comm.ledger
-    total, (resumed, set_up) = ledger.total(), before or (0, Traffic())
-    count = max((steps or reducer.step) - resumed, 1)
+    total, (resumed, set_up) = ledger.of_steps(), before or (0, Traffic())
+    local_steps = reducer.step if steps is None else steps
+    count = max(local_steps - resumed, 1)
     return {
         "algorithm": reducer.algorithm.name,
         "density": reducer.plan.density,
         "scale": reducer.scale,
-        "steps": reducer.step,
-        "skipped_steps": reducer.skipped,
+        "local_steps": local_steps,
+        "exchanges": reducer.step,
+        "refused_exchanges": reducer.skipped,
         "units": [
             {"parameters": len(u.slots), "size": u.size, "k": k}
             for u, k in zip(reducer.units, reducer.plan.quotas, strict=True)
         ],
-        "bytes_sent_last_step": ledger.last_step.sent,
-        "bytes_received_last_step": ledger.last_step.received,
-        "bytes_sent_per_step_mean": (total.sent - set_up.sent) / count,
-        "bytes_received_per_step_mean": (total.received - set_up.received) / count,
-        "bytes_sent_per_step_max": ledger.sent_max,
-        "bytes_received_per_step_max": ledger.received_max,
+        "bytes_sent_last_exchange": ledger.last_step.sent,
+        "bytes_received_last_exchange": ledger.last_step.received,
+        "bytes_sent_per_local_step": (total.sent - set_up.sent) / count,
+        "bytes_received_per_local_step": (total.received - set_up.received) / count,
+        "bytes_sent_per_exchange_max": ledger.sent_max,
+        "bytes_received_per_exchange_max": ledger.received_max,
+        "bytes_sent_by_finish": ledger.outside.sent,
+        "bytes_received_by_finish": ledger.outside.received,
         "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
         "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
         "layers": [

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, final, get_args
 
 import torch
 
-from sparsync.collectives import Collective, Dense
+from sparsync.collectives import Changing, Collective, Dense
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
@@ -93,7 +93,7 @@ class Plan:
         for i, (unit, k, (selector, collective)) in enumerate(
             zip(self._all, quotas, parts, strict=True)
         ):
-            if planned is None or unit.dense:
+            if planned is None or (unit.dense and not isinstance(collective, Changing)):
                 selector, collective = Everything(), self.dense
             elif collective.whole:
                 selector = Everything()

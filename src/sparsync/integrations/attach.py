@@ -21,6 +21,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.ddp import attach_ddp
+from sparsync.integrations.exclusive import check_outermost, check_unattached
 from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.integrations.sync import Sync
@@ -62,9 +63,9 @@ def attach(
     (``docs/optimizers.md``).
 
     Args:
-        model: a ``DistributedDataParallel`` module without a communication hook; with ``replicate`` any
-            other: FSDP2's, a stage of a pipeline, tensor-parallel, plain (``docs/fsdp.md``).  For updates
-            also a plain module, equal on all ranks.
+        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with
+            ``replicate`` any other: FSDP2's, a stage of a pipeline, tensor-parallel, plain
+            (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
         optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
         algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
@@ -92,8 +93,10 @@ def attach(
         closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
-        ConfigurationError: neither DDP nor ``replicate``, a second attach, unknown algorithm, bad
-            density, an optimizer whose updates cannot be averaged (``docs/optimizers.md``).
+        ConfigurationError: neither DDP nor ``replicate``, a container around DDP, a second attach,
+            unknown algorithm, bad density, an optimizer whose updates cannot be averaged
+            (``docs/optimizers.md``).  Later: the module runs inside DDP, an optimizer that was not given
+            steps parameters whose updates are exchanged.
         PeerError: ranks disagree on any of it, or a rank is gone.
         DeadlineError: a rank does not attach; it is named.
 
@@ -110,6 +113,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
+    if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = inner  # of torch.compile: the same parameters and hooks
+    check_outermost(model)
+    check_unattached(model)
     if isinstance(model, DistributedDataParallel):
         check_stepped_later(model.module, model.parameters_to_ignore)
     elif isinstance(model, nn.Module):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsync.averaging.moments import corrects
 from sparsync.errors import ConfigurationError
 
-__all__ = ["chain_of", "check_stepped", "held_by", "plain_optimizers", "treatment_of"]
+__all__ = ["chain_of", "check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
 
 _ALIKE: Final = "exchange='gradients', which all ranks then have alike, suits it"
 
@@ -75,6 +75,12 @@ def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list
         inner = [held for held in _held(one) if all(held is not other for other in around)]
         yield one, inner
         yield from chain_of(inner, (*around, one))
+
+
+def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
+    """Tell whether any of these optimizers is inside one that was given, as inside a wrapper."""
+    inside = (held for _, inner in chain_of(given) for held in inner)
+    return any(held is one for held in inside for one in optimizers)
 
 
 def check_stepped(given: Any) -> None:

@@ -22,6 +22,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
+from sparsync.integrations.exclusive import check_outside_ddp
 from sparsync.integrations.options import Options
 from sparsync.integrations.runs import Run, parts_of, runs_of, write_part
 from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
@@ -38,13 +39,6 @@ __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
 
 def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
     """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
-    for name, parameter in model.named_parameters():
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(isinstance(hook, Hook) for hook in hooks.values()):
-            raise ConfigurationError(
-                f"the gradient of '{name}' is exchanged already; attach once, or close() the first "
-                "handle before"
-            )
     schedule = options.compression.schedule
     passes = _microbatches(schedule)
     ranks = ranks_of(replicate)
@@ -194,6 +188,7 @@ class ReplicaSync(Sync):
 
     def _check_model(self, model: nn.Module, _inputs: Any) -> None:
         """Refuse parameters that came after attach, whose gradients would stay on this replica."""
+        check_outside_ddp(model)
         check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
 
     # ---- while gradients come, on autograd's thread ----------------------------------------------

@@ -124,7 +124,7 @@ class Sync(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps that are done: here exchanges.  A rank that joins others begins with their number."""
+        """Local steps that are done; a rank that joins others begins with their number."""
         return self.reducer.step
 
     @property
@@ -159,10 +159,12 @@ class Sync(ABC):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: steps, skipped steps, bytes per step and phase, residual norms.
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
 
+        Every exchange of gradients is a local step, too.  Means of bytes are over local steps, without
+        what ``finish`` sends, which is given apart.
         "inner" has the phases between shards of one replica, whose bytes count nowhere else.
-        "exchanges_last_step" has ``[unit, begin, end]``, "waited_last_step" begin and end of what the
+        "spans_last_exchange" has ``[unit, begin, end]``, "waited_last_exchange" begin and end of what the
         training thread waited; in seconds of this machine's ``time.perf_counter()``.
         """
         stats, last = reducer_stats(self.reducer, before=self._before), self._last
@@ -173,8 +175,8 @@ class Sync(ABC):
         if self.decided:
             stats["choices"] = [self.decided]
         stats["exchange"] = "gradients"
-        stats["exchanges_last_step"] = [[unit, *span] for unit, span in spans.items()]
-        stats["waited_last_step"] = list(last.waited) if last and last.waited else None
+        stats["spans_last_exchange"] = [[unit, *span] for unit, span in spans.items()]
+        stats["waited_last_exchange"] = list(last.waited) if last and last.waited else None
         return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,7 +321,7 @@ class Sync(ABC):
         """
         reducer = self.reducer
         if self._before is None:
-            self._before = reducer.step, reducer.comm.ledger.total()
+            self._before = reducer.step, reducer.comm.ledger.set_up()
         opened, sent = self._opened
         if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
             try:

@@ -33,6 +33,7 @@ from sparsync.feedback.step import Proposal
 from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.integrations.changes import Changes, begin_together
 from sparsync.integrations.ddp import CommHook, check_ddp
+from sparsync.integrations.exclusive import Guard, check_outside_ddp
 from sparsync.integrations.hierarchy import Node
 from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
@@ -149,7 +150,7 @@ def attach_updates(
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
             if (compress := outer.chosen.compress) is not None:
                 outer.adapt(lambda name, _run: compress(name, trained[name]))
-        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds)
+        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds, weights.rest)
         if consensus is not None and consensus.parts.world_size > 1:
             facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
             run(agree(consensus.parts, facts))
@@ -227,6 +228,21 @@ class UpdateSync(Sync):
             outer.contributions.weighs = None  # it turns out in the first exchange
         weights.carrier = weakref.WeakMethod(self._carry)
 
+    @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others goes on with their number."""
+        return self.outer.steps
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters whose updates are exchanged, by name."""
+        return self._weights.trained
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers after whose steps they are exchanged; none: ``step`` is called."""
+        return self.outer.optimizers
+
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         """Queue an exchange on the engine's thread.
 
@@ -272,6 +288,7 @@ class UpdateSync(Sync):
         self._weights.ranks = self.reducer.comm.world_size
         for one in optimizers:
             handles += follow(one, weakly(self._before_step), weakly(self._after_step))
+        handles += [Guard(self)] if optimizers else []
         for handle in handles:
             self.on_close.callback(handle.remove)
 
@@ -351,6 +368,8 @@ class UpdateSync(Sync):
                     "a rank that is out of batches, as often as the others' optimizers step"
                 )
         assert module is not None
+        if ddp is None:
+            check_outside_ddp(module)
         self._weights.reshard()
         if self.outer.optimizers:
             # before a batch is seen: SAM, and layers that begin with it, change weights themselves; but
@@ -431,7 +450,7 @@ class UpdateSync(Sync):
         if outer.optimizers:  # else this is after the step
             self._check_start()
         if self._before is None:
-            self._before = outer.steps, self.reducer.comm.ledger.total()
+            self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
@@ -445,6 +464,12 @@ class UpdateSync(Sync):
             self._count_for_node()
         self._count_ranks()
         self._look_at_agreement()
+        if name := self._weights.strayed():
+            say(
+                f"rank {self.reducer.comm.rank}: buffer '{name}' held NaN or Inf when the model was "
+                "attached, so it is not averaged, and it has become finite since: every rank has its "
+                "own; make it finite before attach if ranks are to share it"
+            )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         sentinel = self._sentinel
@@ -528,13 +553,15 @@ class UpdateSync(Sync):
     def finish(self) -> None:
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
-        run(self.outer.deliver(self._weights))
+        run(self.outer.settle())  # what is under way belongs to steps
+        with self.reducer.comm.ledger.outside_steps():
+            run(self.outer.deliver(self._weights))
         self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: exchanges (as steps), local steps, bytes, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
         outer, node = self.outer, self._weights.node
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
@@ -543,7 +570,6 @@ class UpdateSync(Sync):
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
             **({"choices": [self.decided]} if self.decided else {}),
             "exchange": "updates",
-            "local_steps": outer.steps,
             "exchange_seconds": self._busy,
             "waited_seconds": self._waited,
             **outer.settings(),
@@ -565,7 +591,6 @@ class UpdateSync(Sync):
         return {
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
-            "averaged": list(self._weights.buffers),
             **own_state(module, self._weights.trained, self.outer.optimizers),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
@@ -580,7 +605,6 @@ class UpdateSync(Sync):
         return {
             **outer.kinds(state),
             **{name: Exactly(value) for name, value in outer.layout.extents().items()},
-            "averaged": Exactly(self._weights.buffers),
             **own_kinds(
                 module,
                 self._weights.trained,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import averaged_buffers
+from sparsync.averaging.binding import averaged_buffers, saved_buffers
 from sparsync.averaging.fragments import Begin, Weights
 from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import ConfigurationError
@@ -16,6 +16,8 @@ from sparsync.integrations.hierarchy import Node
 from sparsync.units import local_of, unflatten
 
 __all__ = ["ModelWeights", "trained_of"]
+
+_SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
 
 
 def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -42,6 +44,11 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
     return trained
 
 
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    """Return what is another one when a buffer is written to, or replaced."""
+    return id(buffer), buffer._version
+
+
 @final
 class ModelWeights(Weights):
     """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
@@ -49,6 +56,8 @@ class ModelWeights(Weights):
     float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
     to write, all ranks of the node call together and gather each other's.
     """
+
+    cure = ""  # its optimizers are known
 
     def __init__(
         self,
@@ -62,6 +71,11 @@ class ModelWeights(Weights):
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
         self.buffers = averaged_buffers(module) if buffers else []
+        floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
+        # held NaN or Inf: constants, it is hoped
+        self._left_out = {
+            n: _mark(b) for n, b in floating.items() if n not in self.buffers and buffers
+        }
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -74,6 +88,13 @@ class ModelWeights(Weights):
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
         own = [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
         return own if self.noise is None else [*own, self.noise.values]
+
+    @property
+    def rest(self) -> dict[str, int]:
+        """The sizes of buffers and samples, which follow the trained parameters."""
+        tensors = self._tensors()[len(self.trained) :]
+        named = zip((*self.buffers, _SAMPLES), tensors, strict=False)
+        return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
     def reshard(self) -> None:
         """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
@@ -133,7 +154,22 @@ class ModelWeights(Weights):
         named = [*self.trained, *self.buffers]
         for name, tensor in zip(named, self._tensors(), strict=False):
             if not bool(torch.isfinite(tensor).all()):
-                return name
+                left_out = " (persistent=False would leave it out)" if name in self.buffers else ""
+                return f"'{name}'{left_out}"
+        return ""
+
+    def strayed(self) -> str:
+        """Name a buffer that was left out because it held NaN or Inf, and is finite now; empty: none.
+
+        Each is named once.  Cost: a look at those that were written to.
+        """
+        now = dict(self._module.named_buffers()) if self._left_out else {}
+        for name, mark in list(self._left_out.items()):
+            if name in now and (written := _mark(now[name])) != mark:
+                self._left_out[name] = written
+                if bool(torch.isfinite(now[name]).all()):
+                    del self._left_out[name]
+                    return name
         return ""
 
     def landed(self, span: slice, shared: Tensor) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
@@ -36,6 +37,14 @@ class Parts:
             self.index + other.index,
             self.value + other.value,
             self.control + other.control,
+        )
+
+    def __sub__(self, other: Parts) -> Parts:
+        return Parts(
+            self.header - other.header,
+            self.index - other.index,
+            self.value - other.value,
+            self.control - other.control,
         )
 
     @property
@@ -124,6 +133,15 @@ class Traffic:
             self.sent_parts + other.sent_parts,
         )
 
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent - other.sent,
+            self.received - other.received,
+            self.messages_sent - other.messages_sent,
+            self.messages_received - other.messages_received,
+            self.sent_parts - other.sent_parts,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers."""
         return asdict(self)
@@ -167,6 +185,7 @@ class Ledger:
         self.last_step = Traffic()
         self.sent_max = 0  # bytes, over finished steps
         self.received_max = 0
+        self.outside = Traffic()  # of no step
         self._finished: dict[str, Traffic] = {}  # per phase, over finished steps
 
     def begin_step(self, step: int) -> None:
@@ -181,6 +200,25 @@ class Ledger:
     def place(self, step: int | None = None) -> str:
         """Return where training is, or was at ``step``, for errors: see ``place``."""
         return place(self.step if step is None else step, self.local_step)
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Book what is sent meanwhile to no step: only ``total``, its phases and ``outside`` have it."""
+        before, opened, self.phases = self.total(), self.phases, {}
+        try:
+            yield
+        finally:
+            self._finished, self.phases = self.by_phase(), opened
+            self.outside += self.total() - before
+
+    def set_up(self) -> Traffic:
+        """Count what was sent so far for no step that follows; return it, without what was outside."""
+        self._finished, self.phases = self.by_phase(), {}
+        return self.of_steps()
+
+    def of_steps(self) -> Traffic:
+        """Sum the whole run but what was outside of steps."""
+        return self.total() - self.outside
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
         """Record what this rank sent."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 from sparsync.state import brief, fits
+from sparsync.units import is_finite
 
 __all__ = [
     "Common",
@@ -35,12 +36,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Values:
-    """A dense tensor of this shape and dtype, without NaN and Inf unless it may be not ``finite``."""
+    """A dense tensor of this shape and dtype, without NaN and Inf unless it may be not ``finite``.
+
+    With ``sparse``, it may also be a sparse one (COO).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     least: float = -math.inf
     finite: bool = True
+    sparse: bool = False
 
     def __str__(self) -> str:
         bounds = "" if self.least == -math.inf else f" >= {self.least:g}"
@@ -180,7 +185,8 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
         for at, (inner, one) in enumerate(zip(value, kind.kinds, strict=True)):
             yield from _wrong(inner, one, _at(name, at))
     elif not _is(value, kind):
-        broken = " with NaN or Inf" if _is_dense(value) and not _is_plain(value) else ""
+        tensor = isinstance(value, Tensor) and not value.is_meta
+        broken = " with NaN or Inf" if tensor and not is_finite(value) else ""
         yield f"the saved {name} is {brief(value)}{broken}, expected {kind}"
 
 
@@ -190,10 +196,10 @@ def _is(value: Any, kind: Kind) -> bool:
         return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
     if isinstance(kind, Values):
         return (
-            _is_dense(value)
+            (_is_dense(value) or (kind.sparse and _is_sparse(value)))
             and tuple(value.shape) == kind.shape
             and value.dtype == kind.dtype
-            and _in_range(value, kind)
+            and _in_range(value._values() if value.is_sparse else value, kind)
         )
     if isinstance(kind, Exactly):
         return same(value, kind.value)
@@ -208,6 +214,10 @@ def _is_list(value: Any) -> bool:
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.sparse_coo and not value.is_meta
 
 
 def _in_range(value: Tensor, kind: Values) -> bool:
@@ -228,8 +238,7 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
     if _is_list(value):
         return all(_is_plain(its, finite) for its in value)
     if isinstance(value, Tensor):
-        kind = Values(tuple(value.shape), value.dtype, finite=finite)
-        return _is_dense(value) and _in_range(value, kind)
+        return _is(value, Values(tuple(value.shape), value.dtype, finite=finite))
     loose = isinstance(value, float) and not finite
     return value is None or isinstance(value, bool | str) or loose or fits(value, float)
 

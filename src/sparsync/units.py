@@ -23,6 +23,7 @@ __all__ = [
     "check_same_parameters",
     "check_stepped_later",
     "flatten",
+    "is_finite",
     "local_of",
     "output_parameters",
     "plan_units",
@@ -158,6 +159,13 @@ def local_of(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)  # to import DTensor takes 0.4 s
     return tensor if to_local is None else to_local()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether no NaN or Inf lies in a tensor on this rank; it may be sparse, as moments may."""
+    part = local_of(tensor)
+    # coalesced or not: a sum of what is finite is taken for finite
+    return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

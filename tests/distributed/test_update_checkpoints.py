@@ -102,6 +102,62 @@ def test_checkpoints_wait_for_what_is_under_way(call, folder):
         assert ended == {True}
 
 
+def broken_step(net, optimizer, step):
+    """Do a local step that is NaN on one rank; the next exchange brings all back."""
+    optimizer.zero_grad()
+    backward(net, step)
+    if dist.get_rank() == 1:
+        for parameter in net.parameters():
+            parameter.grad.mul_(torch.nan)
+    optimizer.step()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")])
+def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
+    """And refused where it says that it is whole: then a file was damaged."""
+    ends = []
+    for fresh in (False, True):
+        net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
+        with sync:
+            if fresh:
+                sparsync.load(sync, folder)
+            else:
+                steps(net, optimizer, range(6))
+                broken_step(net, optimizer, 6)
+                sparsync.save(sync, folder)
+                state = sync.state_dict()
+                assert state["broken"] == (not flat(net).isfinite().all())
+                if state["broken"]:
+                    with refused("with NaN or Inf"):
+                        sync.validate({**state, "broken": False})
+            ends.append(steps(net, optimizer, range(7, 14)))
+            assert sync.stats()["skipped_steps"] >= 1
+            sync.finish()
+            ends.append(flat(net))
+            assert ends[-1].isfinite().all()
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["slow links", "weights"])
+def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
+    net, optimizer, sync = attached_to(4, SETTINGS[name], 0)
+    with sync:
+        steps(net, optimizer, range(6))
+        broken_step(net, optimizer, 6)
+        sparsync.save(sync, folder)
+    net, optimizer, sync = attached_to(2, SETTINGS[name], 3)
+    with sync:
+        sparsync.load(sync, folder)
+        mine = sync.state_dict()
+        assert not mine["broken"]
+        assert bool(mine["moments"]["0.weight"]) == (dist.get_rank() % 2 != 1)
+        steps(net, optimizer, range(7, 10))
+        sync.finish()
+        assert flat(net).isfinite().all()
+
+
 DAMAGES = {
     "sent": (
         lambda state: state.update(sent=[0.5]),

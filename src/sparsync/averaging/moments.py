@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
-from sparsync.units import flatten, local_of, unflatten
+from sparsync.units import flatten, is_finite, local_of, unflatten
 
 __all__ = [
     "GradientNoise",
@@ -293,8 +293,8 @@ def drop_broken(
 ) -> None:
     """Drop optimizers' states of parameters where they are not finite; on all parts, or on none."""
     states = [state for one in optimizers for state in one.state.values()]
-    tensors = [[local_of(v) for v in s.values() if isinstance(v, Tensor)] for s in states]
-    broken = [not all(bool(torch.isfinite(v).all()) for v in values) for values in tensors]
+    tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
+    broken = [not all(map(is_finite, values)) for values in tensors]
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:

@@ -13,12 +13,7 @@ from sparsync.averaging.period import AdaptivePeriod
 from sparsync.fields import Common, Each, Exactly, Fields, Kind, Number, Plain, Values
 from sparsync.state import fits
 
-__all__ = ["outer_kinds", "refused_under_way"]
-
-
-def refused_under_way(state: Mapping[str, Any]) -> bool:
-    """Tell whether an exchange is under way that is refused: its rank's weights may be broken."""
-    return any(one["refused"] is True for one in _exchanges(state) if "refused" in one)
+__all__ = ["outer_kinds"]
 
 
 def outer_kinds(

@@ -23,7 +23,7 @@ from sparsync.averaging.contributions import shown_of
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.state import check_fields
 from sparsync.state import fits
-from sparsync.units import Piece
+from sparsync.units import Piece, is_finite
 
 __all__ = ["reshard", "state_like"]
 
@@ -149,7 +149,9 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     """Return a state that begins from the shared weights, with its part of what was not delivered.
 
-    Moments and steps are those of old rank r modulo P; what was under way is applied first.
+    Moments and steps are those of old rank r modulo P; what was under way is applied first.  If that is
+    refused, or will be since a rank's weights are broken, all begin without their steps since the last
+    exchange, and without broken moments.
     """
     if "layout" not in template or not states or any("layout" not in state for state in states):
         raise ConfigurationError(
@@ -164,7 +166,12 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         "OuterStep: residuals are cosine coefficients of units, and cannot be divided; go on with as "
         "many ranks, or call finish() before and save the model alone",
     )
-    flats = [_by_name(state) for state in states]
+    returns = any(
+        state["broken"] or any(one["refused"] for one in state["under_way"]) for state in states
+    )
+    if returns:
+        states = [_without_broken_moments(state, states) for state in states]
+    flats = [_by_name(state, returns) for state in states]
     place = {**template["reducer"], "pieces": template["pieces"]}
     made = state_like(place, flats)
     reducer = {key: made[key] for key in states[0]["reducer"]}  # without what ``_by_name`` added
@@ -188,14 +195,31 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         assert values is not None
         moments[name][key.removeprefix("moment ")] = values.view(template["parameters"][name].shape)
     begun = {"memory": memory, "reducer": reducer, "moments": moments, "parameters": None}
+    begun["broken"] = False
     kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
     same = ("steps", "state", "sent", "present_period", "groups", "scaler")
     common = {key: donor[key] for key in same if key in donor}
     return {**kept, **template, **common, **begun, "under_way": []}
 
 
-def _by_name(state: State) -> dict[str, Any]:
-    """Return a reducer's state whose residual is all that was not delivered; and vectors by name."""
+def _without_broken_moments(state: State, states: Sequence[State]) -> State:
+    """Return a state without the moments that hold NaN or Inf on some part of its replica."""
+    rank = state["reducer"]["rank"]
+    broken = {
+        name
+        for one in states
+        if one["reducer"]["rank"] == rank
+        for name, kept in one["moments"].items()
+        if not all(is_finite(v) for v in kept.values() if isinstance(v, Tensor))
+    }
+    return {**state, "moments": {n: {} if n in broken else k for n, k in state["moments"].items()}}
+
+
+def _by_name(state: State, returns: bool) -> dict[str, Any]:
+    """Return a reducer's state whose residual is all that was not delivered; and vectors by name.
+
+    If the rank ``returns``, its steps since the last exchange are dropped.
+    """
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
     vectors = [state["parameters"][name] for name in sizes if name in state["parameters"]]
@@ -215,12 +239,12 @@ def _by_name(state: State) -> dict[str, Any]:
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
     for exchange in state["under_way"]:
         span = slice(*state["spans"][exchange["part"]])
-        if exchange["refused"]:  # all ranks return
-            own[span] = shared[span] - (residual[span] - hidden[span] if in_weights else 0)
-        else:
+        if not exchange["refused"]:
             shared[span] = exchange["shared"]
             hidden[span] = residual[span] * (1 - shown_of(exchange["weight"]))
             own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
+    if returns:
+        own = shared - (residual - hidden) if in_weights else shared
     # local steps since the last exchange are weighed alike: what others have seen in them is not known
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
@@ -234,7 +258,8 @@ def _by_name(state: State) -> dict[str, Any]:
             end += size
     for name, kept in state["moments"].items():
         for key, value in kept.items():
-            if isinstance(value, Tensor) and value.dim() and value.numel() == sizes.get(name):
+            whole = isinstance(value, Tensor) and value.dim() and value.layout == torch.strided
+            if whole and value.numel() == sizes.get(name):
                 found.setdefault(f"moment {key}", {})[name] = value.flatten()
                 found["moments"].append((f"moment {key}", name))
     return found

@@ -54,7 +54,8 @@ class Changes:
 
     def differ(self) -> bool:
         """Tell whether any of the sampled elements is another one."""
-        return not torch.equal(self._some(), self._sample)
+        now, before = self._some(), self._sample
+        return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
         """Tell whether all parameters were written to, and hold weights that no step has led to."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sparsync.averaging.binding import saved_buffers
 from sparsync.errors import ConfigurationError
 from sparsync.fields import Each, Either, Exactly, Fields, Kind, Number, Plain, Values, like
-from sparsync.units import local_of
+from sparsync.units import is_finite, local_of
 
-__all__ = ["SCALER_KIND", "load_optimizers", "load_weights", "own_kinds", "own_state"]
+__all__ = ["SCALER_KIND", "is_broken", "load_optimizers", "load_weights", "own_kinds", "own_state"]
 
 # of torch's optimizers: steps, squares and magnitudes
 _NEVER_NEGATIVE: Final = (
@@ -66,22 +66,31 @@ def own_state(
     return {"parameters": tensors, "moments": moments, "groups": groups}
 
 
+def is_broken(state: Mapping[str, Any], exchanged: Collection[str]) -> bool:
+    """Tell whether NaN or Inf is in moments, or in what of the model is exchanged."""
+    weights = [state["parameters"][name] for name in exchanged]
+    moments = [value for kept in state["moments"].values() for value in kept.values()]
+    tensors = [one for one in (*weights, *moments) if isinstance(one, Tensor)]
+    return not all(map(is_finite, tensors))
+
+
 def own_kinds(
     module: nn.Module,
     names: Collection[str],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
+    exchanged: Collection[str],
     resharded: bool,
     finite: bool,
 ) -> dict[str, Kind]:
     """Describe what ``own_state`` returns of this model and these optimizers.
 
-    A state that was ``resharded`` has no weights.  They and moments are ``finite``, unless an exchange
-    under way is refused, which sets them right.
+    A state that was ``resharded`` has no weights.  Moments, and what of the model is ``exchanged``, are
+    ``finite``, unless this was saved before the exchange that sets them right.
     """
     return {
         # None in a state of this number of ranks would set one rank back
-        "parameters": Exactly(None) if resharded else _weights_kind(module, names, finite),
+        "parameters": Exactly(None) if resharded else _weights_kind(module, names, exchanged if finite else ()),
         "moments": Fields(
             {
                 name: _moments_kind(kept, finite)
@@ -95,14 +104,11 @@ def own_kinds(
     }
 
 
-def _weights_kind(module: nn.Module, names: Collection[str], finite: bool) -> Kind:
+def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[str]) -> Kind:
     parts = {name: local_of(tensor) for name, tensor in _tensors(module, names).items()}
-    loose = {  # buffers such as masks of -inf
-        name for name, part in parts.items() if name not in names and not torch.isfinite(part).all()
-    }
     return Fields(
         {
-            name: Values(tuple(part.shape), part.dtype, finite=finite and name not in loose)
+            name: Values(tuple(part.shape), part.dtype, finite=name in finite)
             for name, part in parts.items()
         }
     )
@@ -161,16 +167,23 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
     if not isinstance(value, Tensor):
         return like(value)
     part = local_of(value)
-    return Values(tuple(part.shape), part.dtype, least, finite)
+    # of SGD, where an embedding's gradients are sparse
+    return Values(tuple(part.shape), part.dtype, least, finite, sparse=key == "momentum_buffer")
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler."""
+    """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler.
+
+    Switches that torch has had only since the state was saved are not there: they stay as they are.
+    """
     kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
-    required = {
-        name: kinds.pop(name) for name in [*kinds] if name in getattr(optimizer, "defaults", {})
+    numbers = {
+        name
+        for name, default in getattr(optimizer, "defaults", {}).items()
+        if default is not None and not isinstance(default, bool)
     }
+    required = {name: kinds.pop(name) for name in [*kinds] if name in numbers}
     # other libraries' optimizers count steps and the like in their groups, from the first step on
     own = type(optimizer).__module__.startswith("torch.optim")
     return Fields(required, kinds, None if own else Plain(finite=False))

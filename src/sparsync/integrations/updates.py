@@ -24,7 +24,6 @@ from sparsync.averaging.fragments import Begin
 from sparsync.averaging.moments import correct, noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
-from sparsync.averaging.saved import refused_under_way
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -39,6 +38,7 @@ from sparsync.integrations.optimizers import held_by
 from sparsync.integrations.options import Compression, Options
 from sparsync.integrations.own import (
     SCALER_KIND,
+    is_broken,
     load_optimizers,
     load_weights,
     own_kinds,
@@ -588,10 +588,14 @@ class UpdateSync(Sync):
         run(self.outer.settle())
         module, noise = self._plain(), self._weights.noise
         assert module is not None
+        own = own_state(module, self._weights.trained, self.outer.optimizers)
         return {
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
-            **own_state(module, self._weights.trained, self.outer.optimizers),
+            "averaged": list(self._weights.buffers),
+            **own,
+            # the next exchange sets that right; in any other state NaN is damage
+            "broken": is_broken(own, self._weights.exchanged),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
             "noise": None if noise is None else noise.state_dict(),
@@ -609,10 +613,12 @@ class UpdateSync(Sync):
                 module,
                 self._weights.trained,
                 outer.optimizers,
+                exchanged=self._weights.exchanged,
                 # thresholds and boundaries start again
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
-                finite=not refused_under_way(state),
+                finite=state.get("broken") is not True,
             ),
+            "broken": bool,
             "scaler": SCALER_KIND,
             "pieces": Exactly(self._pieces),
             "noise": Exactly(None) if noise is None else noise.kind(),

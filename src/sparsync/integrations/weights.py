@@ -13,7 +13,7 @@ from sparsync.averaging.fragments import Begin, Weights
 from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import ConfigurationError
 from sparsync.integrations.hierarchy import Node
-from sparsync.units import local_of, unflatten
+from sparsync.units import is_finite, local_of, unflatten
 
 __all__ = ["ModelWeights", "trained_of"]
 
@@ -96,6 +96,11 @@ class ModelWeights(Weights):
         named = zip((*self.buffers, _SAMPLES), tensors, strict=False)
         return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
+    @property
+    def exchanged(self) -> list[str]:
+        """Names of the parameters and buffers that the vector is made of."""
+        return [*self.trained, *self.buffers]
+
     def reshard(self) -> None:
         """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
         for owner in self._module.modules() if self._sharded else ():
@@ -151,9 +156,8 @@ class ModelWeights(Weights):
 
     def broken(self) -> str:
         """Name a parameter or buffer of this rank that is not finite; empty: there is none."""
-        named = [*self.trained, *self.buffers]
-        for name, tensor in zip(named, self._tensors(), strict=False):
-            if not bool(torch.isfinite(tensor).all()):
+        for name, tensor in zip(self.exchanged, self._tensors(), strict=False):
+            if not is_finite(tensor):
                 left_out = " (persistent=False would leave it out)" if name in self.buffers else ""
                 return f"'{name}'{left_out}"
         return ""

@@ -272,8 +272,8 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The layer as a whole: torch's encoder layers look at it."""
-        return self.frozen.weight
+        """The layer as a whole: without gradients, torch's encoder layers compute with it alone."""
+        return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
     def bias(self) -> Tensor:

@@ -96,7 +96,7 @@ def train_updates(
                 optimizer.step()
                 if noise is not None:
                     correct(optimizer, noise.shares, averaging)
-                    lengthen(optimizer, noise, averaging)
+                    lengthen(optimizer, noise.steps, noise.shares, averaging)
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])

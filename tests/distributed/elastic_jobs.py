@@ -29,8 +29,9 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
-    fetches comes ``late`` seconds later.  Its stderr goes to a file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the
-    scheduler; ``handles`` SIGTERM by itself, set after attach, with exit code 7.
+    fetches comes ``late`` seconds later.  Its stderr goes to a file, ``errors``.  ``options`` are more of
+    the manager, and: ``carries`` the scheduler; ``handles`` SIGTERM by itself, set after attach, with
+    exit code 7.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     at_once = catch_up.fetch

@@ -13,7 +13,10 @@ RATE, DECAY = 0.1, 0.3
 # optimizer, and whether weights decay apart from gradients
 KNOWN = {
     "amsgrad": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY, amsgrad=True), False),
-    "amsgrad, apart": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True), True),
+    "amsgrad, apart": (
+        lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True),
+        True,
+    ),
     "NAdam": (lambda p: torch.optim.NAdam(p, RATE, weight_decay=DECAY), False),
     "NAdam, apart": (
         lambda p: torch.optim.NAdam(p, RATE, weight_decay=DECAY, decoupled_weight_decay=True),
@@ -55,7 +58,7 @@ def test_a_step_is_lengthened_without_the_decay(make, apart, share):
     noise, before, after = stepped(optimizer)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     noise.shares = {} if share is None else {parameter: share}
-    lengthen(optimizer, noise, 4)
+    lengthen(optimizer, noise.steps, noise.shares, 4)
     start = before * (1 - RATE * DECAY) if apart else before
     factor = 1.0 if share is None else max(share, 0.25) ** -0.5
     torch.testing.assert_close(parameter.detach(), start + factor * (after - start))
@@ -89,7 +92,7 @@ def test_what_does_not_move_stays():
     optimizer = torch.optim.Adagrad([parameter], lr=0.0)
     noise, before, _ = stepped(optimizer)
     noise.shares = {parameter: 0.25}
-    lengthen(optimizer, noise, 4)
+    lengthen(optimizer, noise.steps, noise.shares, 4)
     assert torch.equal(parameter.detach(), before)
     unseen = torch.nn.Parameter(torch.ones(6))
     optimizer = torch.optim.RMSprop([unseen], RATE)
@@ -97,7 +100,7 @@ def test_what_does_not_move_stays():
     unseen.grad, noise.shares = torch.tensor([1.0, 0, 0, 0, 0, 0]), {unseen: 0.25}
     remember(optimizer, noise.steps)
     optimizer.step()
-    lengthen(optimizer, noise, 4)
+    lengthen(optimizer, noise.steps, noise.shares, 4)
     assert unseen[1:].tolist() == [1.0] * 5 and unseen[0] < 1
 
 

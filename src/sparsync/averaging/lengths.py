@@ -1,23 +1,20 @@
 """Lengthen steps that an optimizer makes as long as its rate says, however large gradients are.
 
 Ranks' steps differ by the noise of their gradients, which shortens the average: of P steps that are
-nothing but noise to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged gradients,
-makes steps of the full length.
+nothing but noise to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged
+gradients, makes steps of the full length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from sparsync.units import local_of
-
-if TYPE_CHECKING:
-    from sparsync.averaging.moments import GradientNoise
 
 __all__ = ["lengthen", "of_own_length", "remember"]
 
@@ -69,27 +66,33 @@ def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -
 
 
 @torch.no_grad()
-def lengthen(optimizer: torch.optim.Optimizer, noise: GradientNoise, ranks: float) -> None:
+def lengthen(
+    optimizer: torch.optim.Optimizer,
+    steps: Mapping[Tensor, Tensor],
+    shares: Mapping[Tensor, float],
+    ranks: float,
+) -> None:
     """Make the step just done so long that the average over ranks has the length of a single rank's.
 
-    Averaged over P ``ranks``, steps of a parameter have k times the squares of a single rank's (its share,
-    see ``GradientNoise``):
+    Averaged over P ``ranks``, steps of a parameter have k times the squares of a single rank's (its
+    share, see ``GradientNoise``):
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step is without the decay of weights.  What the optimizer remembers stays as it is.
+    where the step is without the decay of weights.  It is left in ``steps``, which ``remember`` has
+    filled.  What the optimizer remembers stays as it is.
 
     Cost: ``remember`` reads the weights and writes as much; this reads both and writes both.  Memory:
     that of the weights.
     """
     for parameter, group, decays in of_own_length(optimizer):
-        if parameter not in noise.steps:
+        if parameter not in steps:
             continue
-        weights, step = local_of(parameter), noise.steps[parameter]
+        weights, step = local_of(parameter), steps[parameter]
         torch.sub(weights, step, out=step)
         decay = float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decays else 0.0
         if decay:  # after w' = w - decay w + step
             step.mul_(1 - decay).add_(weights, alpha=decay)
-        share = max(noise.shares.get(parameter, 1.0), 1 / ranks)
+        share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

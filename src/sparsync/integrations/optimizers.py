@@ -146,4 +146,6 @@ def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> 
         if (name := f"{type(one).__name__}'s") not in (names := kinds[kind]):
             names.append(name)
     there = [(kind, " and ".join(names)) for kind, names in kinds.items() if names]
-    return ", ".join(f"{names}{'' if at else ' steps'} {kind}" for at, (kind, names) in enumerate(there))
+    return ", ".join(
+        f"{names}{'' if at else ' steps'} {kind}" for at, (kind, names) in enumerate(there)
+    )

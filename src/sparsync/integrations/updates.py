@@ -345,7 +345,7 @@ class UpdateSync(Sync):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
         if (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
-            lengthen(optimizer, noise, self._weights.ranks)
+            lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
         self._owed = False
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:

@@ -87,6 +87,21 @@ def test_adams_own_correction_is_the_only_one_of_its_steps():
     assert [*map(id, noise.steps)] == [*map(id, parameters[1:])]
 
 
+def test_other_classes_of_a_name_need_neither_rate_nor_decay():
+    """Neither has transformers' Adafactor, which chooses its rate."""
+
+    class Adafactor(torch.optim.Optimizer):
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data += 1
+
+    for defaults in ({"lr": None, "weight_decay": DECAY}, {}):
+        parameter = weights()
+        noise, before, _ = stepped(optimizer := Adafactor([parameter], defaults))
+        lengthen(optimizer, noise.steps, {parameter: 0.25}, 4)
+        torch.testing.assert_close(parameter.detach(), before + 2)
+
+
 def test_what_does_not_move_stays():
     parameter = weights()
     optimizer = torch.optim.Adagrad([parameter], lr=0.0)

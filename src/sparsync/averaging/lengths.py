@@ -32,11 +32,11 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # of the package pytorch-optimizer
-        "AdEMAMix": False,
+        # of the package pytorch-optimizer, and others of these names
+        "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
-        "Lion": False,
+        "Lion": True,
         "SOAP": True,
     }
 )
@@ -51,7 +51,7 @@ def of_own_length(
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        told = (group.get(key) for key in ("decoupled_weight_decay", "weight_decouple"))
+        told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:
             yield parameter, group, apart
@@ -90,8 +90,9 @@ def lengthen(
             continue
         weights, step = local_of(parameter), steps[parameter]
         torch.sub(weights, step, out=step)
-        decay = float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decays else 0.0
-        if decay:  # after w' = w - decay w + step
+        # transformers' Adafactor may choose its rate itself: then the decay is unknown
+        rates = [float(group.get(key) or 0.0) for key in ("lr", "weight_decay")]
+        if decays and (decay := rates[0] * rates[1]):  # after w' = w - decay w + step
             step.mul_(1 - decay).add_(weights, alpha=decay)
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:

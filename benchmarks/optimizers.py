@@ -77,12 +77,12 @@ OPTIMIZERS: Mapping[str, tuple[Callable[[nn.Module], Made], float]] = MappingPro
         "AdamW": (of_torch("AdamW", weight_decay=0.1), 1.6e-2),
         "AdamW, amsgrad": (of_torch("AdamW", weight_decay=0.1, amsgrad=True), 1.6e-2),
         "NAdam": (of_torch("NAdam"), 8e-3),
-        "RAdam": (of_torch("RAdam"), 8e-3),
+        "RAdam": (of_torch("RAdam"), 6.4e-2),
         "Adamax": (of_torch("Adamax"), 1.6e-2),
         "RMSprop": (of_torch("RMSprop"), 4e-3),
         "Adagrad": (of_torch("Adagrad"), 3.2e-2),
         "Adadelta": (of_torch("Adadelta"), 4.0),
-        "Adafactor": (of_torch("Adafactor"), 1.6e-2),
+        "Adafactor": (of_torch("Adafactor"), 0.128),
         "Muon and AdamW": (muon, 1.6e-2),
         "Lion": (of_package("Lion", weight_decay=0.1), 1e-3),
         "SOAP": (of_package("SOAP"), 8e-3),
@@ -272,8 +272,8 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The layer as a whole: torch's encoder layers look at it."""
-        return self.frozen.weight
+        """The layer as a whole: without gradients, torch's encoder layers compute with it alone."""
+        return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
     def bias(self) -> Tensor:
@@ -360,7 +360,9 @@ def those_there() -> dict[str, tuple[float, ...]]:
 
 STUDIES: Mapping[str, Study] = MappingProxyType(
     {
-        "optimizers": Study("Every optimizer", those_there(), train_optimizer),
+        "optimizers": Study(
+            "Every optimizer", those_there(), train_optimizer, ("dense", "updates", "not corrected")
+        ),
         "unequal": Study(
             "Ranks that see unequally much",
             dict.fromkeys(ROWS, grid(1.6e-2)),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.averaging.lengths import lengthen, remember
 from sparsync.averaging.moments import correct, noise_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.weights import ModelWeights
@@ -90,9 +91,12 @@ def train_updates(
             loss_of(model, step, comm.rank).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             for optimizer in optimizers:
+                if noise is not None:
+                    remember(optimizer, noise.steps)
                 optimizer.step()
                 if noise is not None:
                     correct(optimizer, noise.shares, averaging)
+                    lengthen(optimizer, noise.steps, noise.shares, averaging)
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])

@@ -67,12 +67,13 @@ def test_ranks_weigh_what_they_have_seen(wrap):
 
 
 @on_ranks(3)
-def test_the_one_line_weighs_and_resumes():
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax])
+def test_the_one_line_weighs_and_resumes(kind):
     """With the default exchange: bit for bit, with steps that are counted and not yet exchanged."""
     rank, ends = dist.get_rank(), []
     for breaks in (False, True):
         net = model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        optimizer = kind(net.parameters(), lr=0.01)
         settings = {**OUTER_SETTINGS["updates"], "warmup_steps": 0, "period": 4}
         sync = sparsync.attach(net, optimizer, OuterStep(**settings))
         for step in range(STEPS):
@@ -80,7 +81,7 @@ def test_the_one_line_weighs_and_resumes():
                 saved = sync.state_dict()
                 sync.close()
                 net = model()
-                optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+                optimizer = kind(net.parameters(), lr=0.5)
                 sync = sparsync.attach(net, optimizer, OuterStep(**settings))
                 sync.load_state_dict(saved)
             optimizer.zero_grad()

@@ -111,6 +111,25 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
 
 
 @on_ranks(3)
+def test_hooks_lengthen_steps_of_a_length_of_their_own():
+    settings = {**OUTER_SETTINGS["updates"], "warmup_steps": 0, "period": 4}
+    for wrap in (ddp_model, model):
+        net = wrap()
+        optimizer = torch.optim.Adamax(net.parameters(), lr=0.01)
+        with sparsync.attach(net, optimizer, OuterStep(**settings)) as sync:
+            for step in range(5):
+                before = [p.detach().clone() for p in net.parameters()]
+                step_of(net, optimizer, step)
+            shares = sync._weights.noise.shares
+            assert min(shares.values()) < 0.9
+            assert same_everywhere(torch.tensor(list(shares.values())))
+            for parameter, began in zip(net.parameters(), before, strict=True):
+                state, share = optimizer.state[parameter], max(shares[parameter], 1 / 3)
+                expected = -0.01 / (1 - 0.9**5) * state["exp_avg"] / state["exp_inf"] / share**0.5
+                torch.testing.assert_close(parameter.detach() - began, expected)
+
+
+@on_ranks(3)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"fragments": 3, "delay": 2}, {"period": AdaptivePeriod(0.2)}],

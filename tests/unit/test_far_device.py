@@ -115,7 +115,7 @@ AVERAGERS = {
 }
 CODECS = wire.CODECS | table.CODECS | table.EXPANSIVE_CODECS | table.SPREADING_CODECS
 SELECTORS = selection.SELECTORS | table.SELECTORS | table.INEXACT_SELECTORS
-OPTIMIZERS = torch.optim.SGD, torch.optim.AdamW
+OPTIMIZERS = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax
 ROWS = {
     **{
         f"preset {name}": partial(averages_and_residuals, algorithm)

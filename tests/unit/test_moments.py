@@ -82,7 +82,7 @@ def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
 
 def test_other_moments_are_left_alone():
     assert not list(with_moments(trained(amsgrad=True)[1]))
-    for kind in (torch.optim.NAdam, torch.optim.Adagrad):  # other steps from moments of these names
+    for kind in (torch.optim.NAdam, torch.optim.Adagrad):  # see ``lengths``
         optimizer = kind([torch.nn.Parameter(torch.ones(2))])
         optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
         optimizer.step()

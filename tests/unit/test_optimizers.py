@@ -163,11 +163,15 @@ def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
 def test_the_treatment_of_several_optimizers_is_told_apart():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     several = [
+        torch.optim.SGD(parameters),
         torch.optim.AdamW(parameters),
         torch.optim.Muon(parameters),
         torch.optim.AdamW(parameters, amsgrad=True),
     ]
     assert treatment_of(several, noise_correction=True) == (
         "AdamW's steps are corrected for the noise of a single rank's gradients, Muon's and AdamW's are "
-        "averaged as they are"
+        "lengthened by what averaging shortens them, SGD's are averaged as they are"
+    )
+    assert treatment_of(several, noise_correction=False) == (
+        "SGD's and AdamW's and Muon's steps are averaged as they are"
     )

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sparsync.averaging.lengths import of_own_length
 from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
@@ -32,6 +33,7 @@ _SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Pyth
 _JOINED: Final = 64  # small ones at a time
 _PAIRS: Final = 25  # of measurements, until something is said about how ranks agree
 _FORGETS: Final = 0.98  # per pair
+_STEPS_KEPT: Final = 0.98  # per step, of measurements of steps
 _SURE: Final = 0.1  # of all that ranks differ in; what chance makes of it is below 0.02
 
 # first and second moment of a parameter, its weights, and the numbers of the pass over them
@@ -60,14 +62,19 @@ class GradientNoise:
     tells what *lasts* in gradients: ``E p p' = s^2`` for the average, and for single ranks ``s^2 + d^2``,
     where d is by how much a rank's data make its gradients other than those of all.
 
+    Of optimizers whose steps have a length of their own (``lengths.lengthen``) the steps are measured in
+    the same way, in place of gradients.
+
     Args:
         memory: Adam's second beta by parameter, in an order that all ranks have; shards count as what
             they hold.
+        by_steps: parameters of which steps are measured.
 
     Attributes:
         values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every
             second time that of products with the last ones; on the first parameter's device.
         shares: by parameter, from 0 to 1; empty until something was measured.
+        steps: the last ones, of ``by_steps``.
 
     Cost: 66 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
     State: ``state_dict()``, equal on all ranks.
@@ -76,8 +83,10 @@ class GradientNoise:
     <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there of all parameters.
     """
 
-    def __init__(self, memory: Mapping[Tensor, float]) -> None:
+    def __init__(self, memory: Mapping[Tensor, float], by_steps: Iterable[Tensor] = ()) -> None:
         self._parameters = list(memory)
+        self.steps = {one: torch.zeros_like(local_of(one.detach())) for one in by_steps}
+        self._by_steps = torch.tensor([one in self.steps for one in memory], dtype=torch.bool)
         self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
         like = next(map(local_of, memory), torch.zeros(0))
         shape = len(self._parameters), _SIDE * _SIDE + 2
@@ -104,7 +113,11 @@ class GradientNoise:
             # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
             # are whole on all of them and must be stepped alike
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
-            gradient = None if parameter in left_out else _gradient_of(parameter)
+            gradient = None
+            if parameter not in left_out:
+                gradient = self.steps.get(parameter)
+                if gradient is None:
+                    gradient = _gradient_of(parameter)
             if gradient is not None and gradient.numel():
                 row[:-2] = _projected(gradient, draw)
         self.values[:, -2] = self.values.square().sum(1)
@@ -122,14 +135,17 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            common, known = (sums * self._common).sum(1), of_ranks > 0
+            # steps have memory: what lasts in them may be the noise of one batch
+            common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
             # in units of each parameter's squares: all count alike, as in Adam's steps
             self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
-            self._pairs += 1
+            self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
-        self._squares.add_(torch.stack([of_average, of_ranks]))
+        # steps shrink with the rate: each measurement of them counts alike
+        unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
+        self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
         self._find_shares()
 
     @property
@@ -223,17 +239,20 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 def noise_of(
     optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
 ) -> GradientNoise | None:
-    """Return what measures the noise of gradients, if ``correct`` knows the steps of an optimizer."""
+    """Return what measures noise, if ``correct`` or ``lengthen`` knows the steps of an optimizer."""
+    several = list(optimizers)
     memory = {
         parameter: group["betas"][1]
-        for optimizer in filter(corrects, optimizers)
+        for optimizer in filter(corrects, several)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if not group["amsgrad"]
     }
+    steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
+    memory.update(dict.fromkeys(steps, _STEPS_KEPT))
     # as the model orders them: optimizers may be given theirs in other orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
-    return GradientNoise(found) if found else None
+    return GradientNoise(found, [one for one in found if one in steps]) if found else None
 
 
 def with_moments(

@@ -94,7 +94,8 @@ class OuterStep(Averager):
         nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
         residual_decay: of the residual at every exchange, in [0, 1].
         noise_correction: Adam's steps are as long as with the second moment of averaged gradients, see
-            ``moments.correct``.  This is for ``attach``, which knows the optimizer.
+            ``moments.correct``, and the average of steps that have a length of their own has that length,
+            see ``lengths.lengthen``.  This is for ``attach``, which knows the optimizer.
         dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
             ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
         sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and

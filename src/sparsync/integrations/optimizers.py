@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsync.averaging.lengths import of_own_length
 from sparsync.averaging.moments import corrects
 from sparsync.errors import ConfigurationError
 
@@ -139,17 +140,18 @@ def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> 
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)
-        "Adagrad's steps are averaged as they are"
+        "Adagrad's steps are lengthened by what averaging shortens them"
     """
-    kinds: dict[bool, list[str]] = {True: [], False: []}
+    corrected = "are corrected for the noise of a single rank's gradients"
+    lengthened = "are lengthened by what averaging shortens them"
+    kinds: dict[str, list[str]] = {corrected: [], lengthened: [], "are averaged as they are": []}
     for one in optimizers:
-        names = kinds[noise_correction and corrects(one)]
-        if (name := f"{type(one).__name__}'s") not in names:
+        measured = (corrects(one), any(True for _ in of_own_length(one)))
+        known = (*(noise_correction and each for each in measured), True)
+        kind = next(kind for kind, does in zip(kinds, known, strict=True) if does)
+        if (name := f"{type(one).__name__}'s") not in (names := kinds[kind]):
             names.append(name)
-    corrected, plain = (" and ".join(kinds[kind]) for kind in (True, False))
-    said = []
-    if corrected:
-        said.append(f"{corrected} steps are corrected for the noise of a single rank's gradients")
-    if plain:
-        said.append(f"{plain} {'' if corrected else 'steps '}are averaged as they are")
-    return ", ".join(said)
+    there = [(kind, " and ".join(names)) for kind, names in kinds.items() if names]
+    return ", ".join(
+        f"{names}{'' if at else ' steps'} {kind}" for at, (kind, names) in enumerate(there)
+    )

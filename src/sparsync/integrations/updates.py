@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.averaging.fragments import Begin
+from sparsync.averaging.lengths import lengthen, remember
 from sparsync.averaging.moments import correct, noise_of
 from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
@@ -307,7 +308,7 @@ class UpdateSync(Sync):
         future.set_result(buffer)
         return future
 
-    def _before_step(self, _optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_start()
         require(
             not self._changes.replaced(),
@@ -315,6 +316,8 @@ class UpdateSync(Sync):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
+        if (noise := self._weights.noise) is not None:
+            remember(optimizer, noise.steps)
 
     def _check_start(self) -> None:
         """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
@@ -348,6 +351,7 @@ class UpdateSync(Sync):
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
+            lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
         # the last of several ends an iteration: ranks count these, not optimizers' steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()

@@ -113,7 +113,9 @@ def broken_step(net, optimizer, step):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")]
+)
 def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
     """And refused where it says that it is whole: then a file was damaged."""
     ends = []

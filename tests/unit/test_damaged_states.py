@@ -169,7 +169,7 @@ def test_moments_of_sparse_gradients_are_saved_loaded_and_dropped(tmp_path):
         assert torch.equal(other.weight, model.weight)
         broken = sync.state_dict()
         broken["moments"]["weight"]["momentum_buffer"]._values().fill_(torch.nan)
-        with pytest.raises(ConfigurationError, match="momentum_buffer.*NaN or Inf"):
+        with pytest.raises(ConfigurationError, match=r"momentum_buffer.*NaN or Inf"):
             sync.load_state_dict(broken)
         steps(other, its_optimizer, 2, factor=torch.nan)
         assert other.weight.isfinite().all() and not its_optimizer.state[other.weight]

@@ -90,7 +90,9 @@ def own_kinds(
     """
     return {
         # None in a state of this number of ranks would set one rank back
-        "parameters": Exactly(None) if resharded else _weights_kind(module, names, exchanged if finite else ()),
+        "parameters": Exactly(None)
+        if resharded
+        else _weights_kind(module, names, exchanged if finite else ()),
         "moments": Fields(
             {
                 name: _moments_kind(kept, finite)

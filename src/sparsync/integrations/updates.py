@@ -260,11 +260,6 @@ class UpdateSync(Sync):
 
         return _Carried(self._engine.submit(job), self)
 
-    @property
-    def steps(self) -> int:
-        """Local steps that are done; a rank that joins others goes on with their number."""
-        return self.outer.steps
-
     def book(self, busy: float, waited: float) -> None:
         """Count the seconds of an exchange, and those that the training thread waited for it."""
         self._busy += busy

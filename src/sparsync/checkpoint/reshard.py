@@ -194,8 +194,13 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         values = part(key, name, rank)
         assert values is not None
         moments[name][key.removeprefix("moment ")] = values.view(template["parameters"][name].shape)
-    begun = {"memory": memory, "reducer": reducer, "moments": moments, "parameters": None}
-    begun["broken"] = False
+    begun: dict[str, Any] = {
+        "memory": memory,
+        "reducer": reducer,
+        "moments": moments,
+        "parameters": None,
+    }
+    begun |= {"broken": False}
     kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
     same = ("steps", "state", "sent", "present_period", "groups", "scaler")
     common = {key: donor[key] for key in same if key in donor}

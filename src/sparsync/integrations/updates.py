@@ -591,7 +591,6 @@ class UpdateSync(Sync):
         return {
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
-            "averaged": list(self._weights.buffers),
             **own,
             # the next exchange sets that right; in any other state NaN is damage
             "broken": is_broken(own, self._weights.exchanged),

@@ -175,7 +175,7 @@ DAMAGES = {
     ),
     "moments": (lambda state: state["moments"]["0.bias"].pop("exp_avg"), "has no state['moments']"),
     "optimizer": (lambda state: state["groups"][0][0].update(lr=torch.nan), "['lr'] is nan"),
-    "steps": (lambda state: state["reducer"].update(step=1), "ranks disagree on the step"),
+    "steps": (lambda state: state["reducer"].update(step=1), "ranks disagree on the exchange"),
 }
 
 

@@ -223,7 +223,7 @@ def test_early_messages_are_counted_once_and_bounded(monkeypatch):
         monkeypatch.setattr(
             comm.mesh, "_spoken", lambda frame: None
         )  # they came over no connection
-        most = 100_000 // (mesh.PER_MESSAGE + 48)
+        most = 100_000 // (mesh.PER_MESSAGE + 56)
         for job in range(1, 2000):
             header = Header(0, 1, comm.mesh.job ^ job, 0, 0, 0, -1, 0, 0).pack()
             comm.mesh._take([zmq.Frame(header)])

@@ -80,7 +80,7 @@ def train_updates(
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights: Any = VirtualWeights(ModelWeights(model, trained, True, noise=noise))
-        units = outer.plan(weights.read(slice(0, None)), trained)
+        units = outer.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
         reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
         await outer.start(reducer, weights.read(slice(0, None)))
         outer.optimizers, averaging = optimizers, float(ranks)

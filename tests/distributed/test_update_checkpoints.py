@@ -129,12 +129,13 @@ def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, fol
                 broken_step(net, optimizer, 6)
                 sparsync.save(sync, folder)
                 state = sync.state_dict()
-                assert state["broken"] == (not flat(net).isfinite().all())
+                own = state["parameters"].values()  # shards: of another rank's NaN there is none
+                assert state["broken"] == (not all(one.isfinite().all() for one in own))
                 if state["broken"]:
                     with refused("with NaN or Inf"):
                         sync.validate({**state, "broken": False})
             ends.append(steps(net, optimizer, range(7, 14)))
-            assert sync.stats()["skipped_steps"] >= 1
+            assert sync.stats()["refused_exchanges"] >= 1
             sync.finish()
             ends.append(flat(net))
             assert ends[-1].isfinite().all()

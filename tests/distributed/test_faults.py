@@ -52,7 +52,8 @@ def check_survivors(answer, fault, step, seconds):
             assert rank["code"] == 0 and rank["seconds"] < seconds, answer
             assert said["error"] in ("PeerError", "DeadlineError"), answer
             # the victim's last messages may be lost with it, or be enough for the whole step
-            place = rf"rank {number}, step ({step - 1}|{step}|{step + 1})[:,] .*phase '[a-z -]+'"
+            at = rf"({step - 1}|{step}|{step + 1})"  # updates: exchanges, here one per local step
+            place = rf"rank {number}, (step|exchange {at}, local step) {at}[:,] .*phase '[a-z -]+'"
             assert re.match(place, said["text"]), answer
             assert said["kept"], "a residual, threshold or boundary has changed"
             named |= set(re.findall(r"rank (\d+)", said["text"].split("phase")[0])[1:])

@@ -37,6 +37,8 @@ __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 _BEAT = timedelta(milliseconds=50)  # between heartbeats
 # without a quorum, after which it is asked for again: the lighthouse may be gone without a word
 _ASK_AGAIN = timedelta(seconds=20)
+# to a lighthouse, and to this rank's own manager: it starts late, or the machine is slow
+_CONNECTS = timedelta(seconds=60)
 _LOOPBACK = "127.0.0.1"
 
 
@@ -230,7 +232,8 @@ def make_manager(
 ) -> Any:
     """Return a ``torchft.Manager`` of a rank of its own; make it last, after model and data.
 
-    From its first heartbeat on, the others' next quorum waits for this rank.
+    From its first heartbeat on, the others' next quorum waits for this rank.  A lighthouse that is not
+    there yet is waited for, for 60 s.
 
     Args:
         min_replicas: ranks below which training waits.
@@ -256,7 +259,7 @@ def make_manager(
         min_replica_size=min_replicas,
         timeout=seconds,
         quorum_timeout=_ASK_AGAIN,
-        connect_timeout=seconds,
+        connect_timeout=_CONNECTS,
         rank=0,
         world_size=1,
         store_addr=_LOOPBACK,

@@ -1,6 +1,5 @@
 """Members of quorums: their handles, who is left out, keys, and gloo."""
 
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,35 +18,12 @@ from sparsync.transports.zmq import make_curve_keys
 from sparsync.transports.zmq.curve import own_curve_keys
 
 pytest.importorskip("torchft")
-from torchft.coordination import LighthouseServer
-
-from sparsync.elastic import ElasticGroup, make_manager
+from sparsync.elastic import ElasticGroup
 from sparsync.elastic.copies import Source, fetch
 
 RAW = Raw("value", variable=True)
 SECONDS = 15.0  # far more than any of these takes
 EIGHT = torch.arange(8, dtype=torch.uint8)
-
-
-def test_a_manager_waits_for_a_lighthouse_that_starts_late(monkeypatch):
-    """And not for as long as a message may take, which on a slow machine is over before it answers."""
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    lights = []
-
-    def light():
-        lights.append(LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1))
-
-    timer = threading.Timer(1.5, light)
-    timer.start()
-    address = f"http://127.0.0.1:{port}"
-    manager = make_manager(1, lighthouse=address, timeout=0.5, interface="127.0.0.1")
-    timer.join()
-    manager.shutdown(wait=False)
-    manager._pg.shutdown()
-    lights[0].shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def test_averaging_ends_or_goes_on_when_a_rank_is_killed(transport, scheme):
                 if said["error"] is None:  # pairs that did not need the victim
                     assert scheme == "adpsgd" and said["step"] == STEPS + 1, answer
                     continue
-                place = rf"rank {number}, (local )?step \d+[:,] .*phase '[a-z]+'"
+                place = rf"rank {number}, (exchange \d+, )?(local )?step \d+[:,] .*phase '[a-z]+'"
                 assert re.match(place, said["text"]), answer
                 assert re.search(r"rank \d+.*ranks? \d+", said["text"]), answer
 

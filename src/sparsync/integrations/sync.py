@@ -161,7 +161,7 @@ class Sync(ABC):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
 
-        Every exchange of gradients is a local step, too.  Means of bytes are over local steps, without
+        Every exchange of gradients is also a local step.  Means of bytes are over local steps, without
         what ``finish`` sends, which is given apart.
         "inner" has the phases between shards of one replica, whose bytes count nowhere else.
         "spans_last_exchange" has ``[unit, begin, end]``, "waited_last_exchange" begin and end of what the
